@@ -1,0 +1,411 @@
+"""The low-rank step, its starting factors and its message, as CB and SC use them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optimus_cc_ext.compressors import (
+    FastLowRank,
+    LowRank,
+    PackedFactors,
+    ReferenceLowRank,
+    effective_rank,
+    initial_factor,
+    next_warm_start,
+    packed_numel,
+    pays,
+    private_generator,
+)
+
+EPS32 = torch.finfo(torch.float32).eps
+BOTH = pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def with_spectrum(n: int, m: int, smallest_exponent: float, *, seed: int, batch: int = 2) -> Tensor:
+    """(batch, n, m) in fp32 whose singular values fall from 1 to 10**smallest_exponent."""
+    k = min(n, m)
+    left = torch.linalg.qr(gaussian(batch, n, k, seed=seed, dtype=torch.float64)).Q
+    right = torch.linalg.qr(gaussian(batch, m, k, seed=seed + 1000, dtype=torch.float64)).Q
+    return ((left * torch.logspace(0, smallest_exponent, k, dtype=torch.float64)) @ right.mT).float()
+
+
+def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
+    return initial_factor(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
+
+
+def step(compressor: LowRank, matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, Q' and what the other side makes of them."""
+    p = compressor.orthogonalize(compressor.project(matrices, q))
+    q_new = compressor.back_project(matrices, p)
+    return p, q_new, compressor.reconstruct(p, q_new)
+
+
+def worst_error(approximation: Tensor, matrices: Tensor) -> float:
+    """Largest error of an entry, in units of the matrix's largest entry."""
+    error = (approximation.double() - matrices.double()).abs().amax((-2, -1))
+    return (error / matrices.double().abs().amax((-2, -1))).max().item()
+
+
+# --- policy -----------------------------------------------------------------------------------------------
+
+
+def test_rank_never_exceeds_the_smaller_dimension() -> None:
+    assert effective_rank(1024, 3072, 16) == 16
+    assert effective_rank(8, 3072, 16) == 8
+    assert effective_rank(3072, 8, 16) == 8
+
+
+@given(n=st.integers(1, 300), m=st.integers(1, 300), compression_rank=st.integers(1, 400))
+def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(
+    n: int, m: int, compression_rank: int
+) -> None:
+    r = effective_rank(n, m, compression_rank)
+    message = PackedFactors(n, m, r, torch.float32)
+    assert message.numel == packed_numel(n, m, r)
+    assert pays(n, m, compression_rank) == (message.numel < n * m)
+
+
+def test_vectors_and_break_even_matrices_do_not_pay() -> None:
+    assert not pays(1, 4096, 16)
+    assert not pays(4, 4, 2)  # 2 * (4 + 4) = 16 values, as many as before
+    assert pays(4, 5, 2)
+
+
+@pytest.mark.parametrize("n, m, compression_rank", [(0, 4, 1), (4, -1, 1), (4, 4, 0), (4, 4, -3)])
+def test_sizes_and_ranks_that_are_not_positive_are_refused(n: int, m: int, compression_rank: int) -> None:
+    with pytest.raises(ValueError, match=r"rows and columns|at least 1"):
+        pays(n, m, compression_rank)
+
+
+# --- one step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "n, m, r", [(64, 128, 16), (128, 64, 16), (96, 96, 1), (40, 24, 24), (1, 30, 1), (30, 1, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fast_compresses_like_the_reference_in_float64(n: int, m: int, r: int, dtype: torch.dtype) -> None:
+    matrices, q = gaussian(3, n, m, dtype=dtype), first_q(3, m, r)
+    p, q_new, approximation = step(FastLowRank(), matrices, q)
+    expected_p, expected_q, expected = step(ReferenceLowRank(), matrices.double(), q.double())
+    assert p.dtype == q_new.dtype == approximation.dtype == torch.float32
+    # fp32 products, amplified by the condition of M Q: below 1e3 for the square case, below 10 for most.
+    tolerance = 1e3 * EPS32 if r == min(n, m) > 1 else 30 * EPS32
+    torch.testing.assert_close((p @ p.mT).double(), expected_p @ expected_p.mT, rtol=0, atol=tolerance)
+    assert worst_error(q_new, expected_q) < tolerance
+    assert worst_error(approximation, expected) < tolerance
+
+
+@BOTH
+def test_a_matrix_of_rank_r_survives_one_cold_step(compressor: LowRank) -> None:
+    matrices = gaussian(2, 64, 5) @ gaussian(2, 5, 100, seed=1)
+    approximation = step(compressor, matrices, first_q(2, 100, 5))[2]
+    assert worst_error(approximation, matrices) < 1e-5  # fp32 rounding, amplified by the condition of M Q
+
+
+@BOTH
+def test_warm_started_steps_converge_to_the_best_approximation(compressor: LowRank) -> None:
+    matrices = with_spectrum(80, 60, -3, seed=3)
+    r, q = 8, first_q(2, 60, 8)
+    for _ in range(12):
+        _, q_new, approximation = step(compressor, matrices, q)
+        q = next_warm_start(q_new, first_q(2, 60, 8), compressor)
+    best = torch.linalg.svdvals(matrices.double())[:, r:].square().sum(-1).sqrt()
+    reached = torch.linalg.matrix_norm((approximation - matrices).double())
+    assert (reached < 1.02 * best).all()  # Eckart-Young says it cannot be below 1
+
+
+@pytest.mark.parametrize("n, m", [(64, 128), (128, 64), (96, 96), (1024, 48), (1, 50), (50, 1)])
+@pytest.mark.parametrize("smallest_exponent", [0, -3, -6, -9])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e15])
+def test_full_rank_is_lossless_over_warm_started_steps_on_changing_matrices(
+    n: int, m: int, smallest_exponent: float, scale: float
+) -> None:
+    fast, r = FastLowRank(), min(n, m)
+    fallback = first_q(2, m, r)
+    q = fallback
+    for seed in range(4):
+        matrices = with_spectrum(n, m, smallest_exponent, seed=seed) * scale
+        _, q_new, approximation = step(fast, matrices, q)
+        # Two fp32 products of r terms each, no amplification: 2 to 8 eps is what they measure.
+        assert worst_error(approximation, matrices) < 1.5e-6
+        q = next_warm_start(q_new, fallback, fast)
+
+
+def test_full_rank_is_lossless_on_plain_gaussian_and_on_numerically_low_rank_matrices() -> None:
+    fast = FastLowRank()
+    for matrices in (gaussian(2, 64, 128), gaussian(2, 100, 3) @ gaussian(2, 3, 80), torch.ones(1, 32, 64)):
+        _, m = matrices.shape[1:]
+        r = min(matrices.shape[1:])
+        q = first_q(len(matrices), m, r)
+        for _ in range(3):
+            _, q_new, approximation = step(fast, matrices, q)
+            assert worst_error(approximation, matrices) < 2e-6
+            q = next_warm_start(q_new, first_q(len(matrices), m, r), fast)
+
+
+@BOTH
+def test_zero_matrices_give_finite_factors_and_a_zero_reconstruction(compressor: LowRank) -> None:
+    p, q_new, approximation = step(compressor, torch.zeros(2, 30, 20), first_q(2, 20, 4))
+    assert p.isfinite().all()
+    assert q_new.isfinite().all()
+    assert (approximation == 0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_shows_in_what_the_receiver_gets(compressor: LowRank, bad: float) -> None:
+    matrices = gaussian(2, 30, 20)
+    clean = step(compressor, matrices, first_q(2, 20, 4))[2]
+    matrices[0, 3, 7] = bad
+    approximation = step(compressor, matrices, first_q(2, 20, 4))[2]
+    assert approximation[0].isnan().any()
+    assert torch.equal(approximation[1], clean[1])
+
+
+def test_a_bad_gradient_leaves_no_finite_entry_to_the_receiver() -> None:
+    matrices = gaussian(1, 30, 20)
+    matrices[0, 3, 7] = float("inf")
+    assert step(FastLowRank(), matrices, first_q(1, 20, 4))[2].isnan().all()
+
+
+@BOTH
+def test_every_phase_writes_into_out_even_where_it_requires_grad_or_holds_nan(compressor: LowRank) -> None:
+    matrices, q = gaussian(2, 30, 20), first_q(2, 20, 4)
+    p, q_new, approximation = step(compressor, matrices, q)
+
+    def garbage(like: Tensor) -> Tensor:
+        return torch.full_like(like, torch.nan).requires_grad_()
+
+    for phase, arguments, expected in (
+        (compressor.project, (matrices, q), compressor.project(matrices, q)),
+        (compressor.orthogonalize, (compressor.project(matrices, q),), p),
+        (compressor.back_project, (matrices, p), q_new),
+        (compressor.reconstruct, (p, q_new), approximation),
+    ):
+        out = garbage(expected)
+        assert phase(*arguments, out=out) is out
+        assert torch.equal(out.detach(), expected)
+
+
+@BOTH
+def test_no_phase_changes_its_inputs_or_records_a_graph(compressor: LowRank) -> None:
+    matrices, q = gaussian(2, 30, 20).requires_grad_(), first_q(2, 20, 4)
+    results = step(compressor, matrices, q)
+    assert not any(t.requires_grad for t in results)
+    assert torch.equal(matrices.detach(), gaussian(2, 30, 20))
+    assert torch.equal(q, first_q(2, 20, 4))
+
+
+@BOTH
+def test_transposed_and_strided_matrices_are_taken_as_they_are(compressor: LowRank) -> None:
+    matrices, q = gaussian(2, 30, 20), first_q(2, 20, 4)
+    strided = gaussian(2, 60, 40).new_zeros(2, 60, 40)[:, ::2, ::2]
+    strided.copy_(matrices)
+    expected = step(compressor, matrices, q)[2]
+    for view in (matrices.mT.contiguous().mT, strided):
+        # Another memory order may be another order of summation.
+        assert worst_error(step(compressor, view, q)[2], expected) < 20 * EPS32
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    n=st.integers(1, 40),
+    m=st.integers(1, 40),
+    compression_rank=st.integers(1, 48),
+    true_rank=st.integers(0, 40),
+    exponent=st.floats(-20, 15),
+    seed=st.integers(0, 2**31),
+)
+def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
+    batch: int, n: int, m: int, compression_rank: int, true_rank: int, exponent: float, seed: int
+) -> None:
+    r = effective_rank(n, m, compression_rank)
+    matrices = gaussian(batch, n, true_rank, seed=seed) @ gaussian(batch, true_rank, m, seed=seed + 1)
+    matrices *= 10**exponent
+    q = first_q(batch, m, r, seed)
+
+    def distance(approximation: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm((approximation.double() - matrices.double()) * 10**-exponent)
+
+    _, _, approximation = step(FastLowRank(), matrices, q)
+    _, _, expected = step(ReferenceLowRank(), matrices.double(), q.double())
+    # fp32 turns the span of P = M Q by eps |M| / (smallest singular value of P, over the directions that M has).
+    # A first Q that happens to be nearly blind to a strong direction makes that large, in any compressor.
+    weakest = torch.linalg.svdvals(matrices.double() @ q.double())[:, max(0, min(r, true_rank) - 1)]
+    condition = torch.linalg.matrix_norm(matrices.double(), ord=2) / weakest.clamp_min(1e-300)
+    size = torch.linalg.matrix_norm(matrices.double() * 10**-exponent)
+    assert (distance(approximation) <= distance(expected) + (2e-6 + EPS32 * condition) * size).all()
+
+
+# --- the two ends of a link -------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, m, r", [(96, 64, 8), (37, 51, 5), (1024, 768, 16)])
+def test_both_ends_reconstruct_the_same_bits(
+    compressor: LowRank, wire_dtype: torch.dtype, n: int, m: int, r: int
+) -> None:
+    layout = PackedFactors(n, m, r, wire_dtype)
+    matrices = gaussian(1, n, m)
+    sent = layout.new_buffer("cpu")
+    p_wire, q_wire = layout.split(sent)
+    p_wire.copy_(compressor.orthogonalize(compressor.project(matrices, first_q(1, m, r)))[0])
+    q_wire.copy_(compressor.back_project(matrices, p_wire[None])[0])
+    at_sender = compressor.reconstruct(p_wire[None], q_wire[None])
+
+    # The receiver's buffer lies elsewhere, at another alignment, and it decompresses into an existing tensor.
+    received = torch.empty(layout.numel + 1, dtype=wire_dtype)[1:].copy_(sent)
+    p_read, q_read = layout.split(received)
+    at_receiver = torch.full((1, n, m), torch.nan)
+    compressor.reconstruct(p_read[None], q_read[None], out=at_receiver)
+    assert torch.equal(at_receiver, at_sender)
+    assert at_sender.dtype == torch.float32
+
+
+def test_the_message_is_p_then_q_and_its_parts_are_views() -> None:
+    layout = PackedFactors(3, 4, 2, torch.float32)
+    buffer = layout.new_buffer("cpu")
+    p, q = layout.split(buffer)
+    assert layout.numel == buffer.numel() == 14
+    assert (p.shape, q.shape) == ((3, 2), (4, 2))
+    p.copy_(torch.arange(6).view(3, 2))
+    q.copy_(torch.arange(6, 14).view(4, 2))
+    assert buffer.tolist() == list(range(14))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.empty(13), torch.empty(14, dtype=torch.bfloat16), torch.empty(2, 7), torch.empty(28)[::2]],
+    ids=["size", "dtype", "shape", "strides"],
+)
+def test_a_buffer_of_another_layout_is_refused(buffer: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"contiguous message of 14 values of torch\.float32"):
+        PackedFactors(3, 4, 2, torch.float32).split(buffer)
+
+
+def test_layouts_that_no_compressor_makes_are_refused() -> None:
+    with pytest.raises(ValueError, match="no factors of rank 4"):
+        PackedFactors(3, 4, 4, torch.float32)
+    with pytest.raises(ValueError, match="no factors of rank 0"):
+        PackedFactors(3, 4, 0, torch.float32)
+    with pytest.raises(ValueError, match="float16 overflows"):
+        PackedFactors(3, 4, 2, torch.float16)
+
+
+# --- factors ----------------------------------------------------------------------------------------------
+
+
+def test_torchs_global_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    q = first_q(2, 40, 8)
+    next_warm_start(torch.zeros_like(q), q, FastLowRank())
+    step(FastLowRank(), gaussian(2, 30, 40), q)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_depends_on_nothing_but_the_generator() -> None:
+    torch.manual_seed(1)
+    one = first_q(2, 40, 8)
+    torch.manual_seed(2)
+    assert torch.equal(first_q(2, 40, 8), one)
+
+
+def test_one_generator_gives_a_new_factor_at_every_draw() -> None:
+    generator = private_generator(3)
+    one, two = (initial_factor(1, 40, 8, generator=generator, device="cpu") for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_initial_factors_are_orthonormal(dtype: torch.dtype) -> None:
+    q = first_q(3, 50, 50, dtype=dtype)
+    assert q.dtype == dtype
+    gram = q.double().mT @ q.double()
+    # bf16 rounds each entry by up to 2^-9; the others end at the rounding of fp32, or at the shift of fp64.
+    tolerance = {torch.float32: 2 * EPS32, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    assert (gram - torch.eye(50, dtype=torch.float64)).abs().max() < tolerance
+
+
+def test_salts_name_streams_that_differ() -> None:
+    salts = [(), (0,), ("0",), (0, 0), (1,), ("ab",), ("a", "b"), ("cb", 1, 2), ("cb", 12), ("sc", 1, 2)]
+    seeds = {private_generator(1, *salt).initial_seed() for salt in salts}
+    assert len(seeds) == len(salts)
+    assert private_generator(2).initial_seed() not in seeds
+
+
+def test_salts_name_the_same_stream_in_every_process() -> None:
+    # Python's own hash() of a string differs from process to process.
+    program = (
+        "from optimus_cc_ext.compressors import private_generator\n"
+        "print(private_generator(1234, 'compressed_backprop', 3).initial_seed())"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert int(elsewhere) == private_generator(1234, "compressed_backprop", 3).initial_seed()
+
+
+def test_a_zero_gradient_does_not_kill_the_link() -> None:
+    fast, fallback = FastLowRank(), first_q(2, 20, 4)
+    _, q_new, _ = step(fast, torch.zeros(2, 30, 20), fallback)
+    q = next_warm_start(q_new, fallback, fast)
+    assert torch.equal(q, fallback)
+    matrices = gaussian(2, 30, 4) @ gaussian(2, 4, 20, seed=1)
+    assert worst_error(step(fast, matrices, q)[2], matrices) < 1e-5
+
+
+def test_a_column_that_died_comes_back_from_the_fallback() -> None:
+    fallback = first_q(1, 20, 4)
+    q_new = gaussian(1, 20, 4)
+    q_new[..., 2] = 0
+    q = next_warm_start(q_new, fallback, FastLowRank())
+    assert torch.equal(q[..., 2], fallback[..., 2])
+    assert not torch.equal(q[..., 0], fallback[..., 0])
+    assert (
+        torch.linalg.svdvals(q.double()).min() > 0.05
+    )  # full column rank: two random directions are not parallel
+
+
+def test_a_small_factor_is_not_taken_for_a_dead_one() -> None:
+    q_new, fallback = gaussian(1, 20, 4), first_q(1, 20, 4)
+    small = next_warm_start(q_new * 1e-25, fallback, FastLowRank())
+    torch.testing.assert_close(small, next_warm_start(q_new, fallback, FastLowRank()), rtol=0, atol=4 * EPS32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_non_finite_reaches_the_next_step(bad: float) -> None:
+    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
+    q_new[0, 3, 1] = bad
+    q = next_warm_start(q_new, fallback, FastLowRank())
+    assert torch.equal(q[0], fallback[0])
+    assert q.isfinite().all()
+
+
+def test_the_next_factor_is_an_orthonormal_basis_of_the_one_that_was_sent() -> None:
+    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
+    q = next_warm_start(q_new, fallback, FastLowRank()).double()
+    torch.testing.assert_close(q.mT @ q, torch.eye(4).double().expand(2, 4, 4), rtol=0, atol=2 * EPS32)
+    torch.testing.assert_close(q @ (q.mT @ q_new.double()), q_new.double(), rtol=0, atol=10 * EPS32)
+
+
+def test_a_fallback_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fallback has shape \(1, 20, 3\), the factor \(1, 20, 4\)"):
+        next_warm_start(gaussian(1, 20, 4), gaussian(1, 20, 3), FastLowRank())
+
+
+def test_the_warm_start_never_asks_for_a_value() -> None:
+    q = torch.empty(2, 20, 4, device="meta")
+    assert next_warm_start(q, q, FastLowRank()).shape == q.shape
