@@ -1,0 +1,323 @@
+"""Text -> tokenizer -> indexed dataset: what is written is the text, all of it or nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext.data import DataError, prepare
+from optimus_cc_ext.data.__main__ import main
+from optimus_cc_ext.data.documents import find_corpus
+
+WORDS = ["quick", "brown", "", "two\tcolumns\r\n", "naïve", "café", "—", "東京", "🙂", "a", "lazy", "dog"]
+
+
+def make_text(index: int) -> str:
+    """Some hundred bytes with whatever makes decoding go wrong: white space, accents, emoji."""
+    words = [WORDS[(index * 7 + step * step) % len(WORDS)] for step in range(40 + index % 17)]
+    return f"  # document {index}\n" + " ".join(words) + " , .\n\n"
+
+
+@pytest.fixture
+def texts() -> list[str]:
+    return [make_text(index) for index in range(60)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, texts: list[str]) -> Path:
+    """A directory in which file i holds texts[i], plus files that must be left out."""
+    root = tmp_path / "input"
+    for index, text in enumerate(texts):
+        path = root / f"part{index // 10}" / f"file{index:03}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "secret.txt").write_text("hidden")
+    (root / "image.png").write_bytes(b"\x89PNG\xff\xfe")
+    (root / "blank.txt").write_text(" \n")
+    return root
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def load_documents(prefix: Path) -> list[list[int]]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    # A document is what Megatron shuffles and splits: there must be one per text, of one sequence.
+    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+def build_megatron_tokenizer(folder: Path) -> Any:
+    """The tokenizer as Megatron's training loop builds it from its flags."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    flags = SimpleNamespace(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(folder),
+        metadata_path=None,
+        chat_template=None,
+        vocab_file=None,
+        merge_file=None,
+        special_tokens=None,
+        tokenizer_hf_no_use_fast=False,
+        trust_remote_code=False,
+        tokenizer_hf_no_include_special_tokens=False,
+        pad_vocab_size=False,
+    )
+    return build_tokenizer(flags)
+
+
+def read_tree(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_decoding_the_dataset_gives_the_texts_back(tmp_path: Path, folder: Path, texts: list[str]) -> None:
+    prepared = prepare(folder, tmp_path / "out", vocab_size=400, workers=2, progress=False)
+    tokenizer = build_megatron_tokenizer(prepared.tokenizer_dir)
+    documents = load_documents(prepared.data_prefix)
+    assert [document[-1] for document in documents] == [tokenizer.eod] * len(texts)
+    assert [tokenizer.detokenize(document[:-1]) for document in documents] == texts
+    assert prepared.documents == len(texts)
+    assert prepared.tokens == sum(len(document) for document in documents)
+    assert prepared.text_bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_megatron_reads_the_tokenizer_without_a_network(
+    tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise AssertionError("the network was asked")
+
+    prepared = prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    tokenizer = build_megatron_tokenizer(prepared.tokenizer_dir)
+    assert tokenizer.vocab_size == prepared.vocab_size == 300
+    assert tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False) == "<|endoftext|>"
+    documents = load_documents(prepared.data_prefix)
+    assert [tokenizer.tokenize(text) for text in texts] == [document[:-1] for document in documents]
+
+
+def test_spelled_out_special_token_is_text_not_an_end(tmp_path: Path) -> None:
+    text = "before <|endoftext|> after " * 30
+    source = write_jsonl(tmp_path / "in.jsonl", [text])
+    prepared = prepare(source, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    (document,) = load_documents(prepared.data_prefix)
+    eod = build_megatron_tokenizer(prepared.tokenizer_dir).eod
+    assert document.index(eod) == len(document) - 1
+
+
+def test_number_of_workers_does_not_change_a_byte(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small batches: every worker gets several, and they come back out of order.
+    monkeypatch.setattr("optimus_cc_ext.data.encode._BATCH_BYTES", 1000)
+    trees = []
+    for workers in (1, 2, 3):
+        prepare(folder, tmp_path / str(workers), vocab_size=400, workers=workers, progress=False)
+        trees.append(read_tree(tmp_path / str(workers)))
+    assert trees[0].keys() >= {"corpus.bin", "corpus.idx", "manifest.json", "tokenizer/tokenizer.json"}
+    assert trees[0] == trees[1] == trees[2]
+
+
+def test_jsonl_and_directory_of_the_same_texts_give_the_same_dataset(
+    tmp_path: Path, folder: Path, texts: list[str]
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    prepare(folder, tmp_path / "a", vocab_size=400, workers=1, progress=False)
+    prepare(source, tmp_path / "b", vocab_size=400, workers=1, progress=False)
+    for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_single_text_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, texts: list[str]) -> None:
+    path = tmp_path / "book.txt"
+    content = "".join(texts) * 10
+    path.write_bytes(content.encode())
+    corpus = find_corpus(path, pattern="*.txt", json_key="text", max_bytes=None, exclude=tmp_path / "out")
+    documents = [document.text for document in corpus.documents()]
+    assert "".join(documents) == content
+    assert len(documents) > 5
+    assert all(document.endswith("\n") for document in documents)
+
+
+def test_max_mb_takes_the_first_whole_documents(tmp_path: Path, folder: Path, texts: list[str]) -> None:
+    limit = sum(len(text.encode()) for text in texts[:20])
+    blank = len((folder / "blank.txt").read_bytes())  # sorts first, counts, and is left out
+    for source, extra in ((folder, blank), (write_jsonl(tmp_path / "in.jsonl", texts), 0)):
+        for missing, expected in ((0, 20), (1, 19)):
+            corpus = find_corpus(
+                source,
+                pattern="*.txt",
+                json_key="text",
+                max_bytes=limit + extra - missing,
+                exclude=tmp_path / "out",
+            )
+            assert [document.text for document in corpus.documents()] == texts[:expected]
+
+
+def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: Path) -> None:
+    def run(**settings: object) -> bool:
+        return prepare(folder, tmp_path / "out", workers=1, progress=False, **settings).up_to_date
+
+    assert not run(vocab_size=400)
+    before = read_tree(tmp_path / "out")
+    assert run(vocab_size=400)
+    assert read_tree(tmp_path / "out") == before
+    assert not run(vocab_size=300)
+    (folder / "part0" / "file000.txt").write_text("another text")
+    assert not run(vocab_size=300)
+    assert run(vocab_size=300)
+    with (tmp_path / "out" / "corpus.bin").open("r+b") as stream:
+        stream.truncate(10)
+    assert not run(vocab_size=300)
+    (tmp_path / "out" / "manifest.json").write_text("{")
+    assert not run(vocab_size=300)
+
+
+BAD_INPUTS = {
+    "missing input": (None, [], ["no such file"]),
+    "directory without a match": ({"a.md": b"text"}, [], ["no file matches '*.txt'", "1 .md", "--pattern"]),
+    "directory with blank files only": ({"a.txt": b"", "b.txt": b" \n"}, [], ["no text"]),
+    "bad UTF-8 in a directory": (
+        {"a.txt": b"fine", "b.txt": b"one\ntwo\xff"},
+        [],
+        ["b.txt: line 2, byte offset 7: not UTF-8"],
+    ),
+    "bad UTF-8 far in a text file": (
+        b"0123456789abcde\n" * 3000 + b"abc\xc3(",
+        [],
+        ["line 3001, byte offset 48003: not UTF-8"],
+    ),
+    "bad UTF-8 in jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', [], ["line 2, byte offset 24: not UTF-8"]),
+    "malformed JSON": (b'{"text": "a"}\n\n{"text": \n', [], ["line 3: malformed JSON", "column"]),
+    "deeply nested JSON": (b"[" * 200_000 + b"\n", [], ["line 1: JSON that cannot be read"]),
+    "JSON that is no object": (b'{"text": "a"}\n[1]\n', [], ["line 2: a JSON list, not an object"]),
+    "missing key": (b'{"text": "a"}\n{"body": "b"}\n', [], ["line 2: no key 'text'", "'body'", "--json-key"]),
+    "key of another type": (b'{"text": 3}\n', [], ["line 1", "a int, not a string"]),
+    "half a surrogate pair": (b'{"text": "a\\ud800"}\n', [], ["line 1", "surrogate", "character 1"]),
+    "empty jsonl": (b"\n", [], ["no text"]),
+    "vocabulary too small": (b'{"text": "a"}\n', ["--vocab-size", "256"], ["--vocab-size 256", "257"]),
+    "no workers": (b'{"text": "a"}\n', ["--workers", "0"], ["--workers 0"]),
+    "negative limit": (b'{"text": "a"}\n', ["--max-mb", "-1"], ["--max-mb -1"]),
+    "limit that is no number": (b'{"text": "a"}\n', ["--max-mb", "nan"], ["--max-mb nan"]),
+    "limit below the first document": (b'{"text": "abc"}\n', ["--max-mb", "0.000001"], ["first document"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_gets_a_reason_and_leaves_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, flags, expected = BAD_INPUTS[case]
+    source = tmp_path / ("in.txt" if case.endswith("text file") else "in.jsonl")
+    if isinstance(content, dict):
+        source.mkdir()
+        for name, data in content.items():
+            (source / name).write_bytes(data)
+    elif content is not None:
+        source.write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["--input", str(source), "--output", str(tmp_path / "out"), *flags]) == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in expected), message
+    assert "Traceback" not in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_output_that_holds_other_files_is_refused(tmp_path: Path, folder: Path) -> None:
+    kept = tmp_path / "out" / "thesis.tex"
+    kept.parent.mkdir()
+    kept.write_text("years of work")
+    with pytest.raises(DataError, match=r"thesis\.tex"):
+        prepare(folder, tmp_path / "out", progress=False)
+    with pytest.raises(DataError, match="the input lies in it"):
+        prepare(folder, tmp_path, progress=False)
+    assert kept.read_text() == "years of work"
+
+
+def test_output_inside_the_input_is_not_read_again(tmp_path: Path, folder: Path) -> None:
+    for _ in range(2):
+        prepared = prepare(folder, folder / "out", vocab_size=300, workers=1, pattern="*[!g]", progress=False)
+    assert prepared.up_to_date
+
+
+def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
+    prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    before = read_tree(tmp_path / "out")
+    (folder / "part3" / "file030.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    assert read_tree(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out"]
+
+
+def test_worker_that_dies_is_an_error_not_a_hang(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "encode.py"
+    (tmp_path / "worker.py").write_text("import sys; sys.stdin.buffer.read(1); sys.exit(7)")
+    monkeypatch.setattr("optimus_cc_ext.data.encode.__file__", str(broken))
+    monkeypatch.setattr("optimus_cc_ext.data.encode._BATCH_BYTES", 1000)
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        prepare(folder, tmp_path / "out", vocab_size=300, workers=2, progress=False)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def wait_until(condition: Callable[[], object], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def child_pids(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
+    tmp_path: Path, texts: list[str], stop: signal.Signals
+) -> None:
+    import psutil
+
+    source = write_jsonl(tmp_path / "in.jsonl", texts * 2000)
+    command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(source), "--workers", "2"]
+    command += ["--output", str(tmp_path / "out"), "--vocab-size", "300"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        # The .bin file appears when Megatron is imported and the tokenizing processes are about to start.
+        wait_until(lambda: list(tmp_path.glob(".out.partial/corpus.bin")) and child_pids(process.pid), 60)
+        workers = child_pids(process.pid)
+        process.send_signal(stop)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[stop]
+    assert b"Traceback" not in errors
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers), 10)
+    assert not (tmp_path / "out").exists()
+    if stop != signal.SIGKILL:  # which lets nobody clean up; the next run does
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    write_jsonl(source, texts)
+    prepare(source, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out"]
