@@ -1,0 +1,1 @@
+"""One module per technique: what is sent and what is remembered. Uses torch.distributed, never Megatron."""

@@ -1,0 +1,220 @@
+"""Selective stage compression (paper section 7): PowerSGD with error feedback for data-parallel gradients.
+
+1F1B ends last on the first stages, so their reduction is what an iteration waits for; only they are compressed.
+
+PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas, each already scaled by 1/D:
+
+    M_d += E_d;  P = sum_d M_d Q;  P = orthogonal(P);  Q = sum_d M_d^T P;  G = P Q^T;  E_d = M_d - G / D
+
+The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors import (
+    LowRank,
+    effective_rank,
+    initial_factor,
+    next_warm_start,
+    pays,
+    private_generator,
+)
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.collective import all_reduce_sum
+from optimus_cc_ext.techniques.stepped import SteppedTensor
+
+__all__ = ["BucketReducer", "compresses_stage", "warmup_iterations", "worth_compressing"]
+
+PACKED_UP_TO_BYTES = 1 << 20
+"""Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
+
+
+def compresses_stage(config: DataParallelCompressionConfig, stage: int, stages: int) -> bool:
+    """Whether the gradients of `stage` (0 .. stages - 1) are compressed."""
+    first = stages if config.dp_compression_stages == "all" else config.dp_compression_stages
+    return config.dp_compression and stage < int(first)
+
+
+def warmup_iterations(config: DataParallelCompressionConfig, train_iters: int | None) -> int:
+    """How many iterations at the start of the run are reduced uncompressed."""
+    return int(config.dp_compression_warmup * (train_iters or 0))
+
+
+def worth_compressing(gradient: torch.Tensor, compression_rank: int, force: bool) -> bool:
+    """Whether a gradient is a matrix on which the factorisation saves anything."""
+    if gradient.dim() < 2:
+        return False
+    rows = gradient.shape[0]
+    return force or pays(rows, gradient.numel() // rows, compression_rank)
+
+
+class BucketReducer:
+    """Reduces one gradient bucket over its data-parallel group: matrices as P and Q, the rest as it is.
+
+    Args:
+        matrices: views into the bucket, each of two dimensions or more, dtype fp32; they are compressed.
+        dense: flat views into the bucket; they are summed as they are.
+        group: the bucket's data-parallel group.
+        salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
+            tensor-parallel ranks, whose replicated parameters must stay equal.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        dense: Sequence[torch.Tensor],
+        *,
+        group: dist.ProcessGroup,
+        compressor: LowRank,
+        config: DataParallelCompressionConfig,
+        seed: int,
+        salt: str,
+    ) -> None:
+        self._group, self._compressor, self._config = group, compressor, config
+        by_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        for matrix in matrices:
+            flat = matrix.view(matrix.shape[0], -1)
+            by_shape[flat.shape[0], flat.shape[1]].append(flat)
+        self._groups = [
+            _SameShape(views, config.dp_compression_rank, seed, f"{salt}/{rows}x{columns}")
+            for (rows, columns), views in by_shape.items()
+        ]
+        runs = _contiguous_runs(dense)
+        self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
+        self._packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
+        self._allocate_wire()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Replace every view of the bucket by its sum over the group; nothing is left outstanding."""
+        for run in self._in_place:
+            all_reduce_sum(run, self._group, "data-parallel gradient reduction")
+        if self._groups:
+            self._reduce_compressed()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the bucket that this reducer sums."""
+        dense = sum(run.nbytes for run in (*self._in_place, *self._packed))
+        return dense + sum(view.nbytes for same in self._groups for view in same.views)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes that its collectives sum instead."""
+        compressed = self._first_phase.nbytes + self._second_phase.nbytes if self._groups else 0
+        return compressed + sum(run.nbytes for run in self._in_place)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices are compressed."""
+        return sum(len(same.views) for same in self._groups)
+
+    def residuals(self) -> list[torch.Tensor]:
+        """The error feedback memory (matrices, rows, columns) of every group of equally shaped matrices."""
+        return [same.residual.value for same in self._groups]
+
+    def commit(self) -> None:
+        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite."""
+        for same in self._groups:
+            same.residual.commit(same.finite)
+            same.warm_start.commit(same.finite)
+            same.finite.fill_(True)
+
+    def rollback(self) -> None:
+        """The step is repeated or skipped: forget what it put into residuals and warm starts."""
+        for same in self._groups:
+            same.residual.rollback()
+            same.warm_start.rollback()
+            same.finite.fill_(True)
+
+    def _allocate_wire(self) -> None:
+        """One flat buffer per phase: all P and the packed dense runs, then all Q."""
+        like = next((view for same in self._groups for view in same.views), None)
+        if like is None:
+            return
+        p_sizes = [same.p_shape.numel() for same in self._groups]
+        dense_size = sum(run.numel() for run in self._packed)
+        self._first_phase = torch.empty(sum(p_sizes) + dense_size, device=like.device)
+        *p_flat, self._dense_wire = self._first_phase.split([*p_sizes, dense_size])
+        q_sizes = [same.q_shape.numel() for same in self._groups]
+        self._second_phase = torch.empty(sum(q_sizes), device=like.device)
+        for same, p, q in zip(self._groups, p_flat, self._second_phase.split(q_sizes), strict=True):
+            same.p_wire, same.q_wire = p.view(same.p_shape), q.view(same.q_shape)
+        self._dense_slots = self._dense_wire.split([run.numel() for run in self._packed])
+
+    def _reduce_compressed(self) -> None:
+        feedback = self._config.dp_error_feedback
+        for same in self._groups:
+            same.gather(feedback)
+            self._compressor.project(same.matrices, same.warm_start.value, out=same.p_wire)
+        for run, slot in zip(self._packed, self._dense_slots, strict=True):
+            slot.copy_(run)
+        all_reduce_sum(self._first_phase, self._group, "compressed gradient reduction (P)")
+
+        for same in self._groups:
+            same.finite &= torch.isfinite(same.p_wire).all()
+            same.p_wire.copy_(self._compressor.orthogonalize(same.p_wire))
+            self._compressor.back_project(same.matrices, same.p_wire, out=same.q_wire)
+        all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
+
+        for same in self._groups:
+            same.scatter(self._compressor, self._group.size(), feedback)
+        for run, slot in zip(self._packed, self._dense_slots, strict=True):
+            run.copy_(slot)
+
+
+class _SameShape:
+    """The matrices of one shape in a bucket, as one batch, and what is remembered about them."""
+
+    def __init__(self, views: list[torch.Tensor], compression_rank: int, seed: int, salt: str) -> None:
+        self.views = views
+        rows, columns = views[0].shape
+        rank = effective_rank(rows, columns, compression_rank)
+        device = views[0].device
+        self.p_shape = torch.Size((len(views), rows, rank))
+        self.q_shape = torch.Size((len(views), columns, rank))
+        generator = private_generator(seed, "dp-compression", salt, device=device)
+        self.fresh_directions = initial_factor(len(views), columns, rank, generator=generator, device=device)
+        self.warm_start = SteppedTensor(self.fresh_directions.clone())
+        self.residual = SteppedTensor(torch.zeros(len(views), rows, columns, device=device))
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.p_wire: torch.Tensor
+        self.q_wire: torch.Tensor
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        """(matrices, rows, columns): gradients with the residual added; the residual's next value grows from it."""
+        return self.residual.pending
+
+    def gather(self, feedback: bool) -> None:
+        """Collect the bucket's gradients into the batch."""
+        torch.stack(self.views, out=self.matrices)
+        if feedback:
+            self.matrices.add_(self.residual.value)
+
+    def scatter(self, compressor: LowRank, ranks: int, feedback: bool) -> None:
+        """Write the reduced gradients back into the bucket, and remember what they lack."""
+        reduced = compressor.reconstruct(self.p_wire, self.q_wire)
+        for view, gradient in zip(self.views, reduced, strict=True):
+            view.copy_(gradient)
+        if feedback:
+            self.residual.pending.sub_(reduced, alpha=1.0 / ranks)
+            self.residual.wrote()
+        self.warm_start.pending.copy_(next_warm_start(self.q_wire, self.fresh_directions, compressor))
+        self.warm_start.wrote()
+
+
+def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Join flat views that lie next to each other in one storage."""
+    runs: list[torch.Tensor] = []
+    for view in sorted(views, key=lambda v: v.storage_offset()):
+        last = runs[-1] if runs else None
+        if last is not None and last.storage_offset() + last.numel() == view.storage_offset():
+            runs[-1] = last.as_strided((last.numel() + view.numel(),), (1,))
+        else:
+            runs.append(view)
+    return runs

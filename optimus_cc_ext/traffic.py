@@ -1,0 +1,44 @@
+"""Bytes by traffic class: what vanilla Megatron would have sent, and what was sent.
+
+These are logical bytes per rank, by the usual formulas: a point-to-point message counts once, at its sender; a
+ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D. What a transport really moves can differ.
+"""
+
+import enum
+
+__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes"]
+
+
+class TrafficClass(enum.Enum):
+    """What crosses the network between the ranks of different nodes."""
+
+    PIPELINE_FORWARD = "pipeline forward"
+    PIPELINE_BACKWARD = "pipeline backward"
+    DP_GRADIENTS = "DP gradients"
+    EMBEDDING = "embedding"
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that one rank sends in a ring all-reduce of `nbytes` over `ranks` ranks."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+class Traffic:
+    """Counters of one process: since the start, and since the last report."""
+
+    def __init__(self) -> None:
+        self._counts = {traffic_class: [0, 0] for traffic_class in TrafficClass}
+
+    def add(self, traffic_class: TrafficClass, *, raw: int, sent: int) -> None:
+        """Count one transfer: `raw` bytes as vanilla Megatron would send it, `sent` bytes as it was sent."""
+        count = self._counts[traffic_class]
+        count[0] += raw
+        count[1] += sent
+
+    def total(self) -> dict[TrafficClass, tuple[int, int]]:
+        """(raw, sent) bytes by class since the start."""
+        return {traffic_class: (raw, sent) for traffic_class, (raw, sent) in self._counts.items()}
+
+    def as_list(self) -> list[int]:
+        """The counters in the order of `TrafficClass`, raw before sent; what ranks sum up for a report."""
+        return [value for count in self._counts.values() for value in count]
