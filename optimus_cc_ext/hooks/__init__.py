@@ -1,0 +1,5 @@
+"""The only folder that imports Megatron: one module per Megatron file that is wrapped, of the same name."""
+
+from optimus_cc_ext.hooks.installation import Installation
+
+__all__ = ["Installation"]

@@ -1,0 +1,149 @@
+"""Puts the wraps on Megatron and takes them off again.
+
+Two moments: `Installation.start` wraps the argument parser (or, where a configuration is given, goes on at once);
+`Installation.activate` wraps the training loop, once it is known what was asked for.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.hooks import (
+    arguments,
+    distributed_data_parallel,
+    finalize_model_grads,
+    p2p_communication,
+    schedules,
+    training,
+)
+from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
+from optimus_cc_ext.resolve import Layout, Resolution
+from optimus_cc_ext.session import Grid, Session
+from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace
+
+__all__ = ["Installation", "all_seams"]
+
+_Wraps = list[tuple[Seam, Callable[[Any], Any]]]
+
+
+class Installation:
+    """One installation on one process; `session` is None until the configuration is known."""
+
+    def __init__(self) -> None:
+        self._applied = AppliedWraps()
+        self.session: Session | None = None
+
+    def start(self, config: OptimusConfig | None) -> None:
+        """Check Megatron, and wrap what is needed first.
+
+        Args:
+            config: what to do; None: read it from Megatron's command line.
+
+        Raises:
+            UnsupportedMegatron: of another version, or with a seam that does not hold.
+        """
+        check_version()
+        if config is None:
+            self._applied.apply(arguments.wraps(self._resolved))
+        else:
+            self.activate(config, None)
+
+    def activate(self, config: OptimusConfig, layout: Layout | None) -> None:
+        """Wrap what `config` needs: nothing at all where it asks for nothing."""
+        if self.session is not None:
+            return
+        self.session = Session(config, layout)
+        self._applied.apply(_training_wraps(self.session))
+
+    def remove(self) -> None:
+        """Take every wrap off. Models that were built meanwhile keep their bucket reducers."""
+        self._applied.remove()
+        self.session = None
+
+    def _resolved(self, resolution: Resolution, layout: Layout) -> None:
+        self.activate(resolution.config, layout)
+        if arguments.is_first_local_rank():
+            print(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}", flush=True)
+
+
+def describe(config: OptimusConfig) -> str:
+    """What is switched on, in one line."""
+    parts = []
+    if config.compressed_backprop:
+        lep = "with" if config.lazy_error_propagation else "without"
+        parts.append(
+            f"compressed backpropagation (rank {config.compressed_backprop_rank}, "
+            f"{config.compressed_backprop_messages} messages, {lep} lazy error propagation)"
+        )
+    if config.fused_embedding_sync:
+        parts.append("fused embedding sync")
+    if config.dp_compression:
+        stages = config.dp_compression_stages
+        where = "all stages" if stages == "all" else f"the first {stages} stages"
+        parts.append(f"data-parallel compression (rank {config.dp_compression_rank}, {where})")
+    return ", ".join(parts) or "every technique is off"
+
+
+def all_seams() -> list[Seam]:
+    """Every seam that some configuration wraps, for `optimus-cc doctor`."""
+    everything = Session(OptimusConfig(compressed_backprop=True))
+    wraps = [*arguments.wraps(lambda *_: None), *_training_wraps(everything)]
+    return [seam for seam, _ in wraps if _importable(seam)]
+
+
+def _training_wraps(session: Session) -> _Wraps:
+    if not (session.config.any_technique or session.config.compression_metrics):
+        return []
+
+    def ensure_placed() -> None:
+        if session.grid is None:
+            session.place(*_grid_and_layout(session))
+
+    wraps: _Wraps = [
+        *p2p_communication.wraps(session),
+        *schedules.wraps(session, ensure_placed),
+        *finalize_model_grads.wraps(session),
+        *distributed_data_parallel.wraps(session, ensure_placed),
+    ]
+    return wraps + [wrap for wrap in training.wraps(session) if _importable(wrap[0])]
+
+
+def _importable(seam: Seam) -> bool:
+    """megatron.training is not part of every installation of megatron.core; own training loops do without it."""
+    package = ".".join(seam.target.split(":")[0].split(".")[:2])
+    return importlib.util.find_spec(package) is not None
+
+
+def _grid_and_layout(session: Session) -> tuple[Grid, Layout]:
+    from megatron.core import parallel_state
+
+    grid = Grid(
+        place=RankPlace(
+            rank=torch.distributed.get_rank(),
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_parallel=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        timeout=_timeout(),
+    )
+    # In an own training loop nothing says whether the embeddings are tied; the model will, by having one or not.
+    layout = session.layout or Layout(stages=grid.stages, data_parallel=grid.data_parallel, tied_embeddings=True)
+    return grid, layout
+
+
+def _timeout() -> timedelta | None:
+    """Megatron's own limit on every wait, where it has arguments."""
+    if importlib.util.find_spec("megatron.training") is None:
+        return None
+    from megatron.training.global_vars import get_args
+
+    try:
+        return timedelta(minutes=get_args().distributed_timeout_minutes)
+    except AssertionError:
+        return None

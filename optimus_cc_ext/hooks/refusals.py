@@ -1,0 +1,130 @@
+"""Megatron's options that our techniques do not work with yet: each refused by name, before anything starts."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import FlagError
+
+__all__ = ["REFUSALS", "Refusal", "refuse_unsupported"]
+
+
+def _any(config: OptimusConfig) -> bool:
+    return config.any_technique
+
+
+def _backprop(config: OptimusConfig) -> bool:
+    return config.compressed_backprop
+
+
+def _embedding(config: OptimusConfig) -> bool:
+    return config.fused_embedding_sync
+
+
+def _gradients(config: OptimusConfig) -> bool:
+    return config.fused_embedding_sync or config.dp_compression
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One option of Megatron, the techniques that do not work with it, and what to say."""
+
+    flag: str
+    given: Callable[[argparse.Namespace], Any]
+    affects: Callable[[OptimusConfig], bool]
+    reason: str
+    cure: str = "Leave it out, or leave out the technique"
+
+
+def _set(name: str) -> Callable[[argparse.Namespace], Any]:
+    return lambda args: getattr(args, name, None)
+
+
+def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+_NOT_YET = "is not supported yet together with"
+
+REFUSALS = (
+    Refusal(
+        "--use-distributed-optimizer", _set("use_distributed_optimizer"), _any,
+        "sharded gradients are not supported yet by Optimus-CC",
+    ),
+    Refusal(
+        "--overlap-grad-reduce", _set("overlap_grad_reduce"), _gradients,
+        f"overlapped gradient reduction {_NOT_YET} --fused-embedding-sync and --dp-compression",
+    ),
+    Refusal(
+        "--num-layers-per-virtual-pipeline-stage", _above_one("virtual_pipeline_model_parallel_size"), _any,
+        "interleaved 1F1B is not supported yet by Optimus-CC",
+    ),
+    Refusal(
+        "--fp16", _set("fp16"), _any,
+        "dynamic loss scaling is not supported yet by Optimus-CC", "Use --bf16 or fp32",
+    ),
+    Refusal(
+        "--context-parallel-size", _above_one("context_parallel_size"), _any,
+        "context parallelism is not supported by Optimus-CC",
+    ),
+    Refusal(
+        "--use-megatron-fsdp", _set("use_megatron_fsdp"), _any, "FSDP keeps its gradients elsewhere",
+    ),
+    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
+    Refusal(
+        "--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"), _any,
+        "several distributed-optimizer instances are not supported",
+    ),
+    Refusal(
+        "--ddp-average-in-collective", _set("ddp_average_in_collective"), _gradients,
+        f"averaging inside the collective {_NOT_YET} --fused-embedding-sync and --dp-compression",
+    ),
+    Refusal(
+        "--calculate-per-token-loss", _set("calculate_per_token_loss"), _gradients,
+        "sums that are scaled after the reduction are not supported yet with --fused-embedding-sync "
+        "and --dp-compression",
+    ),
+    Refusal(
+        "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _gradients,
+        f"a bf16 gradient buffer {_NOT_YET} --fused-embedding-sync and --dp-compression",
+    ),
+    Refusal(
+        "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",
+    ),
+    Refusal(
+        "--mtp-num-layers", _set("mtp_num_layers"), _embedding,
+        "multi-token prediction keeps more than two copies of the embedding",
+    ),
+    Refusal(
+        "--optimizer", lambda args: "muon" in str(getattr(args, "optimizer", "")), _gradients,
+        "layer-wise optimizers (Muon) lay their gradients out differently", "Use --optimizer adam or sgd",
+    ),
+    Refusal(
+        "--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") == "full_iteration", _any,
+        "a graph of the whole iteration would replay one iteration's decisions for ever",
+    ),
+    Refusal(
+        "--use-ring-exchange-p2p", _set("use_ring_exchange_p2p"), _backprop,
+        "ring exchange does not pass through the calls that compression wraps",
+    ),
+    Refusal(
+        "--inprocess-restart", _set("inprocess_restart"), _any,
+        "a restart inside the process would keep the state of the run before",
+    ),
+    Refusal(
+        "--perform-rl-step", _set("perform_rl_step"), _any, "reinforcement learning steps are not supported",
+    ),
+)  # fmt: skip
+
+
+def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
+    """Refuse the first option in `args` that a technique in `config` does not work with.
+
+    Raises:
+        FlagError: naming Megatron's flag, the reason and the cure.
+    """
+    for refusal in REFUSALS:
+        if refusal.affects(config) and refusal.given(args):
+            raise FlagError(refusal.flag, refusal.reason, refusal.cure)

@@ -1,0 +1,128 @@
+"""Which attributes of Megatron are wrapped, whether they are still what they were, and how to take the wraps off.
+
+A seam is one attribute of one Megatron module. Wraps are registered first and applied together: either every seam
+holds and all are wrapped, or nothing is touched.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from optimus_cc_ext.errors import UnsupportedMegatron
+
+__all__ = [
+    "SUPPORTED_MEGATRON",
+    "UNSUPPORTED_MEGATRON_VARIABLE",
+    "AppliedWraps",
+    "Seam",
+    "check_version",
+    "megatron_version",
+]
+
+SUPPORTED_MEGATRON = ("0.19.2",)
+"""Versions of megatron-core whose seams were tested."""
+
+UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of Megatron that is wrapped.
+
+    Attributes:
+        target: "package.module:name" or "package.module:Class.name".
+        parameters: parameters that the target must have, by name; it may have more.
+    """
+
+    target: str
+    parameters: tuple[str, ...] = ()
+
+    def resolve(self) -> tuple[Any, str, Any]:
+        """(owner, attribute name, current value).
+
+        Raises:
+            UnsupportedMegatron: the target is missing, or lacks a parameter.
+        """
+        module_name, _, path = self.target.partition(":")
+        *outer, name = path.split(".")
+        try:
+            # Not through the package's attributes: megatron.core.distributed.finalize_model_grads, for one, names a
+            # function there, and a module here.
+            owner: Any = importlib.import_module(module_name)
+            for attribute in outer:
+                owner = getattr(owner, attribute)
+            value = getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedMegatron(
+                f"megatron-core {megatron_version()}: {self.target} is missing ({error}). {_cure()}"
+            ) from error
+        found = inspect.signature(value).parameters
+        missing = [parameter for parameter in self.parameters if parameter not in found]
+        if missing:
+            raise UnsupportedMegatron(
+                f"megatron-core {megatron_version()}: {self.target} has no parameter {', '.join(missing)} "
+                f"(it has: {', '.join(found)}). {_cure()}"
+            )
+        return owner, name, value
+
+
+@dataclass
+class AppliedWraps:
+    """The wraps that are on, so that they can be taken off."""
+
+    _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+
+    def apply(self, wraps: Iterable[tuple[Seam, Callable[[Any], Any]]]) -> None:
+        """Wrap every seam: each gets what its factory makes of the current value.
+
+        Raises:
+            UnsupportedMegatron: a seam does not hold; then none is wrapped.
+        """
+        resolved = [(seam.resolve(), factory) for seam, factory in wraps]
+        for (owner, name, original), factory in resolved:
+            wrapped = factory(original)
+            setattr(owner, name, wrapped)
+            self._undo.append((owner, name, original, wrapped))
+
+    def remove(self) -> None:
+        """Put every original back, the last wrap first. A seam that somebody wrapped again is left alone."""
+        while self._undo:
+            owner, name, original, wrapped = self._undo.pop()
+            if getattr(owner, name) is wrapped:
+                setattr(owner, name, original)
+
+
+def megatron_version() -> str:
+    """The version of the megatron-core that would be imported.
+
+    Raises:
+        UnsupportedMegatron: there is none.
+    """
+    try:
+        return importlib.import_module("megatron.core.package_info").__version__
+    except ImportError as error:
+        raise UnsupportedMegatron(
+            f"megatron-core is not installed ({error}). Install megatron-core=={SUPPORTED_MEGATRON[-1]}"
+        ) from error
+
+
+def check_version() -> None:
+    """Refuse a Megatron that was not tested, unless the environment says to go on.
+
+    Raises:
+        UnsupportedMegatron: naming the version, the supported ones, and the variable.
+    """
+    version = megatron_version()
+    if version not in SUPPORTED_MEGATRON and os.environ.get(UNSUPPORTED_MEGATRON_VARIABLE) != "1":
+        raise UnsupportedMegatron(
+            f"megatron-core {version} is not supported (supported: {', '.join(SUPPORTED_MEGATRON)}). {_cure()}, "
+            f"or set {UNSUPPORTED_MEGATRON_VARIABLE}=1 to try it without any promise"
+        )
+
+
+def _cure() -> str:
+    return f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}"

@@ -1,0 +1,218 @@
+"""The one installed session: what is configured, where this rank stands, and the state of every technique.
+
+Hooks ask the session; it never imports Megatron. A session is made by `install`, placed in the grid (`place`) when
+the first model is wrapped, and told about steps and iterations:
+
+    begin_step -> (begin_iteration -> end_iteration) once, or again where a step is repeated -> end_step
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors import FastLowRank, LowRank
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.resolve import Layout, check_layout
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, RankPlace, union_ranks
+from optimus_cc_ext.techniques.selective_stage_compression import (
+    BucketReducer,
+    compresses_stage,
+    warmup_iterations,
+)
+from optimus_cc_ext.traffic import Traffic
+
+__all__ = ["Grid", "Session"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """This rank's place in 3D parallelism, and the groups that Megatron made for it."""
+
+    place: RankPlace
+    stages: int
+    data_parallel: int
+    pipeline_group: dist.ProcessGroup
+    timeout: timedelta | None = None
+    """Megatron's limit on every wait; None: torch's default."""
+
+
+class _Stateful(Protocol):
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None: ...
+
+
+@dataclass
+class _Step:
+    """Where in a training step this rank is."""
+
+    iteration: int = 0
+    open: bool = False
+    """Whether the training loop announced the step, and will say how it ended."""
+
+    passes: int = 0
+    """Forward-backward passes of this step so far; more than one: it is being repeated."""
+
+
+@dataclass
+class Session:
+    """State of one installation on one rank."""
+
+    config: OptimusConfig
+    layout: Layout | None = None
+    """What the command line said about the run; None where no Megatron arguments exist."""
+
+    compressor: LowRank = field(default_factory=FastLowRank)
+    traffic: Traffic = field(default_factory=Traffic)
+    grid: Grid | None = None
+    active: bool = False
+    """Inside a training iteration. Forward-only passes leave it False, and then nothing is touched."""
+
+    sending: SendingLink | None = None
+    receiving: ReceivingLink | None = None
+    embedding: FusedEmbeddingSync | None = None
+    alone: dist.ProcessGroup | None = None
+    """A group of this rank only; see `hooks.param_and_grad_buffer`."""
+
+    reducers: list[BucketReducer] = field(default_factory=list)
+    """Of this rank's gradient buckets, in the order in which they were made."""
+
+    _step: _Step = field(default_factory=_Step)
+
+    # -- placing ------------------------------------------------------------------------------------------------
+
+    def place(self, grid: Grid, layout: Layout) -> None:
+        """Take a place in the grid, once. Collective over all ranks of the run.
+
+        Raises:
+            FlagError: a technique cannot work on this layout.
+            RanksDisagree: ranks run with different settings.
+        """
+        if self.grid is not None:
+            return
+        check_layout(self.config, layout)
+        self.grid, self.layout = grid, layout
+        if not self.config.any_technique:
+            return
+        places = self._agree(grid.place)
+        self._make_links(grid)
+        self._make_groups(grid, places)
+
+    def _agree(self, place: RankPlace) -> list[RankPlace]:
+        """Check that all ranks run with the same settings, and learn where each of them stands."""
+        mine = (place, self.config, self.layout)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        for other_place, config, layout in everyone:
+            if (config, layout) != (self.config, self.layout):
+                raise RanksDisagree(
+                    f"rank {place.rank} and rank {other_place.rank} run with different settings: "
+                    f"{self.config}, {self.layout} against {config}, {layout}. Start all ranks with the same flags."
+                )
+        return [other_place for other_place, _, _ in everyone]
+
+    def _make_links(self, grid: Grid) -> None:
+        if not self.config.compressed_backprop:
+            return
+        ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
+
+        def plan(sending_stage: int) -> LinkPlan:
+            return LinkPlan(
+                config=self.config, stages=grid.stages, sending_stage=sending_stage,
+                seed=self.config.compression_seed, force=self.config.force_compression,
+            )  # fmt: skip
+
+        if stage > 0:
+            self.sending = SendingLink(plan(stage), self.compressor, grid.place.rank, ranks[stage - 1])
+        if stage < grid.stages - 1:
+            self.receiving = ReceivingLink(plan(stage + 1), self.compressor, grid.place.rank, ranks[stage + 1])
+
+    def _make_groups(self, grid: Grid, places: list[RankPlace]) -> None:
+        if self.config.fused_embedding_sync:
+            for ranks in union_ranks(places, grid.stages):
+                group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
+                if grid.place.rank in ranks:
+                    self.embedding = FusedEmbeddingSync(group)
+        if self.config.fused_embedding_sync or self.config.dp_compression:
+            # Local synchronisation: nobody else needs to take part, however many ranks there are.
+            self.alone = dist.new_group(
+                [grid.place.rank], timeout=grid.timeout, use_local_synchronization=True,
+                group_desc="OPTIMUS_CC_ALONE",
+            )  # fmt: skip
+
+    # -- gradient buckets ---------------------------------------------------------------------------------------
+
+    @property
+    def compresses_this_stage(self) -> bool:
+        """Whether selective stage compression covers the stage that this rank belongs to."""
+        assert self.grid is not None, "the session has no place in the grid yet"
+        return compresses_stage(self.config, self.grid.place.stage, self.grid.stages)
+
+    def in_warmup(self) -> bool:
+        """Whether this iteration comes before data-parallel compression begins."""
+        train_iters = self.layout.train_iters if self.layout else None
+        return self._step.iteration < warmup_iterations(self.config, train_iters)
+
+    def add_reducer(self, make: Callable[[str], BucketReducer]) -> BucketReducer:
+        """Make the reducer of one more bucket; `make` is given the bucket's share of the seed."""
+        assert self.grid is not None, "the session has no place in the grid yet"
+        reducer = make(f"stage {self.grid.place.stage} bucket {len(self.reducers)}")
+        self.reducers.append(reducer)
+        return reducer
+
+    # -- steps and iterations -----------------------------------------------------------------------------------
+
+    def begin_step(self, iteration: int | None) -> None:
+        """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves."""
+        self._settle(applied=True)
+        self._step.open = True
+        if iteration is not None:
+            self._step.iteration = iteration
+
+    def end_step(self, *, applied: bool) -> None:
+        """The step ended; `applied` says whether the optimizer's update counted."""
+        self._settle(applied=applied)
+        self._step.open = False
+
+    @contextmanager
+    def iteration(self, micro_batches: int) -> Iterator[None]:
+        """One forward-backward pass over `micro_batches` micro-batches.
+
+        Raises:
+            RanksDisagree: the schedule passed more or fewer gradient messages than there were micro-batches.
+        """
+        # In a step that the loop announced, a second pass repeats the first: what the first left must not count.
+        self._settle(applied=not self._step.open)
+        for link in (self.sending, self.receiving):
+            if link is not None:
+                link.begin_iteration(micro_batches)
+        self._step.passes += 1
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+        for link in (self.sending, self.receiving):
+            if link is not None:
+                link.end_iteration()
+
+    def _settle(self, *, applied: bool) -> None:
+        """Decide about what the passes since the last decision left behind."""
+        if not self._step.passes:
+            return
+        stateful: list[_Stateful] = [*self.reducers]
+        if self.sending is not None:
+            stateful.append(self.sending)
+        for state in stateful:
+            if applied:
+                state.commit()
+            else:
+                state.rollback()
+        self._step.passes = 0
+        self._step.iteration += 1 if applied else 0
