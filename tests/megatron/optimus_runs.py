@@ -1,0 +1,57 @@
+"""Optimus-CC installed in the ranks of a tiny Megatron run, and what tests read out of its session."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import optimus_cc_ext
+from tests.megatron_runs import MegatronRun, hash_of, run_megatron
+
+__all__ = ["PP2_DP2", "TP2_PP2_DP2", "install", "relative_gap", "run_optimus", "session_facts"]
+
+PP2_DP2 = (4, ("--pipeline-model-parallel-size", "2"))
+TP2_PP2_DP2 = (8, ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"))
+
+
+def install() -> None:
+    """What the launcher does before Megatron parses its command line."""
+    optimus_cc_ext.install()
+
+
+def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    """Where this rank stands, what it compressed, and the hashes of parameters that must be replicas."""
+    session = optimus_cc_ext.current_session()
+    assert session is not None and session.grid is not None
+    from megatron.core import parallel_state
+
+    parameters = dict(model[0].named_parameters())
+    return {
+        "stage": session.grid.place.stage,
+        "tensor_rank": session.grid.place.tensor_rank,
+        "data_rank": parallel_state.get_data_parallel_rank(),
+        "sent": session.sending.compressed if session.sending else None,
+        "received": session.receiving.compressed if session.receiving else None,
+        "compressed_matrices": sum(reducer.matrices for reducer in session.reducers),
+        "tied": [hash_of(p) for p in parameters.values() if getattr(p, "shared_embedding", False)],
+        "split_over_tensor_ranks": {
+            name: bool(getattr(p, "tensor_model_parallel", False)) for name, p in parameters.items()
+        },
+        "traffic": {c.value: counts for c, counts in session.traffic.total().items()},
+    }
+
+
+def run_optimus(
+    layout: tuple[int, Sequence[str]], flags: Sequence[str] = (), *, timeout: float = 180.0, **kwargs: Any
+) -> list[MegatronRun]:
+    """Train the tiny GPT on `layout` with Optimus-CC installed and these flags."""
+    world_size, layout_flags = layout
+    kwargs.setdefault("before", install)
+    kwargs.setdefault("probe", session_facts)
+    return run_megatron(world_size, [*layout_flags, *flags], timeout=timeout, **kwargs)
+
+
+def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference between two loss curves of equal length."""
+    assert len(losses) == len(expected) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
