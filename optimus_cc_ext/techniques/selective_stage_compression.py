@@ -117,6 +117,10 @@ class BucketReducer:
         """The error feedback memory (matrices, rows, columns) of every group of equally shaped matrices."""
         return [same.residual.value for same in self._groups]
 
+    def warm_starts(self) -> list[torch.Tensor]:
+        """The Q (matrices, columns, compression rank) that the next step starts from, group by group."""
+        return [same.warm_start.value for same in self._groups]
+
     def commit(self) -> None:
         """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite."""
         for same in self._groups:

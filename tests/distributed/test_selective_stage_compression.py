@@ -1,0 +1,170 @@
+"""Selective stage compression against PyTorch's own PowerSGD hook, and its behaviour on several ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_module
+
+from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from tests.forked_ranks import run_ranks
+
+SHAPES = [(48, 32), (96, 32), (48, 32), (32,), (32, 64), (48,)]
+RANK, PLAIN_STEPS, COMPRESSED_STEPS = 4, 2, 5
+
+
+class _Bucket:
+    """What the hook asks of a DDP bucket: one flat buffer, and its gradients."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return _views(self._flat)
+
+
+def _views(flat: torch.Tensor) -> list[torch.Tensor]:
+    views, start = [], 0
+    for shape in SHAPES:
+        views.append(flat[start : start + math.prod(shape)].view(shape))
+        start += math.prod(shape)
+    return views
+
+
+def _gradients(rank: int, step: int) -> torch.Tensor:
+    """A flat bucket of decaying spectra plus noise, different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    parts = []
+    for shape in SHAPES:
+        if len(shape) == 1:
+            parts.append(torch.randn(shape, generator=generator))
+            continue
+        left, right = (torch.randn(size, 8, generator=generator) for size in shape)
+        decay = torch.logspace(0, -2, 8)
+        parts.append(((left * decay) @ right.T + 0.01 * torch.randn(shape, generator=generator)).reshape(-1))
+    return torch.cat(parts)
+
+
+def _reducer(flat: torch.Tensor, compressor, **config) -> BucketReducer:
+    views = _views(flat)
+    return BucketReducer(
+        [view for view in views if view.dim() == 2],
+        [view for view in views if view.dim() == 1],
+        group=dist.group.WORLD,
+        compressor=compressor,
+        config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=RANK, **config),
+        seed=1,
+        salt="test",
+    )
+
+
+def _against_the_hook(compressor) -> float:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    drawn: list[torch.Tensor] = []
+    orthogonalize = hook_module._orthogonalize
+
+    def recording(matrices, epsilon=0):
+        orthogonalize(matrices, epsilon)
+        drawn.append(matrices.clone())
+
+    hook_module._orthogonalize = recording
+    state = hook_module.PowerSGDState(
+        process_group=None, matrix_approximation_rank=RANK, start_powerSGD_iter=PLAIN_STEPS,
+        min_compression_rate=1, use_error_feedback=True, warm_start=True, batch_tensors_with_same_shape=True,
+    )  # fmt: skip
+    ours = torch.empty(sum(math.prod(shape) for shape in SHAPES))
+    reducer = _reducer(ours, compressor)
+    worst = 0.0
+    for step in range(PLAIN_STEPS + COMPRESSED_STEPS):
+        theirs = _gradients(rank, step)
+        ours.copy_(theirs / ranks)
+        reduced = hook_module.powerSGD_hook(state, _Bucket(theirs)).wait()
+        if step < PLAIN_STEPS:
+            continue
+        if step == PLAIN_STEPS:
+            # The hook orthogonalises its draw first, one call per group of equal shapes: our factors start there.
+            for warm_start, factor in zip(reducer.warm_starts(), drawn, strict=False):
+                warm_start.copy_(factor)
+        reducer.reduce()
+        reducer.commit()
+        for view, expected in zip(_views(ours), _views(reduced), strict=True):
+            worst = max(worst, float((view - expected).norm() / expected.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
+def test_equals_pytorchs_powersgd_hook_over_five_compressed_steps(compressor):
+    # The issue asks for 1e-4: two orthogonalisations in fp32, fed back through the error five times.
+    assert max(run_ranks(3, _against_the_hook, compressor)) < 1e-4
+
+
+def _error_feedback_conserves(steps: int) -> tuple[float, bool]:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    flat = torch.empty(sum(math.prod(shape) for shape in SHAPES))
+    reducer = _reducer(flat, FastLowRank())
+    offered, applied = torch.zeros_like(flat), torch.zeros_like(flat)
+    for step in range(steps):
+        flat.copy_(_gradients(rank, step) / ranks)
+        offered += flat
+        reducer.reduce()
+        reducer.commit()
+        applied += flat
+    dist.all_reduce(offered)
+    residual = [r.clone() for r in reducer.residuals()]
+    for r in residual:
+        dist.all_reduce(r)
+    missing = torch.cat(
+        [v.reshape(-1) for v, shape in zip(_views(offered - applied), SHAPES, strict=True) if len(shape) == 2]
+    )
+    by_group = torch.cat([r.reshape(-1) for r in residual])
+    gap = float((missing.sort().values - by_group.sort().values).abs().max() / offered.abs().max())
+    copies = [torch.empty_like(flat) for _ in range(ranks)]
+    dist.all_gather(copies, flat)
+    return gap, all(torch.equal(copy, flat) for copy in copies)
+
+
+def test_what_replicas_offered_is_what_they_got_plus_their_residuals():
+    for gap, equal in run_ranks(2, _error_feedback_conserves, 6):
+        assert gap < 1e-5, "fp32 sums of 6 steps"
+        assert equal, "every replica applies the same gradient, bit for bit"
+
+
+def _nan_on_one_rank() -> list[bool]:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    flat = torch.empty(sum(math.prod(shape) for shape in SHAPES))
+    reducer = _reducer(flat, FastLowRank())
+    for step in range(2):
+        flat.copy_(_gradients(rank, step) / ranks)
+        reducer.reduce()
+        reducer.commit()
+    before = [t.clone() for t in (*reducer.residuals(), *reducer.warm_starts())]
+    flat.copy_(_gradients(rank, 2) / ranks)
+    if rank == 1:
+        flat[5] = torch.nan
+    reducer.reduce()
+    seen = bool(torch.isnan(flat).any())
+    reducer.commit()
+    after = (*reducer.residuals(), *reducer.warm_starts())
+    # Only the group of the poisoned matrix is held back; nothing kept anywhere is NaN.
+    kept = [bool(torch.isfinite(t).all()) for t in after]
+    poisoned_unchanged = torch.equal(before[0], after[0])
+    return [seen, all(kept), poisoned_unchanged]
+
+
+def test_nan_on_one_replica_is_seen_by_all_and_kept_by_none():
+    assert run_ranks(2, _nan_on_one_rank) == [[True, True, True]] * 2

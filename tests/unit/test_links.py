@@ -1,0 +1,203 @@
+"""Both ends of a pipeline link, joined by hand: what is remembered is what was sent."""
+
+import pytest
+import torch
+
+from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
+from optimus_cc_ext.config import CompressedBackpropConfig
+from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+
+SHAPE = (16, 2, 48)
+"""(sequence, micro-batch, hidden): a 32 x 48 matrix."""
+
+
+def link(dtype=torch.float32, compressor=None, stages=2, force=False, **config):
+    config = {"compressed_backprop_rank": 4, "compressed_backprop_messages": "all"} | config
+    plan = LinkPlan(
+        config=CompressedBackpropConfig(compressed_backprop=True, **config),
+        stages=stages, sending_stage=1, seed=7, force=force,
+    )  # fmt: skip
+    compressor = compressor or FastLowRank()
+    return SendingLink(plan, compressor, 1, 0), ReceivingLink(plan, compressor, 0, 1)
+
+
+def gradient(seed, dtype=torch.float32):
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pass_message(sender, receiver, sent):
+    """One message over a wire that copies bytes; returns what the receiving stage gets."""
+    arrived = torch.empty_like(sent)
+    on_wire, sent_done = sender.send(sent)
+    into, received_done = receiver.receive(arrived)
+    assert into.shape == on_wire.shape and into.dtype == on_wire.dtype
+    into.copy_(on_wire)
+    sent_done()
+    received_done()
+    return arrived
+
+
+def run_iteration(sender, receiver, gradients):
+    sender.begin_iteration(len(gradients))
+    receiver.begin_iteration(len(gradients))
+    arrived = [pass_message(sender, receiver, g) for g in gradients]
+    sender.end_iteration()
+    receiver.end_iteration()
+    sender.commit()
+    return arrived
+
+
+@pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
+@pytest.mark.parametrize("messages", ["all", "epilogue"])
+def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messages):
+    sender, receiver = link(compressor=compressor, compressed_backprop_messages=messages)
+    offered, got = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for iteration in range(5):
+        gradients = [gradient(10 * iteration + b) for b in range(4)]
+        arrived = run_iteration(sender, receiver, gradients)
+        for g, a, compressed in zip(gradients, arrived, sender.compressed, strict=True):
+            if compressed:
+                offered, got = offered + g, got + a
+            else:
+                assert torch.equal(a, g), "what is not compressed arrives as it was sent"
+        assert sum(sender.compressed) == (4 if messages == "all" else 1)
+    (residual,) = sender.residuals()
+    # fp32 sums of up to 20 gradients of size 1; the residual itself is of size 1.
+    torch.testing.assert_close(got + residual.view(SHAPE), offered, rtol=0, atol=2e-5)
+    assert residual.abs().max() > 0.1, "rank 4 of noise must leave something out"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_is_exactly_what_the_receiver_lacks(dtype):
+    sender, receiver = link(dtype)
+    sent = gradient(1, dtype)
+    (arrived,) = run_iteration(sender, receiver, [sent])
+    (residual,) = sender.residuals()
+    # Bit for bit, after rounding to the wire's dtype: both are the same fp32 subtraction.
+    assert torch.equal(residual.view(SHAPE), sent.float() - arrived.float())
+    assert arrived.dtype == dtype
+
+
+def test_the_callers_gradient_is_not_changed():
+    sender, receiver = link()
+    sent = gradient(1)
+    run_iteration(sender, receiver, [sent, sent])
+    assert torch.equal(sent, gradient(1))
+
+
+def test_without_lep_every_message_stands_alone():
+    sender, receiver = link(lazy_error_propagation=False)
+    run_iteration(sender, receiver, [gradient(b) for b in range(3)])
+    assert torch.count_nonzero(sender.residuals()[0]) == 0
+
+
+def test_drop_forgets_the_residual_between_iterations_and_carry_keeps_it():
+    for policy, kept in (("carry", True), ("drop", False)):
+        sender, receiver = link(residual_across_iterations=policy)
+        run_iteration(sender, receiver, [gradient(1)])
+        sender.begin_iteration(1)
+        assert bool(sender.residuals()[0].any()) is kept
+
+
+def test_a_repeated_step_sends_the_same_and_feeds_the_residual_once():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    gradients = [gradient(2), gradient(3)]
+
+    def forward_backward():
+        sender.begin_iteration(2)
+        receiver.begin_iteration(2)
+        return [pass_message(sender, receiver, g) for g in gradients]
+
+    first = forward_backward()
+    after_first = sender.residuals()[0].clone()
+    sender.rollback()
+    second = forward_backward()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(sender.residuals()[0], after_first)
+
+
+def test_a_skipped_step_leaves_no_trace():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    before = sender.residuals()[0].clone()
+    sender.begin_iteration(1)
+    receiver.begin_iteration(1)
+    pass_message(sender, receiver, gradient(2))
+    sender.rollback()
+    assert torch.equal(sender.residuals()[0], before)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_non_finite_gradients_arrive_as_such_and_are_not_remembered(poison):
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    before = sender.residuals()[0].clone()
+    bad = gradient(2)
+    bad[3, 1, 5] = poison
+    (arrived,) = run_iteration(sender, receiver, [bad])
+    assert not torch.isfinite(arrived).all(), "Megatron's own checks must see it"
+    assert torch.equal(sender.residuals()[0], before)
+    (healthy,) = run_iteration(sender, receiver, [gradient(3)])
+    assert torch.isfinite(healthy).all()
+
+
+def test_a_zero_gradient_does_not_kill_the_link():
+    sender, receiver = link(lazy_error_propagation=False)
+    (nothing,) = run_iteration(sender, receiver, [torch.zeros(SHAPE)])
+    assert torch.count_nonzero(nothing) == 0
+    (arrived,) = run_iteration(sender, receiver, [gradient(1)])
+    assert arrived.abs().max() > 0
+
+
+def test_buffers_are_made_once():
+    sender, receiver = link()
+    wires = set()
+    for iteration in range(3):
+        sender.begin_iteration(2)
+        receiver.begin_iteration(2)
+        for b in range(2):
+            on_wire, done = sender.send(gradient(iteration + b))
+            wires.add(on_wire.data_ptr())
+            done()
+    assert len(wires) == 1
+
+
+def test_a_buffer_in_flight_is_not_written_again():
+    sender, _ = link()
+    sender.begin_iteration(2)
+    first, first_done = sender.send(gradient(1))
+    copy = first.clone()
+    second, _ = sender.send(gradient(2))
+    assert torch.equal(first, copy) and first.data_ptr() != second.data_ptr()
+    first_done()
+
+
+def test_small_gradients_are_sent_as_they_are_unless_forced():
+    for force, compressed in ((False, False), (True, True)):
+        sender, receiver = link(force=force, compressed_backprop_rank=64)
+        run_iteration(sender, receiver, [gradient(1)])
+        assert sender.compressed == [compressed]
+
+
+def test_links_of_different_seeds_start_differently_and_equal_ones_alike():
+    def first_message(seed):
+        plan = LinkPlan(
+            config=CompressedBackpropConfig(compressed_backprop_rank=4, compressed_backprop_messages="all"),
+            stages=2, sending_stage=1, seed=seed,
+        )  # fmt: skip
+        sender = SendingLink(plan, FastLowRank(), 1, 0)
+        sender.begin_iteration(1)
+        return sender.send(gradient(1))[0]
+
+    assert torch.equal(first_message(1), first_message(1))
+    assert not torch.equal(first_message(1), first_message(2))
+
+
+def test_a_missing_message_names_both_ranks():
+    sender, _ = link()
+    sender.begin_iteration(2)
+    sender.send(gradient(1))
+    with pytest.raises(RanksDisagree, match=r"rank 1 .* rank 0 .* 2 micro-batches"):
+        sender.end_iteration()
