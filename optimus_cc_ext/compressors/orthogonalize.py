@@ -70,8 +70,8 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None) -> Tensor:
     """
     _check(p)
     n, r = p.shape[1:]
-    # Well above the rounding of G, so that Cholesky cannot break down; far below the square of float32's
-    # eps, so that even a direction at the level of float32's noise survives both passes at full length.
+    # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes: a
+    # direction at float32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
     relative_shift = 16 * n * torch.finfo(torch.float64).eps
     identity = torch.eye(r, dtype=torch.float64, device=p.device)
     basis = p.to(torch.float64)
@@ -82,7 +82,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None) -> Tensor:
         lengths.add_(torch.where(lengths > 0, relative_shift * lengths, 1.0))
         lower = torch.linalg.cholesky_ex(gram).L
         inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-        # A NaN or Inf fills its row with NaN here (0 * NaN is one), and through it the second pass everything.
+        # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
         basis = basis @ inverse.mT
     return basis.to(_at_least_fp32(p)) if out is None else out.copy_(basis)
 
@@ -92,8 +92,7 @@ def _check(p: Tensor) -> None:
         raise ValueError(f"expected a batch of matrices (B, n, r), got shape {tuple(p.shape)}")
     if p.shape[1] < p.shape[2]:
         raise ValueError(
-            f"cannot orthogonalise {p.shape[2]} columns of {p.shape[1]} rows: "
-            "take the rank from policy.effective_rank"
+            f"cannot orthogonalise {p.shape[2]} columns of {p.shape[1]} rows: take the rank from policy.effective_rank"
         )
 
 

@@ -33,9 +33,7 @@ class PackedFactors:
 
     def __post_init__(self) -> None:
         if not 1 <= self.r <= min(self.n, self.m):
-            raise ValueError(
-                f"a {self.n} x {self.m} matrix has no factors of rank {self.r}: use policy.effective_rank"
-            )
+            raise ValueError(f"a {self.n} x {self.m} matrix has no factors of rank {self.r}: use policy.effective_rank")
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"factors travel in float32 or bfloat16, got {self.dtype} (float16 overflows in Q = M^T P)"

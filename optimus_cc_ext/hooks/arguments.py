@@ -71,8 +71,19 @@ def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser, and on a CPU the defaults that it needs there."""
     if cpu_runtime.is_active():
         cpu_runtime.apply_cpu_defaults(parser)
+    _repair_help(parser)
     add_gone_flags(parser)
     return add_flags(parser)
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Let `--help` work: one of Megatron 0.19.2's own help texts has a bare per cent sign, on which argparse fails."""
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:

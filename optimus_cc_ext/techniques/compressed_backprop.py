@@ -139,6 +139,7 @@ class _SendingState:
         self.warm_start = SteppedTensor(factor.clone())
         self.fresh_directions = factor
         self.finite = torch.ones((), dtype=torch.bool, device=like.device)
+        self.decompressed = torch.empty(1, rows, columns, dtype=like.dtype, device=like.device)
 
 
 class SendingLink(Link):
@@ -201,12 +202,13 @@ class SendingLink(Link):
             matrix.copy_(rows)
         p = self._compressor.project(matrix, state.warm_start.value)
         state.finite &= torch.isfinite(p).all()
-        p_wire.copy_(self._compressor.orthogonalize(p))
-        q = self._compressor.back_project(matrix, p_wire.float())
+        self._compressor.orthogonalize(p, out=p_wire)
+        q = self._compressor.back_project(matrix, p_wire)
         q_wire.copy_(q)
 
         if self.plan.config.lazy_error_propagation:
-            matrix -= received(self._compressor, p_wire, q_wire)
+            decompress(self._compressor, p_wire, q_wire, out=state.decompressed)
+            matrix -= state.decompressed
             state.residual.wrote()
         state.warm_start.pending.copy_(next_warm_start(q, state.fresh_directions, self._compressor))
         state.warm_start.wrote()
@@ -233,22 +235,25 @@ class ReceivingLink(Link):
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
 
-        @torch.no_grad()
-        def decompress() -> None:
+        def finish() -> None:
             wire = self.plan.wire(gradient.shape, gradient.dtype)
             p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-            gradient.copy_(received(self._compressor, p_wire, q_wire).view(gradient.shape))
+            decompress(self._compressor, p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
             self._give_back(gradient, buffer)
 
-        return buffer, decompress
+        return buffer, finish
 
 
-def received(compressor: LowRank, p_wire: torch.Tensor, q_wire: torch.Tensor) -> torch.Tensor:
-    """What the receiver makes of P (1, n, r) and Q (1, m, r): (1, n, m) in the wire's dtype.
+@torch.no_grad()
+def decompress(compressor: LowRank, p_wire: torch.Tensor, q_wire: torch.Tensor, out: torch.Tensor) -> None:
+    """Write what the receiver makes of P (1, n, r) and Q (1, m, r) into `out` (1, n, m); all in the wire's dtype.
 
     The one function that both ends use, so that the sender's residual is computed from exactly what arrives.
     """
-    return compressor.reconstruct(p_wire.float(), q_wire.float()).to(p_wire.dtype)
+    if out.dtype == torch.float32:
+        compressor.reconstruct(p_wire, q_wire, out=out)
+    else:
+        out.copy_(compressor.reconstruct(p_wire, q_wire))
 
 
 def _nothing() -> None:

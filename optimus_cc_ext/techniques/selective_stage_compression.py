@@ -161,7 +161,7 @@ class BucketReducer:
 
         for same in self._groups:
             same.finite &= torch.isfinite(same.p_wire).all()
-            same.p_wire.copy_(self._compressor.orthogonalize(same.p_wire))
+            self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
             self._compressor.back_project(same.matrices, same.p_wire, out=same.q_wire)
         all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
 

@@ -1,7 +1,4 @@
-"""The low-rank step, its starting factors and its message, as CB and SC use them."""
-
-import subprocess
-import sys
+"""The low-rank step and its message, as CB and SC use them."""
 
 import pytest
 import torch
@@ -66,9 +63,7 @@ def test_rank_never_exceeds_the_smaller_dimension() -> None:
 
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300), compression_rank=st.integers(1, 400))
-def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(
-    n: int, m: int, compression_rank: int
-) -> None:
+def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(n: int, m: int, compression_rank: int) -> None:
     r = effective_rank(n, m, compression_rank)
     message = PackedFactors(n, m, r, torch.float32)
     assert message.numel == packed_numel(n, m, r)
@@ -90,9 +85,7 @@ def test_sizes_and_ranks_that_are_not_positive_are_refused(n: int, m: int, compr
 # --- one step ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "n, m, r", [(64, 128, 16), (128, 64, 16), (96, 96, 1), (40, 24, 24), (1, 30, 1), (30, 1, 1)]
-)
+@pytest.mark.parametrize("n, m, r", [(64, 128, 16), (128, 64, 16), (96, 96, 1), (40, 24, 24), (1, 30, 1), (30, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fast_compresses_like_the_reference_in_float64(n: int, m: int, r: int, dtype: torch.dtype) -> None:
     matrices, q = gaussian(3, n, m, dtype=dtype), first_q(3, m, r)
@@ -117,7 +110,7 @@ def test_a_matrix_of_rank_r_survives_one_cold_step(compressor: LowRank) -> None:
 def test_warm_started_steps_converge_to_the_best_approximation(compressor: LowRank) -> None:
     matrices = with_spectrum(80, 60, -3, seed=3)
     r, q = 8, first_q(2, 60, 8)
-    for _ in range(12):
+    for _ in range(25):
         _, q_new, approximation = step(compressor, matrices, q)
         q = next_warm_start(q_new, first_q(2, 60, 8), compressor)
     best = torch.linalg.svdvals(matrices.double())[:, r:].square().sum(-1).sqrt()
@@ -241,8 +234,8 @@ def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
 
     _, _, approximation = step(FastLowRank(), matrices, q)
     _, _, expected = step(ReferenceLowRank(), matrices.double(), q.double())
-    # fp32 turns the span of P = M Q by eps |M| / (smallest singular value of P, over the directions that M has).
-    # A first Q that happens to be nearly blind to a strong direction makes that large, in any compressor.
+    # fp32 turns the span of P = M Q by eps |M| / (smallest singular value of P, of those that M's rank leaves).
+    # A first Q that happens to be nearly blind to a strong direction makes it large, in any compressor.
     weakest = torch.linalg.svdvals(matrices.double() @ q.double())[:, max(0, min(r, true_rank) - 1)]
     condition = torch.linalg.matrix_norm(matrices.double(), ord=2) / weakest.clamp_min(1e-300)
     size = torch.linalg.matrix_norm(matrices.double() * 10**-exponent)
@@ -303,109 +296,3 @@ def test_layouts_that_no_compressor_makes_are_refused() -> None:
         PackedFactors(3, 4, 0, torch.float32)
     with pytest.raises(ValueError, match="float16 overflows"):
         PackedFactors(3, 4, 2, torch.float16)
-
-
-# --- factors ----------------------------------------------------------------------------------------------
-
-
-def test_torchs_global_random_state_is_untouched() -> None:
-    before = torch.get_rng_state()
-    q = first_q(2, 40, 8)
-    next_warm_start(torch.zeros_like(q), q, FastLowRank())
-    step(FastLowRank(), gaussian(2, 30, 40), q)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_drawing_depends_on_nothing_but_the_generator() -> None:
-    torch.manual_seed(1)
-    one = first_q(2, 40, 8)
-    torch.manual_seed(2)
-    assert torch.equal(first_q(2, 40, 8), one)
-
-
-def test_one_generator_gives_a_new_factor_at_every_draw() -> None:
-    generator = private_generator(3)
-    one, two = (initial_factor(1, 40, 8, generator=generator, device="cpu") for _ in range(2))
-    assert not torch.equal(one, two)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_initial_factors_are_orthonormal(dtype: torch.dtype) -> None:
-    q = first_q(3, 50, 50, dtype=dtype)
-    assert q.dtype == dtype
-    gram = q.double().mT @ q.double()
-    # bf16 rounds each entry by up to 2^-9; the others end at the rounding of fp32, or at the shift of fp64.
-    tolerance = {torch.float32: 2 * EPS32, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
-    assert (gram - torch.eye(50, dtype=torch.float64)).abs().max() < tolerance
-
-
-def test_salts_name_streams_that_differ() -> None:
-    salts = [(), (0,), ("0",), (0, 0), (1,), ("ab",), ("a", "b"), ("cb", 1, 2), ("cb", 12), ("sc", 1, 2)]
-    seeds = {private_generator(1, *salt).initial_seed() for salt in salts}
-    assert len(seeds) == len(salts)
-    assert private_generator(2).initial_seed() not in seeds
-
-
-def test_salts_name_the_same_stream_in_every_process() -> None:
-    # Python's own hash() of a string differs from process to process.
-    program = (
-        "from optimus_cc_ext.compressors import private_generator\n"
-        "print(private_generator(1234, 'compressed_backprop', 3).initial_seed())"
-    )
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    assert int(elsewhere) == private_generator(1234, "compressed_backprop", 3).initial_seed()
-
-
-def test_a_zero_gradient_does_not_kill_the_link() -> None:
-    fast, fallback = FastLowRank(), first_q(2, 20, 4)
-    _, q_new, _ = step(fast, torch.zeros(2, 30, 20), fallback)
-    q = next_warm_start(q_new, fallback, fast)
-    assert torch.equal(q, fallback)
-    matrices = gaussian(2, 30, 4) @ gaussian(2, 4, 20, seed=1)
-    assert worst_error(step(fast, matrices, q)[2], matrices) < 1e-5
-
-
-def test_a_column_that_died_comes_back_from_the_fallback() -> None:
-    fallback = first_q(1, 20, 4)
-    q_new = gaussian(1, 20, 4)
-    q_new[..., 2] = 0
-    q = next_warm_start(q_new, fallback, FastLowRank())
-    assert torch.equal(q[..., 2], fallback[..., 2])
-    assert not torch.equal(q[..., 0], fallback[..., 0])
-    assert (
-        torch.linalg.svdvals(q.double()).min() > 0.05
-    )  # full column rank: two random directions are not parallel
-
-
-def test_a_small_factor_is_not_taken_for_a_dead_one() -> None:
-    q_new, fallback = gaussian(1, 20, 4), first_q(1, 20, 4)
-    small = next_warm_start(q_new * 1e-25, fallback, FastLowRank())
-    torch.testing.assert_close(small, next_warm_start(q_new, fallback, FastLowRank()), rtol=0, atol=4 * EPS32)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nothing_non_finite_reaches_the_next_step(bad: float) -> None:
-    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
-    q_new[0, 3, 1] = bad
-    q = next_warm_start(q_new, fallback, FastLowRank())
-    assert torch.equal(q[0], fallback[0])
-    assert q.isfinite().all()
-
-
-def test_the_next_factor_is_an_orthonormal_basis_of_the_one_that_was_sent() -> None:
-    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
-    q = next_warm_start(q_new, fallback, FastLowRank()).double()
-    torch.testing.assert_close(q.mT @ q, torch.eye(4).double().expand(2, 4, 4), rtol=0, atol=2 * EPS32)
-    torch.testing.assert_close(q @ (q.mT @ q_new.double()), q_new.double(), rtol=0, atol=10 * EPS32)
-
-
-def test_a_fallback_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fallback has shape \(1, 20, 3\), the factor \(1, 20, 4\)"):
-        next_warm_start(gaussian(1, 20, 4), gaussian(1, 20, 3), FastLowRank())
-
-
-def test_the_warm_start_never_asks_for_a_value() -> None:
-    q = torch.empty(2, 20, 4, device="meta")
-    assert next_warm_start(q, q, FastLowRank()).shape == q.shape

@@ -1,0 +1,131 @@
+"""What a compressor starts from: private random numbers, the first Q, and the Q of every later step."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import FastLowRank, initial_factor, next_warm_start, private_generator
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
+    return initial_factor(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
+
+
+def step(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Q' and what the other side makes of it."""
+    fast = FastLowRank()
+    p = fast.orthogonalize(fast.project(matrices, q))
+    q_new = fast.back_project(matrices, p)
+    return q_new, fast.reconstruct(p, q_new)
+
+
+def test_torchs_global_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    q = first_q(2, 40, 8)
+    next_warm_start(torch.zeros_like(q), q, FastLowRank())
+    step(gaussian(2, 30, 40), q)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_depends_on_nothing_but_the_generator() -> None:
+    torch.manual_seed(1)
+    one = first_q(2, 40, 8)
+    torch.manual_seed(2)
+    assert torch.equal(first_q(2, 40, 8), one)
+
+
+def test_one_generator_gives_a_new_factor_at_every_draw() -> None:
+    generator = private_generator(3)
+    one, two = (initial_factor(1, 40, 8, generator=generator, device="cpu") for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_initial_factors_are_orthonormal(dtype: torch.dtype) -> None:
+    q = first_q(3, 50, 50, dtype=dtype)
+    assert q.dtype == dtype
+    gram = q.double().mT @ q.double()
+    # bf16 rounds each entry by up to 2^-9; the others end at the rounding of fp32, or at the shift of fp64.
+    tolerance = {torch.float32: 2 * EPS32, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    assert (gram - torch.eye(50, dtype=torch.float64)).abs().max() < tolerance
+
+
+def test_salts_name_streams_that_differ() -> None:
+    salts = [(), (0,), ("0",), (0, 0), (1,), ("ab",), ("a", "b"), ("cb", 1, 2), ("cb", 12), ("sc", 1, 2)]
+    seeds = {private_generator(1, *salt).initial_seed() for salt in salts}
+    assert len(seeds) == len(salts)
+    assert private_generator(2).initial_seed() not in seeds
+
+
+def test_salts_name_the_same_stream_in_every_process() -> None:
+    # Python's own hash() of a string differs from process to process.
+    program = (
+        "from optimus_cc_ext.compressors import private_generator\n"
+        "print(private_generator(1234, 'compressed_backprop', 3).initial_seed())"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert int(elsewhere) == private_generator(1234, "compressed_backprop", 3).initial_seed()
+
+
+def test_a_zero_gradient_does_not_kill_the_link() -> None:
+    fast, fallback = FastLowRank(), first_q(2, 20, 4)
+    q_new, _ = step(torch.zeros(2, 30, 20), fallback)
+    q = next_warm_start(q_new, fallback, fast)
+    assert torch.equal(q, fallback)
+    matrices = gaussian(2, 30, 4) @ gaussian(2, 4, 20, seed=1)
+    # Rank 4 at compression rank 4: fp32 rounding, amplified by the condition of M Q.
+    torch.testing.assert_close(step(matrices, q)[1], matrices, rtol=0, atol=1e-4)
+
+
+def test_a_column_that_died_comes_back_from_the_fallback() -> None:
+    fallback = first_q(1, 20, 4)
+    q_new = gaussian(1, 20, 4)
+    q_new[..., 2] = 0
+    q = next_warm_start(q_new, fallback, FastLowRank())
+    assert torch.equal(q[..., 2], fallback[..., 2])
+    assert not torch.equal(q[..., 0], fallback[..., 0])
+    # Full column rank: random directions are not parallel.
+    assert torch.linalg.svdvals(q.double()).min() > 0.05
+
+
+def test_a_small_factor_is_not_taken_for_a_dead_one() -> None:
+    q_new, fallback = gaussian(1, 20, 4), first_q(1, 20, 4)
+    small = next_warm_start(q_new * 1e-25, fallback, FastLowRank())
+    torch.testing.assert_close(small, next_warm_start(q_new, fallback, FastLowRank()), rtol=0, atol=4 * EPS32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_non_finite_reaches_the_next_step(bad: float) -> None:
+    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
+    q_new[0, 3, 1] = bad
+    q = next_warm_start(q_new, fallback, FastLowRank())
+    assert torch.equal(q[0], fallback[0])
+    assert q.isfinite().all()
+
+
+def test_the_next_factor_is_an_orthonormal_basis_of_the_one_that_was_sent() -> None:
+    q_new, fallback = gaussian(2, 20, 4), first_q(2, 20, 4)
+    q = next_warm_start(q_new, fallback, FastLowRank()).double()
+    torch.testing.assert_close(q.mT @ q, torch.eye(4).double().expand(2, 4, 4), rtol=0, atol=2 * EPS32)
+    torch.testing.assert_close(q @ (q.mT @ q_new.double()), q_new.double(), rtol=0, atol=10 * EPS32)
+
+
+def test_a_fallback_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fallback has shape \(1, 20, 3\), the factor \(1, 20, 4\)"):
+        next_warm_start(gaussian(1, 20, 4), gaussian(1, 20, 3), FastLowRank())
+
+
+def test_the_warm_start_never_asks_for_a_value() -> None:
+    q = torch.empty(2, 20, 4, device="meta")
+    assert next_warm_start(q, q, FastLowRank()).shape == q.shape

@@ -1,0 +1,229 @@
+"""Gram-Schmidt and Cholesky QR: bases of what came in, whatever came in."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
+
+EPS32 = torch.finfo(torch.float32).eps
+# What storing orthonormal columns in fp32 costs: every entry is off by eps/2, P^T P by less than eps.
+ROUNDING = 2 * EPS32
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def with_spectrum(n: int, r: int, smallest_exponent: float, batch: int = 3) -> Tensor:
+    """(batch, n, r) in fp32 whose singular values fall from 1 to 10**smallest_exponent."""
+    left = torch.linalg.qr(gaussian(batch, n, r, seed=1, dtype=torch.float64)).Q
+    right = torch.linalg.qr(gaussian(batch, r, r, seed=2, dtype=torch.float64)).Q
+    return ((left * torch.logspace(0, smallest_exponent, r, dtype=torch.float64)) @ right.mT).float()
+
+
+def off_orthonormal(p: Tensor) -> float:
+    p = p.double()
+    return (p.mT @ p - torch.eye(p.shape[-1], dtype=torch.float64)).abs().max().item()
+
+
+def left_outside(a: Tensor, p: Tensor) -> float:
+    """Largest share of a matrix of `a` (Frobenius norm) that its basis in `p` does not span."""
+    a, p = a.double(), p.double()
+    a = a / a.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
+    missed = torch.linalg.matrix_norm(a - p @ (p.mT @ a))
+    return (missed / torch.linalg.matrix_norm(a).clamp_min(1e-300)).max().item()
+
+
+@pytest.mark.parametrize("n, r", [(1, 1), (64, 1), (7, 7), (64, 16), (300, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_both_return_the_same_basis_of_a_well_conditioned_matrix(n: int, r: int, dtype: torch.dtype) -> None:
+    p = gaussian(3, n, r, dtype=dtype) + 3 * torch.eye(n, r, dtype=dtype)
+    oracle = gram_schmidt(p.double())
+    # Cholesky QR: the rounding to fp32 of entries up to 1; in fp64 what shows is its shift of 16 n eps.
+    # Gram-Schmidt loses about the matrix's condition (below 100 here) times the eps of the arithmetic.
+    eps = torch.finfo(torch.float64).eps if dtype == torch.float64 else EPS32
+    rounding = 16 * n * eps if dtype == torch.float64 else eps
+    torch.testing.assert_close(cholesky_qr(p).double(), oracle, rtol=0, atol=rounding)
+    torch.testing.assert_close(gram_schmidt(p).double(), oracle, rtol=0, atol=400 * eps)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert cholesky_qr(p).dtype == gram_schmidt(p).dtype == wide
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 16])
+def test_agrees_with_the_orthogonalisation_of_pytorchs_powersgd_hook(r: int) -> None:
+    p = gaussian(4, 200, r)
+    theirs = p.clone()
+    powerSGD_hook._orthogonalize(theirs)
+    # LAPACK's QR leaves the sign of each column open: compare what is used, the projector. Both are fp32.
+    projector, expected = (q @ q.mT for q in (cholesky_qr(p), theirs))
+    torch.testing.assert_close(projector, expected, rtol=0, atol=10 * EPS32)
+
+
+@pytest.mark.parametrize("n, r", [(64, 64), (128, 64), (96, 96), (512, 128)])
+@pytest.mark.parametrize("smallest_exponent", [0, -3, -6, -7])
+def test_decaying_spectra_at_full_rank_give_an_orthonormal_basis(n: int, r: int, smallest_exponent: float) -> None:
+    p = with_spectrum(n, r, smallest_exponent)
+    basis = cholesky_qr(p)
+    assert off_orthonormal(basis) < ROUNDING
+    assert left_outside(p, basis) < ROUNDING
+
+
+def test_columns_of_very_different_lengths_cost_nothing() -> None:
+    p = gaussian(2, 64, 12) * torch.logspace(-30, 30, 12)
+    torch.testing.assert_close(cholesky_qr(p), cholesky_qr(gaussian(2, 64, 12)), rtol=0, atol=4 * EPS32)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-38, 1e-20, 1e15, 1e37])
+@pytest.mark.parametrize("orthogonalize", [cholesky_qr, gram_schmidt])
+def test_scale_of_the_input_does_not_matter(orthogonalize, scale: float) -> None:
+    p = gaussian(2, 50, 8)
+    # 1e-40 is a subnormal number: it keeps 5 digits itself.
+    tolerance = 1e-3 if scale < 1e-38 else 2e-6
+    torch.testing.assert_close(orthogonalize(p * scale), orthogonalize(p), rtol=0, atol=tolerance)
+
+
+def degenerate(kind: str, n: int, r: int) -> Tensor:
+    p = gaussian(2, n, r)
+    match kind:
+        case "zero":
+            p.zero_()
+        case "zero column":
+            p[..., r // 2] = 0
+        case "equal columns":
+            p[...] = 1
+        case "second half repeats the first":
+            p[..., r - r // 2 :] = p[..., : r // 2]
+        case "rank 2":
+            p = p[..., :2] @ gaussian(2, 2, r, seed=5)
+        case "small integers of rank 3":
+            p = p[..., :3].round() @ gaussian(2, 3, r, seed=5).round()
+        case "one zero matrix among others":
+            p[0] = 0
+        case "singular values down to 1e-30":
+            p = with_spectrum(n, r, -30, batch=2)
+        case "powers of one vector":
+            p = (torch.linspace(0, 1, n)[:, None] ** torch.arange(r)).expand(2, n, r)
+        case _:
+            raise AssertionError(kind)
+    return p
+
+
+DEGENERATE = (
+    "zero",
+    "zero column",
+    "equal columns",
+    "second half repeats the first",
+    "rank 2",
+    "small integers of rank 3",
+    "one zero matrix among others",
+    "singular values down to 1e-30",
+    "powers of one vector",
+)
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+@pytest.mark.parametrize("n, r", [(8, 8), (40, 16), (128, 128), (1536, 128), (700, 600)])
+def test_zero_and_rank_deficient_input_give_a_finite_contraction_that_spans_the_input(
+    kind: str, n: int, r: int
+) -> None:
+    p = degenerate(kind, n, r)
+    basis = cholesky_qr(p)
+    assert basis.isfinite().all()
+    # P P^T must never amplify: that would blow up the residual of error feedback.
+    assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + ROUNDING
+    assert left_outside(p, basis) < 10 * ROUNDING
+
+
+def test_a_zero_column_stays_zero() -> None:
+    p = gaussian(1, 20, 4)
+    p[..., 2] = 0
+    for basis in (cholesky_qr(p), gram_schmidt(p)):
+        assert (basis[..., 2] == 0).all()
+        assert off_orthonormal(basis[..., [0, 1, 3]]) < 1e-6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, 5])
+def test_one_bad_entry_makes_its_matrix_all_nan_and_leaves_its_neighbours_alone(bad: float, column: int) -> None:
+    p = gaussian(3, 20, 6)
+    expected = cholesky_qr(p)
+    p[1, 7, column] = bad
+    basis = cholesky_qr(p)
+    assert basis[1].isnan().all()
+    assert torch.equal(basis[[0, 2]], expected[[0, 2]])
+    assert gram_schmidt(p)[1].isnan().any()
+
+
+def test_never_asks_for_a_value() -> None:
+    # A meta tensor has none: `.item()`, `if tensor` and a checked factorisation raise on it.
+    assert cholesky_qr(torch.empty(3, 20, 6, device="meta")).shape == (3, 20, 6)
+
+
+def test_number_of_operations_grows_neither_with_columns_nor_with_matrices() -> None:
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for batch, r in ((1, 2), (1, 64), (9, 2)):
+        with Counter() as counter:
+            cholesky_qr(gaussian(batch, 80, r))
+        counts.append(counter.calls)
+    assert len(set(counts)) == 1
+
+
+def test_writes_into_out_of_another_dtype_and_over_its_own_input() -> None:
+    p = gaussian(2, 30, 5)
+    expected = cholesky_qr(p)
+    wire = torch.empty(2, 30, 5, dtype=torch.bfloat16)
+    assert cholesky_qr(p, out=wire) is wire
+    assert torch.equal(wire, expected.bfloat16())
+    assert cholesky_qr(p, out=p) is p
+    assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize("orthogonalize", [cholesky_qr, gram_schmidt])
+def test_leaves_its_input_alone(orthogonalize) -> None:
+    p = gaussian(2, 30, 5)
+    orthogonalize(p)
+    assert torch.equal(p, gaussian(2, 30, 5))
+
+
+@pytest.mark.parametrize("orthogonalize", [cholesky_qr, gram_schmidt])
+def test_more_columns_than_rows_are_refused_with_the_cure(orthogonalize) -> None:
+    with pytest.raises(ValueError, match=r"5 columns of 4 rows.*effective_rank"):
+        orthogonalize(torch.ones(1, 4, 5))
+    with pytest.raises(ValueError, match="batch of matrices"):
+        orthogonalize(torch.ones(4, 3))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.integers(0, 4),
+    n=st.integers(1, 48),
+    r=st.integers(1, 48),
+    true_rank=st.integers(0, 48),
+    exponent=st.floats(-30, 30),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_rank_and_scale_gives_a_finite_contraction_that_spans_the_input(
+    batch: int, n: int, r: int, true_rank: int, exponent: float, seed: int
+) -> None:
+    r = min(n, r)
+    low_rank = gaussian(batch, n, true_rank, seed=seed) @ gaussian(batch, true_rank, r, seed=seed + 1)
+    p = low_rank * 10**exponent
+    basis = cholesky_qr(p)
+    assert basis.shape == p.shape
+    assert basis.isfinite().all()
+    if batch:
+        assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + ROUNDING
+        assert left_outside(p, basis) < 10 * ROUNDING
