@@ -1,0 +1,192 @@
+"""GPT pretraining for those who have Megatron's wheel and no checkout, on megatron.training's API of 0.19.
+
+The same training as pretrain_gpt.py of a Megatron-LM checkout (core_v0.19), bit for bit, for plain GPT
+pretraining: indexed or mock data; tensor, pipeline (interleaved or not) and data parallelism; evaluation.
+What else that script can do (packed sequences, fill-in-the-middle, distillation) is refused by name.
+
+It neither installs hooks nor chooses the device: ``python -m optimus_cc_ext`` does that before it comes here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+__all__ = ["main"]
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+
+# Attribute of Megatron's arguments -> the flag to leave out. These need parts of a checkout, or batches of
+# another form.
+REFUSED = {
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "mtp_num_layers": "--mtp-num-layers",
+    "check_for_spiky_loss": "--check-for-spiky-loss",
+    "logits_load_dir": "--logits-load-dir",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+}
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Raise ValueError naming the flags that only a checkout's pretrain_gpt.py supports."""
+    flags = [flag for name, flag in REFUSED.items() if getattr(args, name, None)]
+    if args.context_parallel_size > 1:
+        flags.append("--context-parallel-size")
+    if flags:
+        raise ValueError(
+            f"{', '.join(flags)}: not supported by the built-in pretrain_gpt. Leave out, or give the "
+            "script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
+        )
+
+
+def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> dict[str, Any]:
+    """The next micro-batch: BATCH_KEYS to tensors [micro-batch, sequence], or to None where this stage has no
+    use for it. The first tensor-parallel rank reads it and sends it to the others."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+
+    args = get_args()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        assert data_iterator is not None  # the datasets are built on this rank: needs_datasets
+        sample = next(data_iterator)
+        present = {key: sample[key] for key in BATCH_KEYS if sample.get(key) is not None}
+        batch = dict.fromkeys(BATCH_KEYS)
+        batch |= {key: value.cuda(non_blocking=True) for key, value in present.items()}
+    return get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=1,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+
+
+def masked_loss(
+    loss_mask: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses of the counted tokens, their number (int32), and both again for Megatron's log.
+
+    loss_mask and token_losses: [micro-batch, sequence].
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = (token_losses.reshape(-1).float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+
+    if get_args().check_for_nan_in_loss_and_grad:
+        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=rejected,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,  # a second forward pass computes the very same loss
+                fatal=True,
+            )
+    return loss, tokens, {"lm loss": torch.stack((loss.detach(), tokens.to(loss.dtype)))}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, LossFunction]:
+    """One micro-batch through this stage's layers; Megatron calls the returned function on the last stage."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(masked_loss, batch["loss_mask"])
+
+
+def needs_datasets(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads data: the first tensor-parallel rank of the first and of the last stage."""
+    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The training, validation and test datasets, ``num_samples`` long; None on a rank that reads none."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+    dataset_type = MockGPTDataset if args.mock_data else GPTDataset
+    is_built_here = partial(needs_datasets, vp_stage=vp_stage)
+    return tuple(BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build())
+
+
+# Megatron calls it on every rank, not only where tensor-parallel rank is 0: the builder has collectives.
+build_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Parse Megatron's command line and train.
+
+    Raises ValueError for a flag that only a checkout's pretrain_gpt.py supports.
+    """
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_unsupported(args)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""What the fork server imports once, for ranks to start with it at hand: the CPU runtime, then Megatron.
+
+Imports only: a server that has run parallel work (OpenMP) or opened a socket must not be forked.
+"""
+
+import os
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPTIMUS_CC_DEVICE"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from optimus_cc_ext import cpu_runtime
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron says once per missing GPU library that it falls back
+    cpu_runtime.activate()
+    import megatron.training  # noqa: F401
+
+    import optimus_cc_ext.pretrain_gpt  # noqa: F401
