@@ -98,8 +98,7 @@ class Session:
             return
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
-        if not self.config.any_technique:
-            return
+        # Also where this rank has nothing switched on: another one may have, and would wait for it.
         places = self._agree(grid.place)
         self._make_links(grid)
         self._make_groups(grid, places)

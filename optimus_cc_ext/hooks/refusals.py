@@ -46,8 +46,6 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
-_NOT_YET = "is not supported yet together with"
-
 REFUSALS = (
     Refusal(
         "--use-distributed-optimizer", _set("use_distributed_optimizer"), _any,
@@ -55,7 +53,8 @@ REFUSALS = (
     ),
     Refusal(
         "--overlap-grad-reduce", _set("overlap_grad_reduce"), _gradients,
-        f"overlapped gradient reduction {_NOT_YET} --fused-embedding-sync and --dp-compression",
+        "overlapped gradient reduction is not supported yet together with --fused-embedding-sync "
+        "and --dp-compression",
     ),
     Refusal(
         "--num-layers-per-virtual-pipeline-stage", _above_one("virtual_pipeline_model_parallel_size"), _any,
@@ -79,8 +78,8 @@ REFUSALS = (
         "several distributed-optimizer instances are not supported",
     ),
     Refusal(
-        "--ddp-average-in-collective", _set("ddp_average_in_collective"), _gradients,
-        f"averaging inside the collective {_NOT_YET} --fused-embedding-sync and --dp-compression",
+        "--ddp-average-in-collective", _set("ddp_average_in_collective"), _any,
+        "averaging inside the collective is not supported yet by Optimus-CC",
     ),
     Refusal(
         "--calculate-per-token-loss", _set("calculate_per_token_loss"), _gradients,
@@ -88,8 +87,8 @@ REFUSALS = (
         "and --dp-compression",
     ),
     Refusal(
-        "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _gradients,
-        f"a bf16 gradient buffer {_NOT_YET} --fused-embedding-sync and --dp-compression",
+        "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _any,
+        "a bf16 gradient buffer is not supported yet by Optimus-CC",
     ),
     Refusal(
         "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",

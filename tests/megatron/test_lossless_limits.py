@@ -64,17 +64,18 @@ def test_fused_embedding_sync_reproduces_vanilla_and_keeps_the_copies_equal(vani
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags", "tolerance"),
+    ("layout", "flags", "techniques", "tolerance"),
     [
         # bf16 keeps 8 bits: messages are rounded to 0.4 % of their size, which 20 steps do not average out fully.
-        (PP2_DP2, ["--bf16"], 1e-3),
-        (TP2_PP2_DP2, ["--sequence-parallel"], TOLERANCE),
-        (PP2_DP2, RECOMPUTE, TOLERANCE),
+        (PP2_DP2, ["--bf16"], [*LOSSLESS_CB, *LOSSLESS_SC, *FE], 1e-3),
+        (TP2_PP2_DP2, ["--sequence-parallel"], [*LOSSLESS_CB, *LOSSLESS_SC, *FE], TOLERANCE),
+        (PP2_DP2, RECOMPUTE, [*LOSSLESS_CB, *LOSSLESS_SC, *FE], TOLERANCE),
+        (PP2_DP2, ["--overlap-grad-reduce", "--calculate-per-token-loss"], LOSSLESS_CB, TOLERANCE),
     ],
-    ids=["bf16", "sequence parallel", "recomputation"],
+    ids=["bf16", "sequence parallel", "recomputation", "overlap and per-token loss, CB only"],
 )
-def test_all_three_reproduce_vanilla_with(layout, flags, tolerance):
+def test_full_rank_reproduces_vanilla_with(layout, flags, techniques, tolerance):
     world_size, layout_flags = layout
     plain = last_stage_losses(run_megatron(world_size, [*layout_flags, *flags, *TWENTY]))
-    runs = run_optimus(layout, [*flags, *TWENTY, *LOSSLESS_CB, *LOSSLESS_SC, *FE])
+    runs = run_optimus(layout, [*flags, *TWENTY, *techniques])
     assert relative_gap(last_stage_losses(runs), plain) < tolerance

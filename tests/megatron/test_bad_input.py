@@ -1,0 +1,228 @@
+"""Bad input through the launcher: exit status 2, a message with flag, reason and cure, and nothing written.
+
+Each case is one forked rank of four that do not exist (PP2 x DP2 unless said), stopped after validation.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus_cc_ext.hooks.refusals import REFUSALS
+from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
+from tests.launches import Launch, launch
+from tests.megatron_runs import TINY_GPT
+
+PP1, PP2, PP4 = (f"--pipeline-model-parallel-size {stages} " for stages in (1, 2, 4))
+CB, FE, SC, ALL = "--compressed-backprop ", "--fused-embedding-sync ", "--dp-compression ", "--optimus-cc "
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> list[str]:
+    """Flags that name folders which a run would create."""
+    flags = ("--save", "--tensorboard-dir", "--data-cache-path")
+    folders = [part for flag in flags for part in (flag, str(tmp_path / flag.strip("-")))]
+    return [*folders, "--save-interval", "1"]
+
+
+def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwargs: object) -> Launch:
+    """The command line ends with status 2, and the last thing said names the flag and says the rest."""
+    found = launch([*shlex.split(line), *outputs], **kwargs)  # type: ignore[arg-type]
+    assert found.code == 2, found.output[-2000:]
+    last = found.output.splitlines()[-1]
+    assert last.startswith("optimus-cc: error: ") and f"{flag}: " in last, last
+    assert all(part in last for part in says), last
+    assert "Traceback" not in found.output
+    assert not list(Path(outputs[1]).parent.iterdir()), "something was written"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "says"),
+    [
+        (PP2 + CB + "--compressed-backprop-rank 0", "--compressed-backprop-rank", ("a rank of 0", "at least 1")),
+        (PP2 + SC + "--dp-compression-rank -4", "--dp-compression-rank", ("a rank of -4", "at least 1")),
+        (PP2 + "--compressed-backprop-rank 0", "--compressed-backprop-rank", ("a rank of 0", "at least 1")),
+        (PP2 + SC + "--dp-compression-stages 3", "--dp-compression-stages", ("only 2", "up to 2")),
+        (PP2 + SC + "--dp-compression-stages 0", "--dp-compression-stages", ("names no stages", "at least 1")),
+        (PP2 + SC + "--dp-compression-stages auto", "--dp-compression-stages", ("not supported yet", "Give 'all'")),
+        (PP2 + SC + "--dp-compression-warmup 1.5", "--dp-compression-warmup", ("1.5 is not a fraction", "0 to 1")),
+        (PP2 + SC + "--dp-compression-warmup -0.1", "--dp-compression-warmup", ("-0.1 is not", "0 to 1")),
+        (PP2 + SC + "--dp-compression-warmup nan", "--dp-compression-warmup", ("nan is not", "0 to 1")),
+        (PP1 + CB, "--compressed-backprop", ("nothing to compress", "one pipeline stage", "2 or more")),
+        (PP1 + FE, "--fused-embedding-sync", ("nothing to fuse", "one pipeline stage", "2 or more")),
+        (
+            PP2 + FE + "--untie-embeddings-and-output-weights",
+            "--fused-embedding-sync",
+            ("not tied", "leave out --untie-embeddings-and-output-weights"),
+        ),
+        (PP4 + SC, "--dp-compression", ("nothing to compress", "one data-parallel replica", "more replicas")),
+        (PP2 + "--grad_comp --dp-compression", "--grad_comp", ("--dp-compression", "one of the two")),
+        (
+            PP2 + "--use_error_feedback --no-dp-error-feedback",
+            "--use_error_feedback",
+            ("--dp-error-feedback", "one of the two"),
+        ),
+        (PP2 + ALL + "--grad_comp", "--optimus-cc", ("--grad_comp", "one spelling")),
+        (PP2 + "--inter_grad_comp --inter_grad_comp_rank 0", "--inter_grad_comp_rank", ("a rank of 0",)),
+        (PP1 + "--inter_grad_comp", "--inter_grad_comp", ("nothing to compress",)),
+        (PP2 + ALL + "--yaml-cfg a.yaml", "--yaml-cfg", ("YAML file", "Use flags")),
+        (PP2 + "--yaml-cfg=a.yaml", "--yaml-cfg", ("YAML file", "Use flags")),
+    ],
+)
+def test_bad_input_is_refused_with_reason_and_cure(
+    line: str, flag: str, says: tuple[str, ...], outputs: list[str]
+) -> None:
+    assert_refused(line, outputs, flag, *says)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        PP2 + CB + "--compressed-backprop-rank many",
+        PP2 + SC + "--dp-compression-stages most",
+        PP2 + CB + "--residual-across-iterations keep",
+        PP2 + "--grad_comp --grad_comp_type TopK",
+        PP2 + "--data-impl lazy",
+    ],
+)
+def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs: list[str]) -> None:
+    found = launch([*shlex.split(line), *outputs])
+    assert found.code == 2
+    flag, value = line.split()[-2:]
+    last = found.output.splitlines()[-1]
+    assert flag in last and value in last and "Traceback" not in found.output
+    assert not list(Path(outputs[1]).parent.iterdir())
+
+
+# Every option of the table, written so that Megatron's own validation lets it through.
+REFUSED = {
+    "--use-distributed-optimizer": [PP2 + technique + "--use-distributed-optimizer" for technique in (CB, FE, SC)],
+    "--overlap-grad-reduce": [PP2 + technique + "--overlap-grad-reduce" for technique in (FE, SC)],
+    "--num-layers-per-virtual-pipeline-stage": [
+        PP2 + CB + "--num-layers-per-virtual-pipeline-stage 1",
+        PP2 + FE + "--num-virtual-stages-per-pipeline-rank 2",
+        PP2 + SC + "--pipeline-model-parallel-layout Et|t|t|tL",
+    ],
+    "--fp16": [PP2 + ALL + "--fp16"],
+    "--context-parallel-size": [PP2 + ALL + "--context-parallel-size 2"],
+    "--use-megatron-fsdp": [PP1 + SC + "--use-megatron-fsdp --ckpt-format fsdp_dtensor"],
+    "--use-torch-fsdp2": [PP1 + SC + "--use-torch-fsdp2 --ckpt-format torch_dist"],
+    "--num-distributed-optimizer-instances": [PP2 + ALL + "--num-distributed-optimizer-instances 2"],
+    "--ddp-average-in-collective": [PP2 + technique + "--ddp-average-in-collective" for technique in (FE, SC)],
+    "--calculate-per-token-loss": [PP2 + technique + "--calculate-per-token-loss" for technique in (FE, SC)],
+    "--grad-reduce-in-bf16": [PP2 + technique + "--bf16 --grad-reduce-in-bf16" for technique in (FE, SC)],
+    "--num-experts": [PP2 + ALL + "--num-experts 2"],
+    "--mtp-num-layers": [PP2 + FE + "--mtp-num-layers 1 --position-embedding-type rope"],
+    "--optimizer": [PP2 + FE + "--optimizer muon", PP2 + SC + "--optimizer dist_muon"],
+    "--cuda-graph-impl": [PP2 + CB + "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"],
+    "--use-ring-exchange-p2p": [PP2 + CB + "--use-ring-exchange-p2p"],
+    "--inprocess-restart": [PP2 + ALL + "--inprocess-restart"],
+    "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
+}
+# FSDP wants more than one connection; the CPU runtime, as tensor parallelism needs, presets one.
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def test_every_refusal_of_the_table_has_a_case_here() -> None:
+    assert [refusal.flag for refusal in REFUSALS] == list(REFUSED)
+
+
+@pytest.mark.parametrize("line", [line for lines in REFUSED.values() for line in lines])
+def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list[str]) -> None:
+    refusal = next(refusal for refusal in REFUSALS if line in REFUSED[refusal.flag])
+    assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=CONNECTIONS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # Off means off: without a technique nothing of Megatron is refused.
+        "--use-distributed-optimizer --overlap-grad-reduce --bf16",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--fp16",
+        # Each technique is refused only what it does not work with.
+        CB + "--overlap-grad-reduce --ddp-average-in-collective",
+        CB + "--calculate-per-token-loss --bf16 --grad-reduce-in-bf16 --optimizer muon",
+        FE + SC + "--use-ring-exchange-p2p",
+        SC + "--mtp-num-layers 1 --position-embedding-type rope",
+        ALL + "--bf16",
+    ],
+)
+def test_what_works_is_not_refused(line: str) -> None:
+    found = launch(shlex.split(PP2 + line))
+    assert found.accepted, found.output[-2000:]
+
+
+def another_megatron() -> None:
+    from megatron.core import package_info
+
+    package_info.__version__ = "0.99.0"
+
+
+def test_an_unsupported_megatron_is_refused_by_name_and_version(outputs: list[str]) -> None:
+    found = launch([*shlex.split(PP2 + ALL), *outputs], before=another_megatron)
+    assert found.code == 2
+    assert found.output.splitlines() == found.ours and len(found.ours) == 1, "one line, before Megatron starts"
+    for part in ("megatron-core 0.99.0 is not supported", "supported: 0.19.2", "Install megatron-core==0.19.2"):
+        assert part in found.output
+    assert not list(Path(outputs[1]).parent.iterdir())
+
+
+def test_an_unsupported_megatron_can_be_tried_on_ones_own_account() -> None:
+    env = {UNSUPPORTED_MEGATRON_VARIABLE: "1"}
+    found = launch(shlex.split(PP2 + ALL), before=another_megatron, env=env)
+    assert found.accepted
+    assert "on megatron-core 0.99.0" in found.ours[-1]
+
+
+def moved_seam() -> None:
+    from megatron.training import arguments
+
+    del arguments.validate_args
+
+
+def test_a_megatron_whose_seam_has_moved_is_refused_by_name_and_version() -> None:
+    found = launch(shlex.split(PP2 + ALL), before=moved_seam)
+    assert found.code == 2
+    assert "megatron-core 0.19.2: megatron.training.arguments:validate_args is missing" in found.output
+
+
+def test_a_script_that_is_not_there_is_refused() -> None:
+    found = launch(["no/such/pretrain_gpt.py", *TINY_GPT], tiny=False)
+    assert found.code == 2
+    assert "no/such/pretrain_gpt.py: no such script" in found.ours[-1]
+    assert "or no script at all" in found.ours[-1]
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    found = launch([], before=no_runtime, env={"OPTIMUS_CC_DEVICE": "abacus"})
+    assert found.code == 2
+    assert "OPTIMUS_CC_DEVICE='abacus' is not a device" in found.ours[-1]
+
+
+def no_runtime() -> None:
+    from optimus_cc_ext import cpu_runtime
+
+    cpu_runtime.deactivate()
+
+
+def test_only_the_first_rank_of_a_node_speaks(outputs: list[str]) -> None:
+    line = [*shlex.split(PP1 + CB), *outputs]
+    assert [len(launch(line, rank=rank).ours) for rank in (0, 3)] == [3, 0]
+
+
+def test_a_real_process_ends_with_status_2(outputs: list[str]) -> None:
+    """The one case without a fork: as started by a person, up to the shell's exit status."""
+    command = [sys.executable, "-m", "optimus_cc_ext", *TINY_GPT, "--compressed-backprop", *outputs]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "OPTIMUS_CC_DEVICE": "cpu"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **place}, check=False
+    )
+    assert ended.returncode == 2
+    assert "optimus-cc: error: --compressed-backprop: there is nothing to compress" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(Path(outputs[1]).parent.iterdir())
