@@ -1,7 +1,9 @@
 """`optimus-cc doctor`: what is installed, which seams hold, and which flags would be refused, on this machine."""
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
 import os
 import platform
 import sys
@@ -101,6 +103,12 @@ def _flags(flags: list[str], world_size: int) -> list[Finding]:
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = max(1, world_size // (model_size * args.context_parallel_size))
     notes = [Finding("note", note) for note in take_notes(args)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
+            arguments.validate_args(args)
+    except Exception as error:
+        # Ours can be checked all the same; only what Megatron derives from other flags is not known then.
+        notes.append(Finding("note", f"not a complete command line, Megatron says: {error or repr(error)}"))
     try:
         resolution, _ = resolution_from(args)
     except FlagError as error:

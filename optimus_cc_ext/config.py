@@ -5,7 +5,6 @@ cluster; `optimus_cc_ext.resolve` holds the rules that need to know it.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +84,7 @@ class DataParallelCompressionConfig:
 
     def __post_init__(self) -> None:
         _require_rank("--dp-compression-rank", self.dp_compression_rank)
-        if math.isnan(self.dp_compression_warmup) or not 0.0 <= self.dp_compression_warmup <= 1.0:
+        if not 0.0 <= self.dp_compression_warmup <= 1.0:  # NaN is not, either
             raise FlagError(
                 "--dp-compression-warmup",
                 f"{self.dp_compression_warmup} is not a fraction of the training iterations",

@@ -12,7 +12,7 @@ from typing import Any
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["ARTIFACT_DEFAULTS", "Request", "add_flags", "request_from"]
+__all__ = ["ARTIFACT_DEFAULTS", "ARTIFACT_STAGES_FLAG", "Request", "add_flags", "request_from"]
 
 GROUP = "Optimus-CC"
 _PREFIX = "optimus_cc_"
@@ -82,8 +82,9 @@ ARTIFACT_DEFAULTS: Mapping[str, Any] = {
 }
 """What the artifact does where its command line is silent (its megatron/arguments.py)."""
 
+ARTIFACT_STAGES_FLAG = "--selective_grad_comp_way"
 _ARTIFACT_STAGES = 2
-"""The artifact's default of --selective_grad_comp_way."""
+"""The artifact's default of it."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def request_from(args: argparse.Namespace) -> Request:
     if getattr(args, _ARTIFACT_PREFIX + "selective_grad_comp", None):
         way = getattr(args, _ARTIFACT_PREFIX + "selective_grad_comp_way", None)
         explicit["dp_compression_stages"] = _ARTIFACT_STAGES if way is None else way
-        spelled["dp_compression_stages"] = "--selective_grad_comp_way"
+        spelled["dp_compression_stages"] = ARTIFACT_STAGES_FLAG
     return Request(explicit=explicit | given, spelling=spelled | spelling, artifact=True)
 
 

@@ -22,7 +22,8 @@ class GoneFlag:
 
     spelling: str
     because: str
-    becomes: Callable[[str], Mapping[str, Any]] = lambda value: {}
+    becomes: Callable[[Any], Mapping[str, Any]] = lambda value: {}
+    parse: Callable[[str], Any] = str
     accepts: tuple[str, ...] | None = None
     """The only values that can be honoured; None: any."""
 
@@ -41,7 +42,8 @@ GONE_FLAGS = (
     GoneFlag(
         "--activations-checkpoint-num-layers",
         "--recompute-num-layers with the same value",
-        lambda value: {"recompute_num_layers": int(value)},
+        lambda value: {"recompute_num_layers": value},
+        parse=int,
     ),
     GoneFlag("--experiment_name", "a label that nothing reads; name --tensorboard-dir or --save instead"),
     GoneFlag("--save_json_log", "losses and traffic go to --tensorboard-dir", switch=True),
@@ -56,7 +58,7 @@ class _Gone(argparse.Action):
 
     def __init__(self, option_strings: list[str], dest: str, gone: GoneFlag, help: str) -> None:
         nargs = 0 if gone.switch else None
-        super().__init__(option_strings, dest, nargs=nargs, default=argparse.SUPPRESS, help=help)
+        super().__init__(option_strings, dest, nargs=nargs, default=argparse.SUPPRESS, type=gone.parse, help=help)
         self._gone = gone
 
     def __call__(
@@ -66,7 +68,7 @@ class _Gone(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        gone, value = self._gone, "" if self._gone.switch else str(values)
+        gone, value = self._gone, "" if self._gone.switch else values
         if gone.accepts is not None and value not in gone.accepts:
             refusal = FlagError(
                 gone.spelling,

@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import Request
+from optimus_cc_ext.flags import ARTIFACT_STAGES_FLAG, Request
 
 __all__ = ["Layout", "Resolution", "check_layout", "resolve"]
 
@@ -56,7 +56,7 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         fields |= preset
         notes += [line for name, line in left_out.items() if name not in request.explicit]
     fields |= request.explicit
-    if request.artifact:
+    if request.spelling.get("dp_compression_stages") == ARTIFACT_STAGES_FLAG:
         fields, clamped = _clamp_stages(fields, layout)
         notes += clamped
     try:
@@ -138,7 +138,7 @@ def _clamp_stages(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, Any
     stages = fields.get("dp_compression_stages")
     if not isinstance(stages, int) or stages <= layout.stages:
         return fields, []
-    note = f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are"
+    note = f"{ARTIFACT_STAGES_FLAG} {stages}: clamped to the {layout.stages} stages that there are"
     return fields | {"dp_compression_stages": layout.stages}, [note]
 
 

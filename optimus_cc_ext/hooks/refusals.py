@@ -47,6 +47,11 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
 
 
 REFUSALS = (
+    # Before the distributed optimizer, which Megatron switches on with it.
+    Refusal(
+        "--use-megatron-fsdp", _set("use_megatron_fsdp"), _any, "FSDP keeps its gradients elsewhere",
+    ),
+    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
     Refusal(
         "--use-distributed-optimizer", _set("use_distributed_optimizer"), _any,
         "sharded gradients are not supported yet by Optimus-CC",
@@ -69,10 +74,6 @@ REFUSALS = (
         "--context-parallel-size", _above_one("context_parallel_size"), _any,
         "context parallelism is not supported by Optimus-CC",
     ),
-    Refusal(
-        "--use-megatron-fsdp", _set("use_megatron_fsdp"), _any, "FSDP keeps its gradients elsewhere",
-    ),
-    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
     Refusal(
         "--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"), _any,
         "several distributed-optimizer instances are not supported",

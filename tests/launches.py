@@ -1,0 +1,111 @@
+"""The launcher's `main` in a forked rank that already holds Megatron: what it says, and where it ends."""
+
+import argparse
+import contextlib
+import io
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tests.forked_ranks import run_ranks
+from tests.megatron_runs import TINY_GPT
+
+__all__ = ["Launch", "call", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one call ended."""
+
+    code: int | str | None
+    """The exit status; None: the command line was accepted, and the call was stopped there."""
+
+    output: str
+    """stdout and stderr, in the order in which they were written."""
+
+    probed: Any = None
+    """What the test's probe made of the accepted arguments."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether validation had nothing against the command line."""
+        return self.code is None
+
+    @property
+    def ours(self) -> list[str]:
+        """The lines that this package wrote; Megatron prints some hundred of its own."""
+        return [line for line in self.output.splitlines() if line.startswith("optimus-cc: ")]
+
+
+class _Accepted(BaseException):
+    """Not an Exception, so that nobody on its way catches it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.namespace = args
+
+
+def launch(
+    flags: Sequence[str],
+    *,
+    tiny: bool = True,
+    world_size: int = 4,
+    rank: int = 0,
+    before: Callable[[], Any] | None = None,
+    probe: Callable[[argparse.Namespace], Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Launch:
+    """`python -m optimus_cc_ext <flags>` as `rank` of `world_size` ranks that do not exist.
+
+    It is stopped where Megatron, after validation, would begin to write files and to look for the other ranks.
+    `tiny` puts the flags of the tiny GPT first; `before()` runs in the rank ahead of the launcher.
+    """
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    argv = [*TINY_GPT, *flags] if tiny else list(flags)
+    [outcome] = run_ranks(1, _launch, argv, before, probe, timeout=60, env={**place, **(env or {})})
+    return outcome
+
+
+def call(function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Launch:
+    """`function(*args)` in a forked rank: its output, and its result as the exit status."""
+    [outcome] = run_ranks(1, _captured, function, args, timeout=60, env=env)
+    return outcome
+
+
+def _launch(
+    argv: list[str],
+    before: Callable[[], Any] | None,
+    probe: Callable[[argparse.Namespace], Any] | None,
+) -> Launch:
+    from megatron.training import arguments
+
+    from optimus_cc_ext.__main__ import main
+
+    def accept(args: argparse.Namespace) -> NoReturn:
+        raise _Accepted(args)
+
+    arguments.set_global_variables = accept
+    if before is not None:
+        before()
+    return _captured(main, (argv,), probe)
+
+
+def _captured(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    probe: Callable[[argparse.Namespace], Any] | None = None,
+) -> Launch:
+    output, probed, code = io.StringIO(), None, None
+    os.environ["COLUMNS"] = "110"  # argparse breaks its lines at the terminal's width
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            code = function(*args)
+        except _Accepted as accepted:
+            probed = None if probe is None else probe(accepted.namespace)
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    return Launch(code, output.getvalue(), probed)

@@ -1,0 +1,159 @@
+"""torchrun and the launcher as a person starts them: with and without a script, and when a rank dies."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.megatron_runs import TINY_GPT
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_STAGES = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--train-iters", "2", "--optimus-cc"]
+MARK = "OPTIMUS_CC_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A torchrun that has ended."""
+
+    code: int
+    output: str
+    seconds_since_epoch: float
+
+
+@pytest.fixture
+def mark() -> str:
+    """In the environment of every process of one run, to find those that were left."""
+    return uuid.uuid4().hex
+
+
+def torchrun(arguments: list[str], cwd: Path, mark: str, limit: float = 150.0) -> Ended:
+    """One agent, two ranks, run in `cwd`; whatever is left after `limit` seconds is killed."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    place = ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*agent, *place, "-m", "optimus_cc_ext", *arguments],
+        cwd=cwd, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return Ended(process.returncode, output, time.time())
+    except subprocess.TimeoutExpired as expired:
+        for left in processes_of(mark):
+            left.kill()
+        pytest.fail(f"still running after {limit} s:\n{(expired.output or b'').decode()[-3000:]}")
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Every living process of the run; torchrun's ranks are in sessions of their own."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def logged_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+
+
+def assert_said_once(output: str) -> None:
+    """What runs where is said once, not by every rank."""
+    assert output.count("optimus-cc: running on CPU over gloo (OPTIMUS_CC_DEVICE=cpu)") == 1
+    assert output.count("optimus-cc: Megatron from ") == 1
+    assert output.count("optimus-cc: compressed backpropagation (rank 16, epilogue messages") == 1
+    assert output.count("--optimus-cc leaves out data-parallel compression: one data-parallel replica") == 1
+
+
+def test_without_a_script_it_trains_with_what_is_switched_on_said_once(tmp_path: Path, mark: str) -> None:
+    ended = torchrun(TWO_STAGES, tmp_path, mark)
+    assert ended.code == 0, ended.output[-3000:]
+    assert_said_once(ended.output)
+    losses = logged_losses(ended.output)
+    assert len(losses) == 2 and all(5.0 < loss < 7.0 for loss in losses), losses  # log(512) = 6.2
+    traffic = re.findall(r"optimus-cc traffic per iteration \| (.*)", ended.output)
+    assert len(traffic) == 2, "once per logged iteration, by the last rank"
+    for line in traffic:
+        assert re.search(r"pipeline backward: \d+\.\d+ of \d+\.\d+ MB", line)
+    assert processes_of(mark) == []
+
+
+SCRIPT = """
+import sys
+from optimus_cc_ext import pretrain_gpt
+from neighbour import greeting
+
+if __name__ == "__main__":
+    print(greeting, sys.argv[0], sys.argv[1], flush=True)
+    pretrain_gpt.main()
+"""
+
+
+def test_a_users_script_is_run_as_python_would_run_it(tmp_path: Path, mark: str) -> None:
+    folder = tmp_path / "their scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "neighbour.py").write_text("greeting = 'found the neighbour:'\n")
+    ended = torchrun(["their scripts/train.py", *TWO_STAGES], tmp_path, mark)
+    assert ended.code == 0, ended.output[-3000:]
+    # Every rank runs the script, as __main__, with its own name and flags in sys.argv, and its folder on sys.path.
+    assert ended.output.count("found the neighbour: their scripts/train.py --num-layers") == 2
+    assert_said_once(ended.output)
+    assert len(logged_losses(ended.output)) == 2
+    assert processes_of(mark) == []
+
+
+DYING_SCRIPT = """
+import functools, os, pathlib, signal, time
+from megatron.training import training
+from optimus_cc_ext import pretrain_gpt
+
+train_step, steps = training.train_step, []
+
+@functools.wraps(train_step)
+def dying_train_step(*args, **kwargs):
+    steps.append(1)
+    if os.environ["RANK"] == "1" and len(steps) == 2:
+        pathlib.Path("time of death").write_text(str(time.time()))
+        {death}
+    return train_step(*args, **kwargs)
+
+if __name__ == "__main__":
+    training.train_step = dying_train_step
+    pretrain_gpt.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "code", "reason"),
+    [
+        ("os._exit(17)", "exitcode  : 17", "exitcode: 17"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "exitcode  : -9", "Signal 9 (SIGKILL)"),
+    ],
+    ids=["exits", "is killed"],
+)
+def test_a_rank_that_dies_ends_the_others_with_the_reason(
+    death: str, code: str, reason: str, tmp_path: Path, mark: str
+) -> None:
+    (tmp_path / "train.py").write_text(DYING_SCRIPT.format(death=death))
+    flags = [*TWO_STAGES, "--train-iters", "1000"]
+    ended = torchrun(["train.py", *flags], tmp_path, mark)
+    assert ended.code != 0
+    died = float((tmp_path / "time of death").read_text())
+    assert ended.seconds_since_epoch - died < 60
+    assert len(logged_losses(ended.output)) == 1, "it died in the second iteration"
+    # torchrun's own account of the first failure: which rank, and how it ended.
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)", ended.output), ended.output[-3000:]
+    assert code in ended.output and reason in ended.output
+    assert processes_of(mark) == []

@@ -1,0 +1,136 @@
+"""`optimus-cc doctor`: what it says about this machine, and about flags."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from optimus_cc_ext import __version__, cli
+from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
+from tests.launches import Launch, call
+from tests.megatron_runs import TINY_GPT
+
+SEAMS = [
+    "megatron.training.arguments:add_megatron_arguments",
+    "megatron.training.arguments:parse_args",
+    "megatron.training.arguments:validate_args",
+    "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops",
+    "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+    "megatron.training.training:train_step",
+    "megatron.training.training:training_log",
+]
+
+
+def doctor(line: str = "", world_size: int = 4) -> Launch:
+    argv = ["doctor", "--world-size", str(world_size), "--", *shlex.split(line)] if line else ["doctor"]
+    return call(cli.main, argv)
+
+
+def doctor_where_a_seam_has_moved() -> int:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    del p2p_communication._p2p_ops
+    return cli.main(["doctor"])
+
+
+def doctor_on_another_megatron() -> int:
+    from megatron.core import package_info
+
+    package_info.__version__ = "0.99.0"
+    return cli.main(["doctor"])
+
+
+def test_on_this_machine_everything_holds() -> None:
+    """The one real process: what a person starts."""
+    command = [sys.executable, "-m", "optimus_cc_ext.cli", "doctor"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = [line.split(maxsplit=1) for line in found.stdout.splitlines()]
+    assert not [line for line in lines if line[0] == "FAIL"]
+    holding = [rest.split()[1] for mark, rest in lines if mark == "ok" and rest.startswith("seam ")]
+    assert sorted(holding) == sorted(SEAMS)
+    said = "\n".join(re.sub(" +", " ", line) for line in found.stdout.splitlines())
+    assert f"optimus_cc_ext {__version__}" in said
+    assert f"megatron-core {SUPPORTED_MEGATRON[-1]}" in said
+    assert f"megatron version {SUPPORTED_MEGATRON[-1]} is supported" in said
+    assert "ok device " in said
+
+
+def test_a_seam_that_has_moved_fails_by_name() -> None:
+    found = call(doctor_where_a_seam_has_moved)
+    assert found.code == 1
+    failed = [line for line in found.output.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1
+    assert "p2p_communication:_p2p_ops is missing" in failed[0] and SUPPORTED_MEGATRON[-1] in failed[0]
+
+
+def test_an_unsupported_megatron_fails_by_version() -> None:
+    found = call(doctor_on_another_megatron)
+    assert found.code == 1
+    assert "megatron-core 0.99.0 is not supported" in found.output
+
+
+def test_flags_that_work_are_described() -> None:
+    found = doctor("--pipeline-model-parallel-size 2 --optimus-cc --compressed-backprop-rank 4")
+    assert found.code == 0, found.output
+    assert "compressed backpropagation (rank 4, epilogue messages, with lazy error propagation)" in found.output
+    assert "fused embedding sync" in found.output
+    assert "data-parallel compression (rank 128, the first 2 stages)" in found.output
+
+
+def test_the_artifacts_flags_are_translated_with_their_notes() -> None:
+    found = doctor(
+        "--pipeline-model-parallel-size 2 --DDP-impl local --train-iters 10 --grad_comp --selective_grad_comp "
+        "--selective_grad_comp_way 3"
+    )
+    assert found.code == 0, found.output
+    assert "--DDP-impl local: dropped" in found.output
+    assert "--selective_grad_comp_way 3: clamped to the 2 stages" in found.output
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--compressed-backprop", "--compressed-backprop: there is nothing to compress"),
+        ("--pipeline-model-parallel-size 4 --dp-compression", "--dp-compression: there is nothing to compress"),
+        (
+            "--pipeline-model-parallel-size 2 --optimus-cc --use-distributed-optimizer",
+            "--use-distributed-optimizer: sharded gradients are not supported yet",
+        ),
+        ("--grad_comp --dp-compression", "--grad_comp: it is the published artifact's name of --dp-compression"),
+    ],
+)
+def test_flags_that_would_be_refused_fail_with_the_refusal(line: str, says: str) -> None:
+    found = doctor(line)
+    assert found.code == 1
+    assert says in found.output
+
+
+def test_what_megatron_derives_from_other_flags_is_seen_in_a_complete_line() -> None:
+    interleaved = "--pipeline-model-parallel-size 2 --optimus-cc --num-layers-per-virtual-pipeline-stage 1"
+    found = doctor(f"{shlex.join(TINY_GPT)} {interleaved}")
+    assert found.code == 1
+    assert "--num-layers-per-virtual-pipeline-stage: interleaved 1F1B" in found.output
+    assert "not a complete command line" not in found.output
+    assert "not a complete command line" in doctor(interleaved).output
+
+
+def test_flags_that_megatron_does_not_know_end_like_a_command_line() -> None:
+    found = doctor("--no-such-flag")
+    assert found.code == 2 and "--no-such-flag" in found.output
+
+
+def test_the_version_is_said() -> None:
+    assert call(cli.main, ["--version"]).output.strip() == f"optimus-cc {__version__}"
+
+
+def test_without_a_command_there_is_a_usage_line() -> None:
+    found = call(cli.main, [])
+    assert found.code == 2 and "usage: optimus-cc" in found.output

@@ -1,0 +1,141 @@
+"""OptimusConfig by itself: what is out of range is refused by the name of its flag, with reason and cure."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
+from optimus_cc_ext.errors import FlagError, OptimusError
+
+RANKS = ("compressed_backprop_rank", "dp_compression_rank")
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def refused(**fields: object) -> FlagError:
+    with pytest.raises(FlagError) as caught:
+        OptimusConfig(**fields)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_nothing_is_on_by_default() -> None:
+    config = OptimusConfig()
+    assert not config.any_technique
+    assert not (config.compressed_backprop or config.fused_embedding_sync or config.dp_compression)
+
+
+@pytest.mark.parametrize("field", ["compressed_backprop", "fused_embedding_sync", "dp_compression"])
+def test_each_technique_alone_counts_as_a_technique(field: str) -> None:
+    assert OptimusConfig(**{field: True}).any_technique
+
+
+def test_defaults_are_the_papers() -> None:
+    config = OptimusConfig()
+    assert (config.compressed_backprop_rank, config.dp_compression_rank) == (16, 128)
+    assert config.compressed_backprop_messages == "epilogue"
+    assert config.lazy_error_propagation and config.dp_error_feedback
+    assert config.residual_across_iterations == "carry"
+    assert (config.dp_compression_warmup, config.dp_compression_stages) == (0.0, "all")
+
+
+@pytest.mark.parametrize("field", RANKS)
+@given(rank=st.integers(max_value=0))
+def test_a_rank_below_one_is_refused(field: str, rank: int) -> None:
+    error = refused(**{field: rank})
+    assert error.flag == flag_of(field)
+    assert flag_of(field) in str(error) and str(rank) in str(error)
+    assert "leaves nothing to send" in str(error) and "at least 1" in str(error)
+
+
+@pytest.mark.parametrize("field", RANKS)
+@given(rank=st.integers(min_value=1))
+def test_a_rank_from_one_on_is_accepted(field: str, rank: int) -> None:
+    assert getattr(OptimusConfig(**{field: rank}), field) == rank
+
+
+@given(
+    fraction=st.floats(max_value=0.0, exclude_max=True) | st.floats(min_value=1.0, exclude_min=True) | st.just(math.nan)
+)
+def test_a_warmup_that_is_no_fraction_is_refused(fraction: float) -> None:
+    error = refused(dp_compression_warmup=fraction)
+    assert error.flag == "--dp-compression-warmup"
+    assert "not a fraction" in str(error) and "from 0 to 1" in str(error)
+
+
+@given(fraction=st.floats(min_value=0.0, max_value=1.0))
+def test_a_warmup_that_is_a_fraction_is_accepted(fraction: float) -> None:
+    assert OptimusConfig(dp_compression_warmup=fraction).dp_compression_warmup == fraction
+
+
+@pytest.mark.parametrize("stages", [0, -1, "some", None, 1.5])
+def test_stages_that_name_none_are_refused(stages: object) -> None:
+    error = refused(dp_compression_stages=stages)
+    assert error.flag == "--dp-compression-stages"
+    assert "names no stages" in str(error) and "'all' or a number" in str(error)
+
+
+def test_automatic_stages_are_refused_as_not_supported_yet() -> None:
+    error = refused(dp_compression_stages="auto")
+    assert error.flag == "--dp-compression-stages"
+    assert "not supported yet" in str(error) and "'all' or a number" in str(error)
+
+
+@pytest.mark.parametrize("stages", ["all", 1, 64])
+def test_stages_that_name_some_are_accepted(stages: object) -> None:
+    assert OptimusConfig(dp_compression_stages=stages).dp_compression_stages == stages  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "choices"),
+    [("compressed_backprop_messages", "epilogue, all"), ("residual_across_iterations", "carry, drop")],
+)
+def test_a_value_that_is_no_choice_is_refused(field: str, choices: str) -> None:
+    error = refused(**{field: "most"})
+    assert error.flag == flag_of(field)
+    assert "'most'" in str(error) and f"Give one of {choices}" in str(error)
+
+
+def test_each_dataclass_validates_itself() -> None:
+    with pytest.raises(FlagError, match="--compressed-backprop-rank"):
+        CompressedBackpropConfig(compressed_backprop_rank=0)
+    with pytest.raises(FlagError, match="--dp-compression-rank"):
+        DataParallelCompressionConfig(dp_compression_rank=0)
+
+
+def test_a_copy_with_changes_is_validated_again() -> None:
+    config = OptimusConfig(dp_compression=True)
+    assert config.replace(dp_compression_rank=7) == OptimusConfig(dp_compression=True, dp_compression_rank=7)
+    with pytest.raises(FlagError, match="--dp-compression-rank"):
+        config.replace(dp_compression_rank=0)
+
+
+def test_a_configuration_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimusConfig().dp_compression = True  # type: ignore[misc]
+
+
+def test_every_field_has_a_docstring_of_its_own() -> None:
+    """The fields are the documentation of the flags."""
+    import ast
+    import inspect
+
+    from optimus_cc_ext import config
+
+    for definition in ast.parse(inspect.getsource(config)).body:
+        if not isinstance(definition, ast.ClassDef):
+            continue
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign):
+                assert isinstance(following, ast.Expr), f"{definition.name}: {ast.unparse(statement)}"
+
+
+def test_a_flag_error_says_flag_reason_and_cure_and_is_a_value_error() -> None:
+    error = FlagError("--a-flag", "it cannot", "Do that")
+    assert str(error) == "--a-flag: it cannot. Do that."
+    assert isinstance(error, ValueError) and isinstance(error, OptimusError)

@@ -1,0 +1,105 @@
+"""Which gradient messages are the epilogue, against 1F1B played out call by call.
+
+The player knows nothing of warm-up lengths. A stage runs forward while it may have another micro-batch in flight
+(at most P - stage of them, which is what bounds 1F1B's memory), else backward; a transfer that can be combined with
+one of the opposite direction over the same link is. The receiver is in its cooldown when a gradient comes in without
+an activation going out: nothing is left that could hide it.
+"""
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, is_epilogue
+
+
+@dataclass(eq=False)
+class Stage:
+    """One pipeline stage, and for each gradient message whether it travelled alone, by its own account."""
+
+    limit: int
+    activations: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+    received_alone: list[bool] = field(default_factory=list)
+    sent_alone: list[bool] = field(default_factory=list)
+
+
+@functools.cache
+def play(stages: int, micro_batches: int) -> list[Stage]:
+    """Every stage after all have run all micro-batches; fails where none of them could go on."""
+    pipeline = [Stage(limit=stages - number) for number in range(stages)]
+    pipeline[0].activations = list(range(micro_batches))
+    while any(stage.backwards < micro_batches for stage in pipeline):
+        moved = [step(pipeline, number, micro_batches) for number in range(stages)]
+        assert any(moved), "the pipeline is stuck"
+    return pipeline
+
+
+def step(pipeline: list[Stage], number: int, micro_batches: int) -> bool:
+    """One forward or one backward pass of a stage, if what it needs has arrived."""
+    stage, last = pipeline[number], number == len(pipeline) - 1
+    in_flight = stage.forwards - stage.backwards
+    if in_flight < stage.limit and stage.forwards < micro_batches:
+        if not stage.activations:
+            return False
+        micro_batch = stage.activations.pop(0)
+        stage.forwards += 1
+        (stage.gradients if last else pipeline[number + 1].activations).append(micro_batch)
+        return True
+    if not stage.gradients:
+        return False
+    assert stage.gradients.pop(0) == stage.backwards, "gradients come in the order of their micro-batches"
+    # The forward pass that filled the stage up sends its activation while this gradient comes in.
+    stage.received_alone.append(in_flight < stage.limit)
+    stage.backwards += 1
+    if number > 0:
+        # If a forward pass follows, its activation comes in while this gradient goes out.
+        stage.sent_alone.append(stage.forwards == micro_batches)
+        pipeline[number - 1].gradients.append(stage.backwards - 1)
+    return True
+
+
+@pytest.mark.parametrize("stages", range(2, 17))
+def test_the_epilogue_is_the_receivers_cooldown(stages: int) -> None:
+    for micro_batches in range(1, 40):
+        pipeline = play(stages, micro_batches)
+        for sender in range(1, stages):
+            rule = [is_epilogue(stages, micro_batches, sender, message) for message in range(micro_batches)]
+            assert rule == pipeline[sender - 1].received_alone, f"M={micro_batches}, {sender} -> {sender - 1}"
+
+
+@pytest.mark.parametrize("stages", range(2, 17))
+def test_both_ends_agree_on_the_epilogue(stages: int) -> None:
+    for micro_batches in range(1, 40):
+        pipeline = play(stages, micro_batches)
+        for sender in range(1, stages):
+            assert pipeline[sender].sent_alone == pipeline[sender - 1].received_alone
+
+
+@pytest.mark.parametrize(
+    ("sender", "epilogue"), [(3, [5]), (2, [4, 5]), (1, [3, 4, 5])], ids=["3 -> 2", "2 -> 1", "1 -> 0"]
+)
+def test_the_epilogue_of_four_stages_and_six_micro_batches(sender: int, epilogue: list[int]) -> None:
+    assert [message for message in range(6) if is_epilogue(4, 6, sender, message)] == epilogue
+
+
+def test_with_fewer_micro_batches_than_stages_early_links_send_nothing_but_epilogue() -> None:
+    assert all(is_epilogue(8, 3, sender, message) for sender in range(1, 6) for message in range(3))
+    assert [is_epilogue(8, 3, 7, message) for message in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("messages", ["epilogue", "all"])
+def test_a_link_compresses_the_messages_that_were_asked_for(messages: str) -> None:
+    config = OptimusConfig(compressed_backprop=True, compressed_backprop_messages=messages)  # type: ignore[arg-type]
+    shape = torch.Size((256, 2, 256))
+    for stages, micro_batches in ((2, 1), (2, 8), (4, 2), (4, 6), (8, 3), (8, 16)):
+        for sender in range(1, stages):
+            plan = LinkPlan(config=config, stages=stages, sending_stage=sender, seed=0)
+            for message in range(micro_batches):
+                expected = messages == "all" or is_epilogue(stages, micro_batches, sender, message)
+                assert plan.compresses(micro_batches, message, shape) == expected

@@ -1,0 +1,194 @@
+"""From flags and a layout to what is done: the preset, what wins over it, what is refused, what is clamped."""
+
+import argparse
+import math
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.flags import add_flags, request_from
+from optimus_cc_ext.resolve import Layout, Resolution, resolve
+
+FOUR_BY_FOUR = Layout(stages=4, data_parallel=4, tied_embeddings=True, train_iters=100, seed=99)
+PAPER = OptimusConfig(
+    compressed_backprop=True,
+    compressed_backprop_rank=16,
+    compressed_backprop_messages="epilogue",
+    lazy_error_propagation=True,
+    residual_across_iterations="carry",
+    fused_embedding_sync=True,
+    dp_compression=True,
+    dp_compression_rank=128,
+    dp_compression_warmup=0.0,
+    dp_error_feedback=True,
+    dp_compression_stages=3,
+    compression_seed=99,
+    compression_metrics=True,
+)
+
+
+def layout(stages: int = 4, replicas: int = 4, tied: bool = True, train_iters: int | None = 100) -> Layout:
+    return Layout(stages=stages, data_parallel=replicas, tied_embeddings=tied, train_iters=train_iters, seed=99)
+
+
+def resolved(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False))
+    return resolve(request_from(parser.parse_args(shlex.split(line))), on)
+
+
+def refused(line: str, on: Layout = FOUR_BY_FOUR) -> str:
+    with pytest.raises(FlagError) as caught:
+        resolved(line, on)
+    return str(caught.value)
+
+
+def test_without_flags_everything_is_off_and_nothing_is_said() -> None:
+    assert resolved("") == Resolution(OptimusConfig(compression_seed=99))
+
+
+def test_the_preset_is_the_papers_setting() -> None:
+    assert resolved("--optimus-cc") == Resolution(PAPER)
+
+
+@pytest.mark.parametrize(("stages", "compressed"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5), (8, 6), (16, 12)])
+def test_the_preset_compresses_three_quarters_of_the_stages_rounded_up(stages: int, compressed: int) -> None:
+    assert resolved("--optimus-cc", layout(stages=stages)).config.dp_compression_stages == compressed
+
+
+@given(stages=st.integers(1, 64), replicas=st.integers(1, 64), tied=st.booleans())
+def test_the_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
+    stages: int, replicas: int, tied: bool
+) -> None:
+    config, notes = vars(resolved("--optimus-cc", layout(stages, replicas, tied))).values()
+    assert config.compressed_backprop == (stages > 1)
+    assert config.fused_embedding_sync == (stages > 1 and tied)
+    assert config.dp_compression == (replicas > 1)
+    if replicas > 1:
+        assert config.dp_compression_stages == math.ceil(3 * stages / 4)
+    left_out = {
+        "compressed backpropagation: one pipeline stage": stages == 1,
+        "fused embedding sync: one pipeline stage": stages == 1,
+        "fused embedding sync: the embeddings are not tied": stages > 1 and not tied,
+        "data-parallel compression: one data-parallel replica": replicas == 1,
+    }
+    assert sorted(notes) == sorted(f"--optimus-cc leaves out {what}" for what, is_left in left_out.items() if is_left)
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("--no-compressed-backprop", {"compressed_backprop": False}),
+        ("--no-fused-embedding-sync", {"fused_embedding_sync": False}),
+        ("--no-dp-compression", {"dp_compression": False}),
+        ("--compressed-backprop-rank 4", {"compressed_backprop_rank": 4}),
+        ("--compressed-backprop-messages all", {"compressed_backprop_messages": "all"}),
+        ("--no-lazy-error-propagation", {"lazy_error_propagation": False}),
+        ("--residual-across-iterations drop", {"residual_across_iterations": "drop"}),
+        ("--dp-compression-rank 8", {"dp_compression_rank": 8}),
+        ("--dp-compression-warmup 0.1", {"dp_compression_warmup": 0.1}),
+        ("--no-dp-error-feedback", {"dp_error_feedback": False}),
+        ("--dp-compression-stages 1", {"dp_compression_stages": 1}),
+        ("--dp-compression-stages all", {"dp_compression_stages": "all"}),
+        ("--compression-seed 7", {"compression_seed": 7}),
+        ("--no-compression-metrics", {"compression_metrics": False}),
+        ("--compressed-backprop --fused-embedding-sync --dp-compression", {}),
+    ],
+)
+def test_an_individual_flag_wins_over_the_preset_wherever_it_stands(line: str, changed: dict[str, object]) -> None:
+    expected = Resolution(PAPER.replace(**changed))
+    assert resolved(f"--optimus-cc {line}") == expected
+    assert resolved(f"{line} --optimus-cc") == expected
+
+
+def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
+    one_rank = layout(stages=1, replicas=1)
+    off = "--no-compressed-backprop --no-fused-embedding-sync --no-dp-compression"
+    assert len(resolved("--optimus-cc", one_rank).notes) == 3
+    assert resolved(f"--optimus-cc {off}", one_rank).notes == ()
+
+
+@pytest.mark.parametrize("preset", ["", "--optimus-cc "], ids=["alone", "with the preset"])
+@pytest.mark.parametrize(
+    ("line", "on", "says"),
+    [
+        ("--compressed-backprop", layout(stages=1), ("nothing to compress", "--pipeline-model-parallel-size 2")),
+        ("--fused-embedding-sync", layout(stages=1), ("nothing to fuse", "--pipeline-model-parallel-size 2")),
+        ("--fused-embedding-sync", layout(tied=False), ("not tied", "--untie-embeddings-and-output-weights")),
+        ("--dp-compression", layout(replicas=1), ("nothing to compress", "more replicas")),
+        ("--dp-compression-stages 5", layout(), ("5 stages", "only 4", "up to 4")),
+        ("--dp-compression-stages 0", layout(), ("names no stages", "at least 1")),
+        ("--dp-compression-stages auto", layout(), ("not supported yet", "'all' or a number")),
+        ("--compressed-backprop-rank 0", layout(), ("leaves nothing to send", "at least 1")),
+        ("--dp-compression-rank -3", layout(), ("leaves nothing to send", "at least 1")),
+        ("--dp-compression-warmup 1.5", layout(), ("not a fraction", "from 0 to 1")),
+        ("--dp-compression-warmup nan", layout(), ("not a fraction", "from 0 to 1")),
+    ],
+)
+def test_an_individual_flag_that_cannot_work_is_refused(
+    preset: str, line: str, on: Layout, says: tuple[str, ...]
+) -> None:
+    said = refused(preset + line, on)
+    assert said.startswith(line.split()[0] + ": ")
+    assert all(part in said for part in says), said
+
+
+def test_a_warmup_without_a_number_of_iterations_is_refused() -> None:
+    said = refused("--dp-compression --dp-compression-warmup 0.1", layout(train_iters=None))
+    assert said.startswith("--dp-compression-warmup: ") and "--train-iters" in said
+    resolved("--dp-compression", layout(train_iters=None))
+
+
+def test_the_artifacts_command_line_keeps_the_artifacts_meaning() -> None:
+    config = resolved("--inter_grad_comp --grad_comp --emb_comm_opt").config
+    assert config == OptimusConfig(
+        compressed_backprop=True,
+        compressed_backprop_rank=12,
+        compressed_backprop_messages="all",
+        lazy_error_propagation=False,
+        fused_embedding_sync=True,
+        dp_compression=True,
+        dp_compression_rank=4,
+        dp_compression_warmup=0.1,
+        dp_error_feedback=False,
+        dp_compression_stages="all",
+        compression_seed=714,
+    )
+
+
+def test_too_many_stages_are_clamped_with_a_note_in_the_artifacts_spelling() -> None:
+    line = "--grad_comp --selective_grad_comp --selective_grad_comp_way 3"
+    config, notes = vars(resolved(line, layout(stages=2))).values()
+    assert config.dp_compression_stages == 2
+    assert notes == ("--selective_grad_comp_way 3: clamped to the 2 stages that there are",)
+    assert resolved(line, layout(stages=3)).notes == ()
+
+
+def test_the_artifacts_default_of_two_stages_is_clamped_as_well() -> None:
+    config, notes = vars(resolved("--grad_comp --selective_grad_comp", layout(stages=1))).values()
+    assert config.dp_compression_stages == 1 and len(notes) == 1
+
+
+def test_too_many_stages_in_our_spelling_are_refused_even_beside_the_artifacts_names() -> None:
+    assert refused("--grad_comp --dp-compression-stages 3", layout(stages=2)).startswith("--dp-compression-stages: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "on", "says"),
+    [
+        ("--inter_grad_comp", layout(stages=1), "nothing to compress"),
+        ("--emb_comm_opt", layout(tied=False), "not tied"),
+        ("--grad_comp", layout(replicas=1), "nothing to compress"),
+        ("--inter_grad_comp_rank 0", layout(), "leaves nothing to send"),
+        ("--grad_comp_rank -1", layout(), "leaves nothing to send"),
+        ("--grad_comp_warm_up 2", layout(), "not a fraction"),
+        ("--selective_grad_comp --selective_grad_comp_way 0", layout(), "names no stages"),
+    ],
+)
+def test_a_refusal_names_the_flag_that_the_user_wrote(line: str, on: Layout, says: str) -> None:
+    said = refused(line, on)
+    assert said.startswith(line.split()[-2 if line[-1].isdigit() else -1] + ": ") and says in said
+    assert "--dp-" not in said and "--compressed-" not in said and "--fused-" not in said

@@ -1,0 +1,72 @@
+"""The arithmetic of traffic: ring all-reduce, the embedding's two ways, low-rank messages, and the counters."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
+from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, unfused_bytes, union_ranks
+from optimus_cc_ext.traffic import Traffic, TrafficClass, all_reduce_bytes
+
+VOCABULARY = 4 * 51200 * 1920
+"""Bytes of the 2.5B model's embedding in fp32; divisible by every number of ranks used below."""
+
+
+def test_a_ring_of_four_moves_one_and_a_half_times_the_tensor() -> None:
+    assert all_reduce_bytes(VOCABULARY, 4) == 1.5 * VOCABULARY
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    assert all_reduce_bytes(VOCABULARY, 1) == 0
+
+
+def test_the_embedding_at_four_replicas_is_30_percent_less_fused() -> None:
+    unfused, fused = unfused_bytes(VOCABULARY, 4), all_reduce_bytes(VOCABULARY, 2 * 4)
+    assert unfused == 2.5 * VOCABULARY
+    assert fused == 1.75 * VOCABULARY
+    assert 1 - fused / unfused == pytest.approx(0.30)  # the paper's saving, 1.43 times faster
+    assert unfused / fused == pytest.approx(1.43, abs=0.005)
+
+
+@given(nbytes=st.integers(0, 2**40), replicas=st.integers(1, 1024))
+def test_the_embeddings_bytes_follow_the_papers_formulas(nbytes: int, replicas: int) -> None:
+    # Whole bytes: each all-reduce rounds down by less than one.
+    exact = Fraction(nbytes * (3 * replicas - 2), replicas)
+    assert exact - 2 < unfused_bytes(nbytes, replicas) <= exact
+    exact = Fraction(nbytes * (2 * replicas - 1), replicas)
+    assert exact - 1 < all_reduce_bytes(nbytes, 2 * replicas) <= exact
+
+
+def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
+    # TP2 x PP4 x DP2 in Megatron's order: tensor-parallel ranks first, then replicas, then stages.
+    places = [
+        RankPlace(rank=rank, stage=rank // 4, tensor_rank=rank % 2) for rank in (5, 12, 3, 0, 14, 1, 2, 15, 13, 8)
+    ]
+    assert union_ranks(places, 4) == [[0, 2, 12, 14], [1, 3, 13, 15]]
+
+
+def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
+    plan = LinkPlan(config=OptimusConfig(), stages=4, sending_stage=1, seed=0)
+    shape = torch.Size((1024, 8, 3072))
+    assert plan.compresses(micro_batches=16, message=15, shape=shape)
+    packed = plan.wire(shape, torch.bfloat16).new_buffer(torch.device("meta"))
+    assert packed.numel() == 16 * (8192 + 3072)
+    assert round(shape.numel() / packed.numel()) == 140
+
+
+def test_counters_add_up_by_class_raw_and_sent() -> None:
+    traffic = Traffic()
+    traffic.add(TrafficClass.EMBEDDING, raw=10, sent=7)
+    traffic.add(TrafficClass.EMBEDDING, raw=10, sent=7)
+    traffic.add(TrafficClass.PIPELINE_FORWARD, raw=3, sent=3)
+    assert traffic.total() == {
+        TrafficClass.PIPELINE_FORWARD: (3, 3),
+        TrafficClass.PIPELINE_BACKWARD: (0, 0),
+        TrafficClass.DP_GRADIENTS: (0, 0),
+        TrafficClass.EMBEDDING: (20, 14),
+    }
+    assert traffic.as_list() == [3, 3, 0, 0, 0, 0, 20, 14]
