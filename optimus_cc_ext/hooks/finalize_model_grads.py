@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.fused_embedding_sync import unfused_bytes
@@ -35,9 +36,15 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
             model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
         ) -> None:
             embedding = next((p for chunk in model if (p := tied_embedding(chunk)) is not None), None)
-            if embedding is None or not session.active:
+            if not session.active or (embedding is None and session.embedding is None):
                 original(model, config, *args, **kwargs)
                 return
+            if embedding is None:
+                raise FlagError(
+                    "--fused-embedding-sync",
+                    "this stage's model holds no embedding that is tied to another stage's",
+                    "Leave it out, or tie the embeddings",
+                )
             if session.embedding is not None:
                 session.embedding.reduce(embedding.main_grad)
             else:

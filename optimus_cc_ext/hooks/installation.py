@@ -128,6 +128,7 @@ def _grid_and_layout(session: Session) -> tuple[Grid, Layout]:
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         ),
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         data_parallel=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         timeout=_timeout(),

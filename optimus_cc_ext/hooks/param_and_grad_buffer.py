@@ -23,10 +23,11 @@ __all__ = ["attach"]
 def attach(session: Session, bucket_group: Any) -> None:
     """Take over, or at least count, the gradient reduction of one `_ParamAndGradBucketGroup`."""
     original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
-    uncompressed = _reducers(session, bucket_group, compress=False) if session.embedding else []
+    tied_bytes = _tied_bytes(bucket_group)
+    uncompressed = _reducers(session, bucket_group, compress=False) if session.embedding and tied_bytes else []
     compressed = _reducers(session, bucket_group, compress=True) if session.compresses_this_stage else []
     # The tied embedding is a traffic class of its own; where it is not fused it still travels with its bucket.
-    tied_bytes = 0 if session.embedding else _tied_bytes(bucket_group)
+    counted_elsewhere = 0 if session.embedding else tied_bytes
 
     def start_grad_sync(force_all_reduce: bool | None = False) -> None:
         reducers = uncompressed if not compressed or session.in_warmup() else compressed
@@ -35,7 +36,7 @@ def attach(session: Session, bucket_group: Any) -> None:
         elif not reducers:
             original(force_all_reduce)
             nbytes = sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets)
-            _count(session, bucket_group, raw=nbytes - tied_bytes, sent=nbytes - tied_bytes)
+            _count(session, bucket_group, raw=nbytes - counted_elsewhere, sent=nbytes - counted_elsewhere)
         else:
             assert session.alone is not None, "the session was placed without a group of its own"
             with _lent_group(bucket_group, session.alone):
@@ -44,8 +45,8 @@ def attach(session: Session, bucket_group: Any) -> None:
                 reducer.reduce()
             _count(
                 session, bucket_group,
-                raw=sum(reducer.raw_bytes for reducer in reducers) - tied_bytes,
-                sent=sum(reducer.reduced_bytes for reducer in reducers) - tied_bytes,
+                raw=sum(reducer.raw_bytes for reducer in reducers) - counted_elsewhere,
+                sent=sum(reducer.reduced_bytes for reducer in reducers) - counted_elsewhere,
             )  # fmt: skip
 
     bucket_group.start_grad_sync = start_grad_sync

@@ -57,11 +57,6 @@ REFUSALS = (
         "and --dp-compression",
     ),
     Refusal(
-        "--num-layers-per-virtual-pipeline-stage", _above_one("virtual_pipeline_model_parallel_size"), _any,
-        "interleaved 1F1B, by this flag, --num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout, "
-        "is not supported yet by Optimus-CC",
-    ),
-    Refusal(
         "--fp16", _set("fp16"), _any,
         "dynamic loss scaling is not supported yet by Optimus-CC", "Use --bf16 or fp32",
     ),
