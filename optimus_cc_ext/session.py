@@ -42,6 +42,9 @@ class Grid:
 
     data_parallel: int
     pipeline_group: dist.ProcessGroup
+    embedding_group: dist.ProcessGroup | None = None
+    """The pair of first and last stage; None on the stages between."""
+
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
 
@@ -143,7 +146,10 @@ class Session:
             self.receiving = ReceivingLink(plan(after, stage), self.compressor, grid.place.rank, ranks[after])
 
     def _make_groups(self, grid: Grid, places: list[RankPlace]) -> None:
-        if self.config.fused_embedding_sync:
+        if self.config.fused_embedding_sync and self.layout is not None and self.layout.distributed_optimizer:
+            if grid.embedding_group is not None:
+                self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True)
+        elif self.config.fused_embedding_sync:
             for ranks in union_ranks(places, grid.stages):
                 group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
                 if grid.place.rank in ranks:

@@ -15,7 +15,7 @@ __all__ = ["wraps"]
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session, ensure_placed: Callable[[bool], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it. Expert-parallel buckets are left as they are."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
@@ -23,7 +23,7 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             refuse_unsupported(_facts(self), session.config)
-            ensure_placed()
+            ensure_placed(self.ddp_config.use_distributed_optimizer)
             for bucket_group in self.bucket_groups:
                 attach(session, bucket_group)
 

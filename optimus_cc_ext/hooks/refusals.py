@@ -48,15 +48,6 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
 
 REFUSALS = (
     Refusal(
-        "--use-distributed-optimizer", _set("use_distributed_optimizer"), _any,
-        "sharded gradients are not supported yet by Optimus-CC",
-    ),
-    Refusal(
-        "--overlap-grad-reduce", _set("overlap_grad_reduce"), _gradients,
-        "overlapped gradient reduction is not supported yet together with --fused-embedding-sync "
-        "and --dp-compression",
-    ),
-    Refusal(
         "--fp16", _set("fp16"), _any,
         "dynamic loss scaling is not supported yet by Optimus-CC", "Use --bf16 or fp32",
     ),
@@ -84,6 +75,10 @@ REFUSALS = (
     Refusal(
         "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _any,
         "a bf16 gradient buffer is not supported yet by Optimus-CC",
+    ),
+    Refusal(
+        "--reduce-scatter-with-fp32-accumulation", _set("reduce_scatter_with_fp32_accumulation"), _gradients,
+        "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
     ),
     Refusal(
         "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",
