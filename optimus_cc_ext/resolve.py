@@ -30,6 +30,9 @@ class Layout:
     tied_embeddings: bool
     """Whether the first stage's word embedding is the last stage's output weight as well."""
 
+    distributed_optimizer: bool = False
+    """Whether each replica's optimizer reads only its shard of the gradients."""
+
     train_iters: int | None = None
     seed: int = 1234
     """Megatron's seed."""

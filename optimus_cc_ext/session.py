@@ -20,6 +20,7 @@ from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout, check_layout
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, RankPlace, union_ranks
+from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import (
     BucketReducer,
     compresses_stage,
@@ -36,8 +37,14 @@ class Grid:
 
     place: RankPlace
     stages: int
+    chunks: int = 1
+    """Model chunks per stage; more than one with interleaving."""
+
     data_parallel: int
     pipeline_group: dist.ProcessGroup
+    embedding_group: dist.ProcessGroup | None = None
+    """The pair of first and last stage; None on the stages between."""
+
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
 
@@ -121,19 +128,28 @@ class Session:
             return
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
 
-        def plan(sending_stage: int) -> LinkPlan:
-            return LinkPlan(
-                config=self.config, stages=grid.stages, sending_stage=sending_stage,
-                seed=self.config.compression_seed, force=self.config.force_compression,
-            )  # fmt: skip
+        before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
 
-        if stage > 0:
-            self.sending = SendingLink(plan(stage), self.compressor, grid.place.rank, ranks[stage - 1])
-        if stage < grid.stages - 1:
-            self.receiving = ReceivingLink(plan(stage + 1), self.compressor, grid.place.rank, ranks[stage + 1])
+        def plan(sending_stage: int, receiving_stage: int) -> LinkPlan:
+            return LinkPlan(
+                config=self.config,
+                sending_stage=sending_stage,
+                receiving_stage=receiving_stage,
+                seed=self.config.compression_seed,
+                force=self.config.force_compression,
+            )
+
+        # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
+        if stage > 0 or grid.chunks > 1:
+            self.sending = SendingLink(plan(stage, before), self.compressor, grid.place.rank, ranks[before])
+        if stage < grid.stages - 1 or grid.chunks > 1:
+            self.receiving = ReceivingLink(plan(after, stage), self.compressor, grid.place.rank, ranks[after])
 
     def _make_groups(self, grid: Grid, places: list[RankPlace]) -> None:
-        if self.config.fused_embedding_sync:
+        if self.config.fused_embedding_sync and self.layout is not None and self.layout.distributed_optimizer:
+            if grid.embedding_group is not None:
+                self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True)
+        elif self.config.fused_embedding_sync:
             for ranks in union_ranks(places, grid.stages):
                 group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
                 if grid.place.rank in ranks:
@@ -180,17 +196,17 @@ class Session:
         self._step.open = False
 
     @contextmanager
-    def iteration(self, micro_batches: int) -> Iterator[None]:
-        """One forward-backward pass over `micro_batches` micro-batches.
+    def iteration(self, schedule: Schedule) -> Iterator[None]:
+        """One forward-backward pass by `schedule`.
 
         Raises:
-            RanksDisagree: the schedule passed more or fewer gradient messages than there were micro-batches.
+            RanksDisagree: more or fewer gradient messages passed than the schedule has.
         """
         # In a step that the loop announced, a second pass repeats the first: what the first left must not count.
         self._settle(applied=not self._step.open)
         for link in (self.sending, self.receiving):
             if link is not None:
-                link.begin_iteration(micro_batches)
+                link.begin_iteration(schedule)
         self._step.passes += 1
         self.active = True
         try:

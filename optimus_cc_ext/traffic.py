@@ -1,12 +1,13 @@
 """Bytes by traffic class: what vanilla Megatron would have sent, and what was sent.
 
 These are logical bytes per rank, by the usual formulas: a point-to-point message counts once, at its sender; a
-ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D. What a transport really moves can differ.
+ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D, a reduce-scatter half of it. What a transport really
+moves can differ.
 """
 
 import enum
 
-__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes"]
+__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes", "reduce_scatter_bytes"]
 
 
 class TrafficClass(enum.Enum):
@@ -21,6 +22,11 @@ class TrafficClass(enum.Enum):
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
     """Bytes that one rank sends in a ring all-reduce of `nbytes` over `ranks` ranks."""
     return 2 * nbytes * (ranks - 1) // ranks
+
+
+def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that one rank sends in a ring reduce-scatter of `nbytes` over `ranks` ranks."""
+    return nbytes * (ranks - 1) // ranks
 
 
 class Traffic:

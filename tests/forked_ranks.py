@@ -184,9 +184,7 @@ def _kill(rank: _Rank) -> None:
     rank.answers.close()
 
 
-def _rank_main(
-    job: bytes, variables: dict[str, str], lifeline: Connection, answer_to: Connection, log: str
-) -> None:
+def _rank_main(job: bytes, variables: dict[str, str], lifeline: Connection, answer_to: Connection, log: str) -> None:
     """The whole life of a rank; it ends by being killed."""
     os.setpgid(0, 0)
     with open(log, "wb", buffering=0) as file:

@@ -16,9 +16,7 @@ __all__ = ["HostEvent", "HostStream", "install"]
 class HostEvent:
     """Stands in for ``torch.cuda.Event``: recorded work is finished by the time that ``record`` is called."""
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         if interprocess:
             raise NoCpuMeaningError("torch.cuda.Event(interprocess=True)")
         self._timed = enable_timing

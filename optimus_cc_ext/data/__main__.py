@@ -23,13 +23,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input", type=Path, required=True, help="a directory of text files, a .jsonl file, or a text file"
     )
-    parser.add_argument(
-        "--output", type=Path, help="folder to make (default: optimus-cc-data/<name of the input>)"
-    )
+    parser.add_argument("--output", type=Path, help="folder to make (default: optimus-cc-data/<name of the input>)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="tokens at most (default: %(default)s)")
-    parser.add_argument(
-        "--workers", type=int, help=f"tokenizing processes (default here: {default_workers()})"
-    )
+    parser.add_argument("--workers", type=int, help=f"tokenizing processes (default here: {default_workers()})")
     parser.add_argument(
         "--pattern", default="*.txt", help="names of the files to read in a directory (default: %(default)s)"
     )

@@ -138,9 +138,7 @@ def _scan(root: Path, pattern: str, exclude: Path) -> list[SourceFile]:
                 files.append(SourceFile(relative, status.st_size, status.st_mtime_ns))
     if not files:
         seen = ", ".join(f"{count} {suffix}" for suffix, count in other_suffixes.most_common(3)) or "no files"
-        raise DataError(
-            f"{root}: no file matches '{pattern}' (there: {seen}). Give --pattern, such as '*.md'"
-        )
+        raise DataError(f"{root}: no file matches '{pattern}' (there: {seen}). Give --pattern, such as '*.md'")
     return sorted(files, key=lambda file: file.relative)
 
 
@@ -225,16 +223,12 @@ def _extract_text(line: str, key: str, where: str) -> Document:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: malformed JSON ({error.msg}, column {error.colno}). Correct the line"
-        ) from error
+        raise DataError(f"{where}: malformed JSON ({error.msg}, column {error.colno}). Correct the line") from error
     except (ValueError, RecursionError) as error:
         # Valid JSON beyond what Python reads: numbers of thousands of digits, thousands of nested brackets.
         raise DataError(f"{where}: JSON that cannot be read ({error}). Correct the line") from error
     if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: a JSON {type(record).__name__}, not an object. Every line must be an object"
-        )
+        raise DataError(f"{where}: a JSON {type(record).__name__}, not an object. Every line must be an object")
     if key not in record:
         present = ", ".join(repr(name) for name in list(record)[:5]) or "none"
         raise DataError(f"{where}: no key '{key}' (keys: {present}). Give --json-key")

@@ -66,9 +66,7 @@ def _group(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 @contextmanager
-def _start_workers(
-    tokenizer_file: Path, workers: int
-) -> Iterator["queue.SimpleQueue[subprocess.Popen[bytes]]"]:
+def _start_workers(tokenizer_file: Path, workers: int) -> Iterator["queue.SimpleQueue[subprocess.Popen[bytes]]"]:
     script = Path(__file__).with_name("worker.py")
     # -P: beside the script are modules that would hide others of the same name.
     command = [sys.executable, "-P", str(script), str(tokenizer_file), END_OF_DOCUMENT]
@@ -78,9 +76,7 @@ def _start_workers(
     idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
     try:
         for _ in range(workers):
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             processes.append(process)
             idle.put(process)
         yield idle

@@ -115,9 +115,7 @@ def _check_arguments(vocab_size: int, workers: int | None, max_mb: float | None)
         raise DataError(f"--workers {workers}: there must be at least one. Give 1 or more")
     # The negation also catches NaN.
     if max_mb is not None and not 0 < max_mb < float("inf"):
-        raise DataError(
-            f"--max-mb {max_mb:g}: must be more than 0. Give a positive number, or leave the flag out"
-        )
+        raise DataError(f"--max-mb {max_mb:g}: must be more than 0. Give a positive number, or leave the flag out")
 
 
 def _dataset_files() -> list[str]:
@@ -160,9 +158,7 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, workers: int, progress
 
         tokenizer = train_tokenizer(texts(), vocab_size)
         if text_bytes == 0:
-            raise DataError(
-                f"{corpus.root}: no text in it, nothing but white space. Give --input something with text"
-            )
+            raise DataError(f"{corpus.root}: no text in it, nothing but white space. Give --input something with text")
         bars.update(training, total=text_bytes, completed=text_bytes)
         bars.update(tokenizing, total=text_bytes)
         save_tokenizer(tokenizer, folder / _TOKENIZER)

@@ -104,6 +104,7 @@ def layout_from(args: argparse.Namespace) -> Layout:
         stages=args.pipeline_model_parallel_size,
         data_parallel=args.data_parallel_size,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        distributed_optimizer=args.use_distributed_optimizer,
         train_iters=args.train_iters,
         seed=args.seed,
     )

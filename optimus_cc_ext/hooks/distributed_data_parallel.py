@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.refusals import refuse_unsupported
 from optimus_cc_ext.hooks.registry import Seam
@@ -17,7 +15,7 @@ __all__ = ["wraps"]
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session, ensure_placed: Callable[[bool], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it. Expert-parallel buckets are left as they are."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,13 +23,7 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             refuse_unsupported(_facts(self), session.config)
-            ensure_placed()
-            if session.embedding is not None and tied_embedding(self) is None:
-                raise FlagError(
-                    "--fused-embedding-sync",
-                    "this stage's model holds no embedding that is tied to another stage's",
-                    "Leave it out, or tie the embeddings",
-                )
+            ensure_placed(self.ddp_config.use_distributed_optimizer)
             for bucket_group in self.bucket_groups:
                 attach(session, bucket_group)
 
@@ -45,7 +37,6 @@ def _facts(ddp: Any) -> argparse.Namespace:
     facts = vars(ddp.ddp_config) | {
         "ddp_average_in_collective": ddp.ddp_config.average_in_collective,
         "grad_reduce_in_bf16": not ddp.ddp_config.grad_reduce_in_fp32 and ddp.config.bf16,
-        "virtual_pipeline_model_parallel_size": ddp.config.virtual_pipeline_model_parallel_size,
         "context_parallel_size": ddp.config.context_parallel_size,
         "fp16": ddp.config.fp16,
         "calculate_per_token_loss": ddp.config.calculate_per_token_loss,

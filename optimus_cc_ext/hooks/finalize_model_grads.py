@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.fused_embedding_sync import unfused_bytes
-from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
+from optimus_cc_ext.traffic import TrafficClass
 
 __all__ = ["tied_embedding", "wraps"]
 
@@ -31,28 +32,48 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _allreduce_word_embedding_grads(
-            model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            embedding = next((p for chunk in model if (p := tied_embedding(chunk)) is not None), None)
-            if embedding is None or not session.active:
+        def _allreduce_word_embedding_grads(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
+            chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
+            if not session.active or (chunk is None and session.embedding is None):
                 original(model, config, *args, **kwargs)
                 return
+            if chunk is None:
+                raise FlagError(
+                    "--fused-embedding-sync",
+                    "this stage's model holds no embedding that is tied to another stage's",
+                    "Leave it out, or tie the embeddings",
+                )
+            embedding = tied_embedding(chunk)
             if session.embedding is not None:
-                session.embedding.reduce(embedding.main_grad)
+                session.embedding.reduce(_to_reduce(session.embedding, chunk, embedding))
             else:
                 original(model, config, *args, **kwargs)
-            _count(session, embedding.main_grad.nbytes)
+            _count(session, embedding.main_grad.nbytes, chunk.ddp_config.use_distributed_optimizer)
 
         return _allreduce_word_embedding_grads
 
     return [(Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config")), wrap)]
 
 
-def _count(session: Session, nbytes: int) -> None:
+def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:
+    """The embedding's gradient, or the part of it that this rank's optimizer will read."""
+    if not technique.sharded or chunk.force_all_reduce:
+        return embedding.main_grad
+    bucket_group = chunk.param_to_bucket_group[embedding]
+    bucket = bucket_group.param_to_bucket[embedding]
+    if bucket.params != {embedding}:
+        raise OptimusError(
+            "--fused-embedding-sync: the tied embedding shares a bucket with other parameters, so the shards of the "
+            "first and the last stage are not alike. Leave it out with this optimizer"
+        )
+    shards = bucket_group.intra_distributed_optimizer_instance_size
+    return bucket.grad_data.view(shards, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
+
+
+def _count(session: Session, nbytes: int, sharded: bool) -> None:
     """The embedding's whole way: over the replicas (else a part of its bucket) and over the pair of stages."""
     assert session.grid is not None
-    raw = unfused_bytes(nbytes, session.grid.data_parallel)
-    fused = session.embedding
-    sent = raw if fused is None else all_reduce_bytes(nbytes, fused.ranks)
+    replicas = session.grid.data_parallel
+    raw = unfused_bytes(nbytes, replicas, sharded=sharded)
+    sent = raw if session.embedding is None else fused_bytes(nbytes, replicas, sharded=sharded)
     session.traffic.add(TrafficClass.EMBEDDING, raw=raw, sent=sent)

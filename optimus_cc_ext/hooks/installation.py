@@ -99,9 +99,9 @@ def _training_wraps(session: Session) -> _Wraps:
     if not (session.config.any_technique or session.config.compression_metrics):
         return []
 
-    def ensure_placed() -> None:
+    def ensure_placed(distributed_optimizer: bool = False) -> None:
         if session.grid is None:
-            session.place(*_grid_and_layout(session))
+            session.place(*_grid_and_layout(session, distributed_optimizer))
 
     wraps: _Wraps = [
         *p2p_communication.wraps(session),
@@ -118,7 +118,7 @@ def _importable(seam: Seam) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _grid_and_layout(session: Session) -> tuple[Grid, Layout]:
+def _grid_and_layout(session: Session, distributed_optimizer: bool) -> tuple[Grid, Layout]:
     from megatron.core import parallel_state
 
     grid = Grid(
@@ -128,13 +128,26 @@ def _grid_and_layout(session: Session) -> tuple[Grid, Layout]:
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         ),
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         data_parallel=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        embedding_group=_embedding_group(parallel_state),
         timeout=_timeout(),
     )
     # In an own training loop nothing says whether the embeddings are tied; the model will, by having one or not.
-    layout = session.layout or Layout(stages=grid.stages, data_parallel=grid.data_parallel, tied_embeddings=True)
+    layout = session.layout or Layout(
+        stages=grid.stages,
+        data_parallel=grid.data_parallel,
+        tied_embeddings=True,
+        distributed_optimizer=distributed_optimizer,
+    )
     return grid, layout
+
+
+def _embedding_group(parallel_state: Any) -> torch.distributed.ProcessGroup | None:
+    if not parallel_state.is_rank_in_embedding_group():
+        return None
+    return parallel_state.get_embedding_group(check_initialized=False)
 
 
 def _timeout() -> timedelta | None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, worth_compressing
-from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes
+from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 
 __all__ = ["attach"]
 
@@ -23,52 +24,86 @@ __all__ = ["attach"]
 def attach(session: Session, bucket_group: Any) -> None:
     """Take over, or at least count, the gradient reduction of one `_ParamAndGradBucketGroup`."""
     original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
-    uncompressed = _reducers(session, bucket_group, compress=False) if session.embedding else []
-    compressed = _reducers(session, bucket_group, compress=True) if session.compresses_this_stage else []
-    # The tied embedding is a traffic class of its own; where it is not fused it still travels with its bucket.
-    tied_bytes = 0 if session.embedding else _tied_bytes(bucket_group)
+    sharded = bucket_group.ddp_config.use_distributed_optimizer
+    tied_bytes = _tied_bytes(bucket_group)
+    # The distributed optimizer reduces a tied embedding over the replicas as ever, and only its shard over the stages.
+    left_out = session.embedding is not None and tied_bytes > 0 and not sharded
+    uncompressed = _reducers(session, bucket_group, compress=False, leave_out_tied=True) if left_out else []
+    compressed = []
+    if session.compresses_this_stage and any(_compressible(p, session.config) for p in bucket_group.params):
+        compressed = _reducers(session, bucket_group, compress=True, leave_out_tied=left_out)
+    ranks = _group(bucket_group).size()
+    vanilla_bytes = reduce_scatter_bytes if sharded else all_reduce_bytes
+    # The tied embedding is a traffic class of its own, also where it travels with its bucket.
+    raw = vanilla_bytes(sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets) - tied_bytes, ranks)
 
     def start_grad_sync(force_all_reduce: bool | None = False) -> None:
         reducers = uncompressed if not compressed or session.in_warmup() else compressed
-        if not session.active:
+        started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
+        if not session.active or not reducers or started_already:
             original(force_all_reduce)
-        elif not reducers:
+            if session.active and not started_already:
+                session.traffic.add(TrafficClass.DP_GRADIENTS, raw=raw, sent=raw)
+            return
+        assert session.alone is not None, "the session was placed without a group of its own"
+        with _lent_group(bucket_group, session.alone):
             original(force_all_reduce)
-            nbytes = sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets)
-            _count(session, bucket_group, raw=nbytes - tied_bytes, sent=nbytes - tied_bytes)
+        if bucket_group.grad_reduce_handle is not None:
+            # Alone as it is, the collective may still write what it read; ours must not run beside it.
+            bucket_group.grad_reduce_handle.wait()
+        for reducer in reducers:
+            reducer.start()
+        handle = _Reduction(reducers)
+        if bucket_group.ddp_config.overlap_grad_reduce:
+            bucket_group.grad_reduce_handle = handle
         else:
-            assert session.alone is not None, "the session was placed without a group of its own"
-            with _lent_group(bucket_group, session.alone):
-                original(force_all_reduce)
-            for reducer in reducers:
-                reducer.reduce()
-            _count(
-                session, bucket_group,
-                raw=sum(reducer.raw_bytes for reducer in reducers) - tied_bytes,
-                sent=sum(reducer.reduced_bytes for reducer in reducers) - tied_bytes,
-            )  # fmt: skip
+            handle.wait()
+        sent = all_reduce_bytes(sum(r.reduced_bytes for r in reducers) - (0 if left_out else tied_bytes), ranks)
+        session.traffic.add(TrafficClass.DP_GRADIENTS, raw=raw, sent=sent)
 
     bucket_group.start_grad_sync = start_grad_sync
 
 
-def _reducers(session: Session, bucket_group: Any, *, compress: bool) -> list[BucketReducer]:
-    """One reducer per bucket: its matrices compressed or not, a fused embedding left out."""
+class _Reduction:
+    """What `finish_grad_sync` waits for: the rest of a bucket group's reduction."""
+
+    def __init__(self, reducers: list[BucketReducer]) -> None:
+        self._reducers = reducers
+
+    def wait(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish()
+
+
+def _reducers(session: Session, bucket_group: Any, *, compress: bool, leave_out_tied: bool) -> list[BucketReducer]:
+    """One reducer per bucket: its matrices compressed or not, a tied embedding left out or not."""
     config = session.config
 
     def make(bucket: Any) -> Callable[[str], BucketReducer]:
+        if bucket.params_with_extra_main_grads:
+            raise FlagError(
+                "--main-grads-dtype",
+                "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
+                "Leave it out",
+            )
         matrices, dense = [], []
         for parameter in bucket.params_list:
             gradient = parameter.main_grad
-            if session.embedding is not None and getattr(parameter, "shared_embedding", False):
+            if leave_out_tied and _is_tied(parameter):
                 continue
             if compress and _compressible(parameter, config):
                 matrices.append(gradient)
             else:
                 dense.append(gradient.view(-1))
         return lambda salt: BucketReducer(
-            matrices, dense, group=bucket_group.data_parallel_group, compressor=session.compressor,
-            config=config, seed=config.compression_seed, salt=salt,
-        )  # fmt: skip
+            matrices,
+            dense,
+            group=_group(bucket_group),
+            compressor=session.compressor,
+            config=config,
+            seed=config.compression_seed,
+            salt=salt,
+        )
 
     return [session.add_reducer(make(bucket)) for bucket in bucket_group.buckets]
 
@@ -80,22 +115,36 @@ def _compressible(parameter: Any, config: OptimusConfig) -> bool:
     return worth_compressing(parameter.main_grad, config.dp_compression_rank, config.force_compression)
 
 
+def _is_tied(parameter: Any) -> bool:
+    return getattr(parameter, "shared_embedding", False)
+
+
 def _tied_bytes(bucket_group: Any) -> int:
-    return sum(
-        parameter.main_grad.nbytes for parameter in bucket_group.params if getattr(parameter, "shared_embedding", False)
-    )
+    return sum(parameter.main_grad.nbytes for parameter in bucket_group.params if _is_tied(parameter))
 
 
-def _count(session: Session, bucket_group: Any, *, raw: int, sent: int) -> None:
-    ranks = bucket_group.data_parallel_group.size()
-    session.traffic.add(TrafficClass.DP_GRADIENTS, raw=all_reduce_bytes(raw, ranks), sent=all_reduce_bytes(sent, ranks))
+def _group(bucket_group: Any) -> dist.ProcessGroup:
+    return getattr(bucket_group, _group_attribute(bucket_group))
+
+
+def _group_attribute(bucket_group: Any) -> str:
+    sharded = bucket_group.ddp_config.use_distributed_optimizer
+    return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
 
 
 @contextmanager
 def _lent_group(bucket_group: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    own = bucket_group.data_parallel_group
-    bucket_group.data_parallel_group = group
+    """For a moment the replicas are this rank alone, and the only shard is the whole buffer."""
+    lent: dict[str, Any] = {_group_attribute(bucket_group): group}
+    if bucket_group.ddp_config.use_distributed_optimizer:
+        lent |= {
+            "intra_distributed_optimizer_instance_size": 1,
+            "intra_distributed_optimizer_instance_rank": 0,
+            "cached_grad_buffer_shard_list": [None] * len(bucket_group.buckets),
+        }
+    own = {name: getattr(bucket_group, name) for name in lent}
+    vars(bucket_group).update(lent)
     try:
         yield
     finally:
-        bucket_group.data_parallel_group = own
+        vars(bucket_group).update(own)

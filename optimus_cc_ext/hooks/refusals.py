@@ -53,20 +53,6 @@ REFUSALS = (
     ),
     Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
     Refusal(
-        "--use-distributed-optimizer", _set("use_distributed_optimizer"), _any,
-        "sharded gradients are not supported yet by Optimus-CC",
-    ),
-    Refusal(
-        "--overlap-grad-reduce", _set("overlap_grad_reduce"), _gradients,
-        "overlapped gradient reduction is not supported yet together with --fused-embedding-sync "
-        "and --dp-compression",
-    ),
-    Refusal(
-        "--num-layers-per-virtual-pipeline-stage", _above_one("virtual_pipeline_model_parallel_size"), _any,
-        "interleaved 1F1B, by this flag, --num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout, "
-        "is not supported yet by Optimus-CC",
-    ),
-    Refusal(
         "--fp16", _set("fp16"), _any,
         "dynamic loss scaling is not supported yet by Optimus-CC", "Use --bf16 or fp32",
     ),
@@ -90,6 +76,10 @@ REFUSALS = (
     Refusal(
         "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _any,
         "a bf16 gradient buffer is not supported yet by Optimus-CC",
+    ),
+    Refusal(
+        "--reduce-scatter-with-fp32-accumulation", _set("reduce_scatter_with_fp32_accumulation"), _gradients,
+        "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
     ),
     Refusal(
         "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",

@@ -4,12 +4,11 @@ What a pipeline stage sends back to the one before it is the gradient of that st
 (n = sequence x micro-batch rows, m = hidden). Instead of it go P (n x r) and Q (m x r) of one step of power
 iteration, packed into one message; what that leaves out is added to the link's next compressed message.
 
-A link is one directed pair of neighbouring stages. Its messages are numbered 0, 1, ... within an iteration, on
-both ends, by the order in which they are sent and received; both ends decide from the same numbers which of them
-are compressed.
+A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
+order in which they are sent and received; both ends decide from the same schedule which of them are compressed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,24 +24,10 @@ from optimus_cc_ext.compressors import (
 )
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.stepped import SteppedTensor
 
-__all__ = ["Link", "LinkPlan", "ReceivingLink", "SendingLink", "is_epilogue"]
-
-
-def is_epilogue(stages: int, micro_batches: int, sending_stage: int, message: int) -> bool:
-    """Whether a gradient message of non-interleaved 1F1B falls into the receiver's cooldown.
-
-    In its cooldown the receiving stage has no forward pass left to hide the transfer. Its cooldown is as long as
-    its warm-up: min(stages - 1 - receiving stage, micro_batches) messages, and receiving stage = sending stage - 1.
-
-    Args:
-        stages: pipeline stages P.
-        micro_batches: M of this iteration.
-        sending_stage: stage s >= 1 that sends the gradient to s - 1.
-        message: index 0 .. M - 1 of the message on that link.
-    """
-    return message >= micro_batches - min(stages - sending_stage, micro_batches)
+__all__ = ["Link", "LinkPlan", "ReceivingLink", "SendingLink"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +35,19 @@ class LinkPlan:
     """What both ends of a link know: enough to agree on every message without asking each other."""
 
     config: CompressedBackpropConfig
-    stages: int
     sending_stage: int
+    receiving_stage: int
+    """The stage before, or with interleaving the last one for messages of stage 0."""
+
     seed: int
     force: bool = False
     """Compress even where nothing is saved (tests)."""
 
-    def compresses(self, micro_batches: int, message: int, shape: torch.Size) -> bool:
+    def compresses(self, message: Message, shape: torch.Size) -> bool:
         """Whether this message travels as [P | Q]."""
         rows, columns = matrix_shape(shape)
         worth_it = self.force or pays(rows, columns, self.config.compressed_backprop_rank)
-        in_turn = self.config.compressed_backprop_messages == "all" or is_epilogue(
-            self.stages, micro_batches, self.sending_stage, message
-        )
-        return worth_it and in_turn
+        return worth_it and (self.config.compressed_backprop_messages == "all" or message.epilogue)
 
     def wire(self, shape: torch.Size, dtype: torch.dtype) -> PackedFactors:
         """The layout of the compressed message for a gradient of this shape and dtype."""
@@ -85,34 +69,39 @@ class Link:
     def __init__(self, plan: LinkPlan, rank: int, peer_rank: int) -> None:
         self.plan = plan
         self._rank, self._peer_rank = rank, peer_rank
-        self._micro_batches = 0
+        self._expected: Sequence[Message] = ()
         self.compressed: list[bool] = []
         """Of this iteration's messages so far, in order: whether it was compressed."""
 
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def begin_iteration(self, micro_batches: int) -> None:
-        """Number the messages from 0 again; `micro_batches` of them will come."""
-        self._micro_batches = micro_batches
+    def begin_iteration(self, schedule: Schedule) -> None:
+        """Number the messages from 0 again."""
+        self._expected = schedule.messages(self.plan.receiving_stage)
         self.compressed = []
 
     def end_iteration(self) -> None:
         """Check that every message of the iteration has passed.
 
         Raises:
-            RanksDisagree: fewer or more messages passed than there were micro-batches.
+            RanksDisagree: messages are missing.
         """
-        if len(self.compressed) != self._micro_batches:
-            raise RanksDisagree(
-                f"rank {self._rank} exchanged {len(self.compressed)} gradient messages with rank "
-                f"{self._peer_rank} ({self.peer_role}) in an iteration of {self._micro_batches} micro-batches; "
-                "this schedule is not non-interleaved 1F1B"
-            )
+        if len(self.compressed) != len(self._expected):
+            raise self._disagreement(len(self.compressed))
 
-    def _next_is_compressed(self, shape: torch.Size) -> bool:
-        compressed = self.plan.compresses(self._micro_batches, len(self.compressed), shape)
-        self.compressed.append(compressed)
-        return compressed
+    def _next(self, shape: torch.Size) -> tuple[Message, bool]:
+        """The message that passes now, and whether it is compressed."""
+        if len(self.compressed) == len(self._expected):
+            raise self._disagreement(len(self.compressed) + 1)
+        message = self._expected[len(self.compressed)]
+        self.compressed.append(self.plan.compresses(message, shape))
+        return message, self.compressed[-1]
+
+    def _disagreement(self, seen: int) -> RanksDisagree:
+        return RanksDisagree(
+            f"rank {self._rank} exchanged {seen} gradient messages with rank {self._peer_rank} ({self.peer_role}) in "
+            f"an iteration whose schedule has {len(self._expected)}: this is another schedule than Megatron's 1F1B"
+        )
 
     def _take_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """A message buffer for `tensor`; made only while more messages are in flight than ever before."""
@@ -124,15 +113,15 @@ class Link:
 
 
 class _SendingState:
-    """What one link remembers for gradients of one shape: the residual and the warm start, both in fp32."""
+    """What one link remembers for one chunk's gradients: the residual and the warm start, both in fp32."""
 
-    def __init__(self, plan: LinkPlan, like: torch.Tensor) -> None:
+    def __init__(self, plan: LinkPlan, chunk: int, like: torch.Tensor) -> None:
         rows, columns = matrix_shape(like.shape)
         compression_rank = plan.wire(like.shape, like.dtype).r
         # Neither the tensor-parallel nor the data-parallel rank goes into the seed: without sequence parallelism all
         # tensor-parallel ranks of a stage send the same gradient, and must go on sending the same approximation.
         generator = private_generator(
-            plan.seed, "compressed-backprop", plan.sending_stage, rows, columns, device=like.device
+            plan.seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns, device=like.device
         )
         factor = initial_factor(1, columns, compression_rank, generator=generator, device=like.device)
         self.residual = SteppedTensor(torch.zeros(1, rows, columns, device=like.device))
@@ -150,10 +139,10 @@ class SendingLink(Link):
     def __init__(self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int) -> None:
         super().__init__(plan, rank, peer_rank)
         self._compressor = compressor
-        self._states: dict[tuple[torch.Size, torch.dtype], _SendingState] = {}
+        self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
 
-    def begin_iteration(self, micro_batches: int) -> None:
-        super().begin_iteration(micro_batches)
+    def begin_iteration(self, schedule: Schedule) -> None:
+        super().begin_iteration(schedule)
         if self.plan.config.residual_across_iterations == "drop":
             for state in self._states.values():
                 state.residual.zero_()
@@ -165,14 +154,15 @@ class SendingLink(Link):
         `gradient` is not changed. The returned tensor is `gradient` itself where it is not compressed, else a flat
         [P | Q] in the gradient's dtype.
         """
-        if not self._next_is_compressed(gradient.shape):
+        message, compressed = self._next(gradient.shape)
+        if not compressed:
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
-        self._compress(gradient, buffer)
+        self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
         return buffer, lambda: self._give_back(gradient, buffer)
 
     def residuals(self) -> list[torch.Tensor]:
-        """The residual (rows, hidden) in fp32 of every gradient shape that this link has compressed."""
+        """The residual (rows, hidden) in fp32 of every chunk and gradient shape that this link has compressed."""
         return [state.residual.value[0] for state in self._states.values()]
 
     def commit(self) -> None:
@@ -189,8 +179,7 @@ class SendingLink(Link):
             state.warm_start.rollback()
             state.finite.fill_(True)
 
-    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
-        state = self._state_for(gradient)
+    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: "_SendingState") -> None:
         wire = self.plan.wire(gradient.shape, gradient.dtype)
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
         rows = gradient.reshape(1, wire.n, wire.m)
@@ -213,10 +202,11 @@ class SendingLink(Link):
         state.warm_start.pending.copy_(next_warm_start(q, state.fresh_directions, self._compressor))
         state.warm_start.wrote()
 
-    def _state_for(self, gradient: torch.Tensor) -> _SendingState:
-        key = (gradient.shape, gradient.dtype)
+    def _state_for(self, chunk: int, gradient: torch.Tensor) -> "_SendingState":
+        # Chunks are different places of the model: the error of one says nothing about another's gradient.
+        key = (chunk, gradient.shape, gradient.dtype)
         if key not in self._states:
-            self._states[key] = _SendingState(self.plan, gradient)
+            self._states[key] = _SendingState(self.plan, chunk, gradient)
         return self._states[key]
 
 
@@ -231,7 +221,8 @@ class ReceivingLink(Link):
 
     def receive(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """The tensor to receive into, for the gradient that `gradient` waits for, and what to call once received."""
-        if not self._next_is_compressed(gradient.shape):
+        _, compressed = self._next(gradient.shape)
+        if not compressed:
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
 

@@ -3,6 +3,10 @@
 The tied word embedding lives on the first and on the last pipeline stage. Megatron reduces its gradient over the
 data-parallel replicas of each stage, then over the pair of stages. Both sums together are one sum over the union
 of those ranks, which moves V (2D - 1) / D bytes per rank instead of V (3D - 2) / D.
+
+With the distributed optimizer each replica reads only its shard of the reduced gradient. Then the replicas of a stage
+reduce-scatter as ever, and the pair of stages sums that shard only: V (D - 1) / D + V / D instead of
+V (D - 1) / D + V.
 """
 
 from collections import defaultdict
@@ -13,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.techniques.collective import all_reduce_sum
-from optimus_cc_ext.traffic import all_reduce_bytes
+from optimus_cc_ext.traffic import all_reduce_bytes, reduce_scatter_bytes
 
-__all__ = ["FusedEmbeddingSync", "RankPlace", "unfused_bytes", "union_ranks"]
+__all__ = ["FusedEmbeddingSync", "RankPlace", "fused_bytes", "unfused_bytes", "union_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +45,35 @@ def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:
 
 
 class FusedEmbeddingSync:
-    """The one collective, on a rank of the first or the last stage."""
+    """The one collective, on a rank of the first or the last stage.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the union of both stages' replicas; with the distributed optimizer the pair of stages.
+        sharded: whether it is the distributed optimizer's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, sharded: bool = False) -> None:
         self._group = group
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks hold a copy of this slice of the embedding."""
-        return self._group.size()
+        self.sharded = sharded
 
     def reduce(self, gradient: torch.Tensor) -> None:
-        """Sum the embedding's gradient, already scaled by 1/D, over both stages and all replicas, in place.
+        """Sum the embedding's gradient, already scaled by 1/D, in place.
 
         Args:
-            gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight, not yet reduced over D.
+            gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight, not yet reduced over D; with the
+                distributed optimizer its flat local shard, reduced over D.
         """
         all_reduce_sum(gradient, self._group, "fused embedding synchronisation")
 
 
-def unfused_bytes(nbytes: int, data_parallel: int) -> int:
-    """Bytes per rank of Megatron's two all-reduces: over D replicas, then over the pair of stages."""
-    return all_reduce_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
+def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
+    """Bytes per rank of Megatron's two collectives: over D replicas, then over the pair of stages."""
+    over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
+    return over_replicas(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
+
+
+def fused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
+    """Bytes per rank of what is done instead."""
+    if not sharded:
+        return all_reduce_bytes(nbytes, 2 * data_parallel)
+    return reduce_scatter_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes // data_parallel, 2)

@@ -24,7 +24,7 @@ from optimus_cc_ext.compressors import (
     private_generator,
 )
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.collective import all_reduce_sum
+from optimus_cc_ext.techniques.collective import PendingSum, all_reduce_sum
 from optimus_cc_ext.techniques.stepped import SteppedTensor
 
 __all__ = ["BucketReducer", "compresses_stage", "warmup_iterations", "worth_compressing"]
@@ -86,21 +86,43 @@ class BucketReducer:
         runs = _contiguous_runs(dense)
         self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
         self._packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
+        self._pending: list[PendingSum] = []
         self._allocate_wire()
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Replace every view of the bucket by its sum over the group; nothing is left outstanding."""
-        for run in self._in_place:
-            all_reduce_sum(run, self._group, "data-parallel gradient reduction")
-        if self._groups:
-            self._reduce_compressed()
+        self.start()
+        self.finish()
 
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of the bucket that this reducer sums."""
-        dense = sum(run.nbytes for run in (*self._in_place, *self._packed))
-        return dense + sum(view.nbytes for same in self._groups for view in same.views)
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin: the gradients are complete, and must not change until `finish`."""
+        self._pending = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
+        if not self._groups:
+            return
+        for same in self._groups:
+            same.gather(self._config.dp_error_feedback)
+            self._compressor.project(same.matrices, same.warm_start.value, out=same.p_wire)
+        for run, slot in zip(self._packed, self._dense_slots, strict=True):
+            slot.copy_(run)
+        self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for what `start` began, do the second phase, and write the sums into the bucket."""
+        for pending in self._pending:
+            pending.wait()
+        if not self._groups:
+            return
+        for same in self._groups:
+            same.finite &= torch.isfinite(same.p_wire).all()
+            self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
+            self._compressor.back_project(same.matrices, same.p_wire, out=same.q_wire)
+        all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
+        for same in self._groups:
+            same.scatter(self._compressor, self._group.size(), self._config.dp_error_feedback)
+        for run, slot in zip(self._packed, self._dense_slots, strict=True):
+            run.copy_(slot)
 
     @property
     def reduced_bytes(self) -> int:
@@ -149,26 +171,6 @@ class BucketReducer:
         for same, p, q in zip(self._groups, p_flat, self._second_phase.split(q_sizes), strict=True):
             same.p_wire, same.q_wire = p.view(same.p_shape), q.view(same.q_shape)
         self._dense_slots = self._dense_wire.split([run.numel() for run in self._packed])
-
-    def _reduce_compressed(self) -> None:
-        feedback = self._config.dp_error_feedback
-        for same in self._groups:
-            same.gather(feedback)
-            self._compressor.project(same.matrices, same.warm_start.value, out=same.p_wire)
-        for run, slot in zip(self._packed, self._dense_slots, strict=True):
-            slot.copy_(run)
-        all_reduce_sum(self._first_phase, self._group, "compressed gradient reduction (P)")
-
-        for same in self._groups:
-            same.finite &= torch.isfinite(same.p_wire).all()
-            self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
-            self._compressor.back_project(same.matrices, same.p_wire, out=same.q_wire)
-        all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
-
-        for same in self._groups:
-            same.scatter(self._compressor, self._group.size(), feedback)
-        for run, slot in zip(self._packed, self._dense_slots, strict=True):
-            run.copy_(slot)
 
 
 class _SameShape:

@@ -25,7 +25,7 @@ def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any
     assert session is not None and session.grid is not None
     from megatron.core import parallel_state
 
-    parameters = dict(model[0].named_parameters())
+    parameters = {f"{index}.{name}": p for index, chunk in enumerate(model) for name, p in chunk.named_parameters()}
     return {
         "stage": session.grid.place.stage,
         "tensor_rank": session.grid.place.tensor_rank,

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.launches import Launch, launch
 
 from optimus_cc_ext.hooks.refusals import REFUSALS
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
-from tests.launches import Launch, launch
 from tests.megatron_runs import TINY_GPT
 
 PP1, PP2, PP4 = (f"--pipeline-model-parallel-size {stages} " for stages in (1, 2, 4))

@@ -22,8 +22,8 @@ def test_replicas_stay_bit_identical_with_everything_on_at_rank_4():
         assert run.weights == by_place[stage, tensor_rank, 0].weights, "replicas over data-parallel ranks"
         for name, split in run.probed["split_over_tensor_ranks"].items():
             if not split:
-                twin = by_place[stage, 0, data_rank].weights[f"0.{name}"]
-                assert run.weights[f"0.{name}"] == twin, f"{name} differs between tensor-parallel ranks"
+                twin = by_place[stage, 0, data_rank].weights[name]
+                assert run.weights[name] == twin, f"{name} differs between tensor-parallel ranks"
                 compared_over_tensor_ranks += 1
     # 2 layers with 2 norms (weight and bias) and 2 row-parallel biases, at least, on each of 8 ranks.
     assert compared_over_tensor_ranks >= 8 * 12

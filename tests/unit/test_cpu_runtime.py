@@ -276,9 +276,7 @@ def test_deactivate_restores_everything_and_activate_works_again() -> None:
     environment = dict(os.environ)
     assert type(torch.cuda.FloatTensor).__name__ == "tensortype"
     assert torch.ones(1).type() == "torch.FloatTensor"
-    runtime_modules = [
-        key for key, value in pristine.items() if "cpu_runtime" in str(getattr(value, "__module__", ""))
-    ]
+    runtime_modules = [key for key, value in pristine.items() if "cpu_runtime" in str(getattr(value, "__module__", ""))]
     assert runtime_modules == []
     assert "TORCHDYNAMO_DISABLE" not in os.environ
 

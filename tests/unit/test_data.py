@@ -81,11 +81,7 @@ def build_megatron_tokenizer(folder: Path) -> Any:
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def test_decoding_the_dataset_gives_the_texts_back(tmp_path: Path, folder: Path, texts: list[str]) -> None:
@@ -269,9 +265,7 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out"]
 
 
-def test_worker_that_dies_is_an_error_not_a_hang(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "encode.py"
     (tmp_path / "worker.py").write_text("import sys; sys.stdin.buffer.read(1); sys.exit(7)")
     monkeypatch.setattr("optimus_cc_ext.data.encode.__file__", str(broken))

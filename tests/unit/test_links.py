@@ -7,16 +7,17 @@ from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
 
 SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): a 32 x 48 matrix."""
 
 
-def link(dtype=torch.float32, compressor=None, stages=2, force=False, **config):
+def link(dtype=torch.float32, compressor=None, force=False, **config):
     config = {"compressed_backprop_rank": 4, "compressed_backprop_messages": "all"} | config
     plan = LinkPlan(
         config=CompressedBackpropConfig(compressed_backprop=True, **config),
-        stages=stages, sending_stage=1, seed=7, force=force,
+        sending_stage=1, receiving_stage=0, seed=7, force=force,
     )  # fmt: skip
     compressor = compressor or FastLowRank()
     return SendingLink(plan, compressor, 1, 0), ReceivingLink(plan, compressor, 0, 1)
@@ -39,8 +40,8 @@ def pass_message(sender, receiver, sent):
 
 
 def run_iteration(sender, receiver, gradients):
-    sender.begin_iteration(len(gradients))
-    receiver.begin_iteration(len(gradients))
+    sender.begin_iteration(NonInterleaved(2, len(gradients)))
+    receiver.begin_iteration(NonInterleaved(2, len(gradients)))
     arrived = [pass_message(sender, receiver, g) for g in gradients]
     sender.end_iteration()
     receiver.end_iteration()
@@ -96,7 +97,7 @@ def test_drop_forgets_the_residual_between_iterations_and_carry_keeps_it():
     for policy, kept in (("carry", True), ("drop", False)):
         sender, receiver = link(residual_across_iterations=policy)
         run_iteration(sender, receiver, [gradient(1)])
-        sender.begin_iteration(1)
+        sender.begin_iteration(NonInterleaved(2, 1))
         assert bool(sender.residuals()[0].any()) is kept
 
 
@@ -106,8 +107,8 @@ def test_a_repeated_step_sends_the_same_and_feeds_the_residual_once():
     gradients = [gradient(2), gradient(3)]
 
     def forward_backward():
-        sender.begin_iteration(2)
-        receiver.begin_iteration(2)
+        sender.begin_iteration(NonInterleaved(2, 2))
+        receiver.begin_iteration(NonInterleaved(2, 2))
         return [pass_message(sender, receiver, g) for g in gradients]
 
     first = forward_backward()
@@ -122,8 +123,8 @@ def test_a_skipped_step_leaves_no_trace():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1)])
     before = sender.residuals()[0].clone()
-    sender.begin_iteration(1)
-    receiver.begin_iteration(1)
+    sender.begin_iteration(NonInterleaved(2, 1))
+    receiver.begin_iteration(NonInterleaved(2, 1))
     pass_message(sender, receiver, gradient(2))
     sender.rollback()
     assert torch.equal(sender.residuals()[0], before)
@@ -155,8 +156,8 @@ def test_buffers_are_made_once():
     sender, receiver = link()
     wires = set()
     for iteration in range(3):
-        sender.begin_iteration(2)
-        receiver.begin_iteration(2)
+        sender.begin_iteration(NonInterleaved(2, 2))
+        receiver.begin_iteration(NonInterleaved(2, 2))
         for b in range(2):
             on_wire, done = sender.send(gradient(iteration + b))
             wires.add(on_wire.data_ptr())
@@ -166,7 +167,7 @@ def test_buffers_are_made_once():
 
 def test_a_buffer_in_flight_is_not_written_again():
     sender, _ = link()
-    sender.begin_iteration(2)
+    sender.begin_iteration(NonInterleaved(2, 2))
     first, first_done = sender.send(gradient(1))
     copy = first.clone()
     second, _ = sender.send(gradient(2))
@@ -185,10 +186,10 @@ def test_links_of_different_seeds_start_differently_and_equal_ones_alike():
     def first_message(seed):
         plan = LinkPlan(
             config=CompressedBackpropConfig(compressed_backprop_rank=4, compressed_backprop_messages="all"),
-            stages=2, sending_stage=1, seed=seed,
+            sending_stage=1, receiving_stage=0, seed=seed,
         )  # fmt: skip
         sender = SendingLink(plan, FastLowRank(), 1, 0)
-        sender.begin_iteration(1)
+        sender.begin_iteration(NonInterleaved(2, 1))
         return sender.send(gradient(1))[0]
 
     assert torch.equal(first_message(1), first_message(1))
@@ -197,7 +198,28 @@ def test_links_of_different_seeds_start_differently_and_equal_ones_alike():
 
 def test_a_missing_message_names_both_ranks():
     sender, _ = link()
-    sender.begin_iteration(2)
+    sender.begin_iteration(NonInterleaved(2, 2))
     sender.send(gradient(1))
-    with pytest.raises(RanksDisagree, match=r"rank 1 .* rank 0 .* 2 micro-batches"):
+    with pytest.raises(RanksDisagree, match=r"rank 1 exchanged 1 gradient messages with rank 0 .* schedule has 2"):
         sender.end_iteration()
+
+
+def test_a_message_too_many_names_both_ranks():
+    sender, _ = link()
+    sender.begin_iteration(NonInterleaved(2, 1))
+    sender.send(gradient(1))
+    with pytest.raises(RanksDisagree, match=r"rank 1 exchanged 2 gradient messages with rank 0 .* schedule has 1"):
+        sender.send(gradient(2))
+
+
+def test_model_chunks_have_residuals_of_their_own():
+    plan = LinkPlan(
+        config=CompressedBackpropConfig(compressed_backprop_rank=4, compressed_backprop_messages="all"),
+        sending_stage=1, receiving_stage=0, seed=7,
+    )  # fmt: skip
+    sender = SendingLink(plan, FastLowRank(), 1, 0)
+    sender.begin_iteration(Interleaved(stages=2, chunks=2, forward_order=(0, 0, 1, 1), warmups=(4, 2)))
+    for seed in range(4):
+        sender.send(gradient(seed))[1]()
+    first, second = sender.residuals()
+    assert not torch.equal(first, second)

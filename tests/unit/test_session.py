@@ -8,6 +8,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, SendingLink
+from optimus_cc_ext.techniques.schedule import NonInterleaved
 
 MICRO_BATCHES = 2
 
@@ -19,12 +20,14 @@ def session():
         dp_compression=True, dp_compression_warmup=0.5,
     )  # fmt: skip
     session = Session(config, Layout(stages=2, data_parallel=2, tied_embeddings=True, train_iters=8))
-    session.sending = SendingLink(LinkPlan(config=config, stages=2, sending_stage=1, seed=1), FastLowRank(), 1, 0)
+    session.sending = SendingLink(
+        LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=1), FastLowRank(), 1, 0
+    )
     return session
 
 
 def forward_backward(session, seed):
-    with session.iteration(MICRO_BATCHES):
+    with session.iteration(NonInterleaved(2, MICRO_BATCHES)):
         for b in range(MICRO_BATCHES):
             g = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(100 * seed + b))
             session.sending.send(g)[1]()
@@ -80,7 +83,7 @@ def test_warmup_ends_after_its_fraction_of_the_iterations(session):
     in_warmup = []
     for iteration in range(8):
         session.begin_step(iteration)
-        with session.iteration(0):
+        with session.iteration(NonInterleaved(2, 0)):
             in_warmup.append(session.in_warmup())
         session.end_step(applied=True)
     assert in_warmup == [True] * 4 + [False] * 4
@@ -94,14 +97,14 @@ def test_a_resumed_run_knows_which_iteration_it_is(session):
 def test_an_own_loop_counts_its_iterations_itself(session):
     in_warmup = []
     for _ in range(8):
-        with session.iteration(0):
+        with session.iteration(NonInterleaved(2, 0)):
             in_warmup.append(session.in_warmup())
     assert in_warmup == [True] * 4 + [False] * 4
 
 
 def test_outside_of_an_iteration_the_session_is_inactive(session):
     assert not session.active
-    with pytest.raises(KeyError), session.iteration(0):
+    with pytest.raises(KeyError), session.iteration(NonInterleaved(2, 0)):
         assert session.active
         raise KeyError
     assert not session.active

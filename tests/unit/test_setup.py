@@ -120,9 +120,7 @@ def test_real_interpreter_is_judged_by_its_version_and_modules(
         "home/miniconda3/envs/work/bin/python3",
     ],
 )
-def test_python_is_found_wherever_it_is(
-    place: str, clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_python_is_found_wherever_it_is(place: str, clone: Path, environment: dict[str, str], tmp_path: Path) -> None:
     stub = write_stub(tmp_path / place)
     write_stub(tmp_path / "bin" / "python3.12", answer="lacks: ensurepip")
     result = run_setup(clone, environment, "--find-python")
@@ -169,9 +167,7 @@ def append_line(path: Path) -> None:
         pytest.param(lambda root: append_line(root / ".venv" / ".optimus_cc_stamp"), id="stamp"),
         pytest.param(lambda root: (root / ".venv" / "bin" / "python").unlink(), id="interpreter gone"),
         pytest.param(
-            lambda root: (root / ".venv/bin/python").write_text(
-                STUB.format(answer="").replace("3.12 (", "3.13 (")
-            ),
+            lambda root: (root / ".venv/bin/python").write_text(STUB.format(answer="").replace("3.12 (", "3.13 (")),
             id="another interpreter",
         ),
     ],

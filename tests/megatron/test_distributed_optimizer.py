@@ -1,0 +1,53 @@
+"""With the distributed optimizer, overlapped reductions and gathers, and interleaving: the same laws."""
+
+import pytest
+
+from tests.megatron.optimus_runs import PP2_DP2, TP2_PP2_DP2, relative_gap, run_optimus
+from tests.megatron.test_lossless_limits import FE, LOSSLESS_CB, LOSSLESS_SC, TOLERANCE, TWENTY
+from tests.megatron_runs import last_stage_losses, run_megatron
+
+SHARDED = ("--use-distributed-optimizer",)
+OVERLAPPED = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
+INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1")
+# Small enough that the first stage, which Megatron splits into buckets, gets several of them.
+SMALL_BUCKETS = ("--ddp-bucket-size", "60000")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (PP2_DP2, SHARDED),
+        (PP2_DP2, ("--overlap-grad-reduce", *SMALL_BUCKETS)),
+        (PP2_DP2, (*OVERLAPPED, *SMALL_BUCKETS)),
+        (PP2_DP2, (*OVERLAPPED, *INTERLEAVED)),
+        (TP2_PP2_DP2, SHARDED),
+    ],
+    ids=["sharded", "overlapped", "sharded and overlapped", "sharded, overlapped, interleaved", "sharded, TP2"],
+)
+def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(layout, flags):
+    world_size, layout_flags = layout
+    vanilla = last_stage_losses(run_megatron(world_size, [*layout_flags, *flags, *TWENTY]))
+    runs = run_optimus(layout, [*flags, *TWENTY, *LOSSLESS_CB, *LOSSLESS_SC, *FE])
+    assert relative_gap(last_stage_losses(runs), vanilla) < TOLERANCE
+    assert all(run.probed["compressed_matrices"] >= 8 for run in runs)
+    for tensor_rank in {run.probed["tensor_rank"] for run in runs}:
+        copies = [run.probed["tied"] for run in runs if run.probed["tensor_rank"] == tensor_rank]
+        assert len({copy for (copy,) in copies}) == 1, "first and last stage, all replicas: one embedding"
+
+
+@pytest.mark.parametrize("flags", [SHARDED, OVERLAPPED], ids=["sharded", "sharded and overlapped"])
+def test_fused_embedding_sync_is_bit_identical_to_vanilla(flags):
+    # Reduce-scatter over the replicas, then a sum of two: the same additions as Megatron's, on fewer values.
+    vanilla = run_megatron(4, [*PP2_DP2[1], *flags, *TWENTY])
+    runs = run_optimus(PP2_DP2, [*flags, *TWENTY, *FE])
+    assert last_stage_losses(runs) == last_stage_losses(vanilla)
+
+
+def test_traffic_of_fe_follows_the_arithmetic():
+    for flags, raw_share, sent_share in (((), 2.0, 1.5), (SHARDED, 1.5, 1.0)):
+        # D=2, in units of the embedding's bytes: V(3D-2)/D -> V(2D-1)/D, and V(D-1)/D + V -> V(D-1)/D + V/D.
+        runs = run_optimus(PP2_DP2, [*flags, *FE, "--train-iters", "2"])
+        for run in runs:
+            raw, sent = run.probed["traffic"]["embedding"]
+            embedding_bytes = 512 * 64 * 4  # 500 words, padded by Megatron to a multiple of 128
+            assert (raw, sent) == (2 * raw_share * embedding_bytes, 2 * sent_share * embedding_bytes)
