@@ -36,6 +36,7 @@ def _facts(ddp: Any) -> argparse.Namespace:
     """What a wrapped model says about the run, in the names of Megatron's flags: own training loops have no flags."""
     facts = vars(ddp.ddp_config) | {
         "ddp_average_in_collective": ddp.ddp_config.average_in_collective,
+        "ddp_reduce_scatter_with_fp32_accumulation": ddp.ddp_config.reduce_scatter_with_fp32_accumulation,
         "grad_reduce_in_bf16": not ddp.ddp_config.grad_reduce_in_fp32 and ddp.config.bf16,
         "context_parallel_size": ddp.config.context_parallel_size,
         "fp16": ddp.config.fp16,

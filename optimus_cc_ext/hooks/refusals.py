@@ -78,8 +78,12 @@ REFUSALS = (
         "a bf16 gradient buffer is not supported yet by Optimus-CC",
     ),
     Refusal(
-        "--reduce-scatter-with-fp32-accumulation", _set("reduce_scatter_with_fp32_accumulation"), _gradients,
+        "--ddp-reduce-scatter-with-fp32-accumulation", _set("ddp_reduce_scatter_with_fp32_accumulation"), _gradients,
         "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
+    ),
+    Refusal(
+        "--fp8-param-gather", _set("fp8_param_gather"), _gradients,
+        "quantised parameter buffers are not supported yet with --fused-embedding-sync and --dp-compression",
     ),
     Refusal(
         "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.launches import Launch, launch
 
 from optimus_cc_ext.hooks.refusals import REFUSALS
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
+from tests.launches import Launch, launch
 from tests.megatron_runs import TINY_GPT
 
 PP1, PP2, PP4 = (f"--pipeline-model-parallel-size {stages} " for stages in (1, 2, 4))
@@ -100,13 +100,6 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs:
 
 # Every option of the table, written so that Megatron's own validation lets it through.
 REFUSED = {
-    "--use-distributed-optimizer": [PP2 + technique + "--use-distributed-optimizer" for technique in (CB, FE, SC)],
-    "--overlap-grad-reduce": [PP2 + technique + "--overlap-grad-reduce" for technique in (FE, SC)],
-    "--num-layers-per-virtual-pipeline-stage": [
-        PP2 + CB + "--num-layers-per-virtual-pipeline-stage 1",
-        PP2 + FE + "--num-virtual-stages-per-pipeline-rank 2",
-        PP2 + SC + "--pipeline-model-parallel-layout Et|t|t|tL",
-    ],
     "--fp16": [PP2 + ALL + "--fp16"],
     "--context-parallel-size": [PP2 + ALL + "--context-parallel-size 2"],
     "--use-megatron-fsdp": [PP1 + SC + "--use-megatron-fsdp --ckpt-format fsdp_dtensor"],
@@ -117,6 +110,13 @@ REFUSED = {
     "--ddp-average-in-collective": [PP2 + ALL + "--ddp-average-in-collective"],
     "--calculate-per-token-loss": [PP2 + technique + "--calculate-per-token-loss" for technique in (FE, SC)],
     "--grad-reduce-in-bf16": [PP2 + ALL + "--bf16 --grad-reduce-in-bf16"],
+    "--fp8-param-gather": [
+        PP2 + SC + "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
+        "--fp8-format hybrid --fp8-param-gather"
+    ],
+    "--ddp-reduce-scatter-with-fp32-accumulation": [
+        PP2 + SC + "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation"
+    ],
     "--num-experts": [PP2 + ALL + "--num-experts 2"],
     "--mtp-num-layers": [PP2 + FE + "--mtp-num-layers 1 --position-embedding-type rope"],
     "--optimizer": [PP2 + FE + "--optimizer muon", PP2 + SC + "--optimizer dist_muon"],
@@ -153,6 +153,8 @@ def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list
         FE + SC + "--use-ring-exchange-p2p",
         SC + "--mtp-num-layers 1 --position-embedding-type rope",
         ALL + "--bf16",
+        ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ALL + "--num-layers-per-virtual-pipeline-stage 1",
     ],
 )
 def test_what_works_is_not_refused(line: str) -> None:

@@ -34,7 +34,7 @@ def test_a_configuration_and_its_flags_train_alike():
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--use-distributed-optimizer"], "--use-distributed-optimizer"),
+        (["--fp16"], "--fp16"),
         (["--untie-embeddings-and-output-weights"], "--fused-embedding-sync"),
     ],
 )

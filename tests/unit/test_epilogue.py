@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, is_epilogue
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
+from optimus_cc_ext.techniques.schedule import NonInterleaved, is_epilogue
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ def test_a_link_compresses_the_messages_that_were_asked_for(messages: str) -> No
     shape = torch.Size((256, 2, 256))
     for stages, micro_batches in ((2, 1), (2, 8), (4, 2), (4, 6), (8, 3), (8, 16)):
         for sender in range(1, stages):
-            plan = LinkPlan(config=config, stages=stages, sending_stage=sender, seed=0)
-            for message in range(micro_batches):
-                expected = messages == "all" or is_epilogue(stages, micro_batches, sender, message)
-                assert plan.compresses(micro_batches, message, shape) == expected
+            plan = LinkPlan(config=config, sending_stage=sender, receiving_stage=sender - 1, seed=0)
+            for index, message in enumerate(NonInterleaved(stages, micro_batches).messages(sender - 1)):
+                expected = messages == "all" or is_epilogue(stages, micro_batches, sender, index)
+                assert plan.compresses(message, shape) == expected
