@@ -27,6 +27,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from optimus_cc_ext.errors import FlagError, exit_with
+
 __all__ = ["main"]
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
@@ -48,14 +50,16 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Raise ValueError naming the flags that only a checkout's pretrain_gpt.py supports."""
+    """Raise FlagError naming the flags that only a checkout's pretrain_gpt.py supports."""
     flags = [flag for name, flag in REFUSED.items() if getattr(args, name, None)]
     if args.context_parallel_size > 1:
         flags.append("--context-parallel-size")
     if flags:
-        raise ValueError(
-            f"{', '.join(flags)}: not supported by the built-in pretrain_gpt. Leave out, or give the "
-            "script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
+        raise FlagError(
+            ", ".join(flags),
+            "not supported by the built-in pretrain_gpt",
+            "Leave out, or give the script of a Megatron-LM checkout: "
+            "python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ...",
         )
 
 
@@ -178,12 +182,12 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Parse Megatron's command line and train.
-
-    Raises ValueError for a flag that only a checkout's pretrain_gpt.py supports.
-    """
+    """Parse Megatron's command line and train; ends with status 2 for a flag that only a checkout's script supports."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    refuse_unsupported(args)
+    try:
+        refuse_unsupported(args)
+    except FlagError as error:
+        exit_with(error)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

@@ -2,21 +2,19 @@
 
 import argparse
 import functools
-import os
 import sys
-import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from optimus_cc_ext import cpu_runtime
-from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
 from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.gone_flags import add_gone_flags, take_notes
 from optimus_cc_ext.hooks.refusals import refuse_unsupported
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.resolve import Layout, Resolution, resolve
 
-__all__ = ["is_first_local_rank", "layout_from", "prepare_parser", "resolution_from", "wraps"]
+__all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 
@@ -38,7 +36,7 @@ def wraps(
         def parse(*args: Any, **kwargs: Any) -> Any:
             if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
                 # Megatron then builds its arguments from the file alone and never calls validate_args.
-                _exit(FlagError("--yaml-cfg", "Optimus-CC cannot be set up from a YAML file", "Use flags"))
+                exit_with(FlagError("--yaml-cfg", "Optimus-CC cannot be set up from a YAML file", "Use flags"))
             return original(*args, **kwargs)
 
         return parse
@@ -51,7 +49,7 @@ def wraps(
             try:
                 resolution, layout = resolution_from(args)
             except FlagError as error:
-                _exit(error)
+                exit_with(error)
             if is_first_local_rank():
                 for note in (*notes, *resolution.notes):
                     print(f"optimus-cc: {note}", flush=True)
@@ -108,18 +106,3 @@ def layout_from(args: argparse.Namespace) -> Layout:
         train_iters=args.train_iters,
         seed=args.seed,
     )
-
-
-def is_first_local_rank() -> bool:
-    """Whether this process speaks for its node."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _exit(error: FlagError) -> NoReturn:
-    """Say what is wrong, once per node, and end with status 2."""
-    if is_first_local_rank():
-        print(f"optimus-cc: error: {error}", file=sys.stderr, flush=True)
-    else:
-        # The launcher ends all ranks as soon as one has ended; let it be the one that speaks.
-        time.sleep(5)
-    raise SystemExit(2) from error

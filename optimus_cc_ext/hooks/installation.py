@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
     arguments,
     distributed_data_parallel,
@@ -66,7 +67,7 @@ class Installation:
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)
-        if arguments.is_first_local_rank():
+        if is_first_local_rank():
             print(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}", flush=True)
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks.refusals import REFUSALS
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
+from tests.forked_ranks import run_ranks
 from tests.launches import Launch, launch
 from tests.megatron_runs import TINY_GPT
 
@@ -140,6 +142,23 @@ def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list
     assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env)
 
 
+def _refused_by_the_entry() -> str:
+    from argparse import Namespace
+
+    from optimus_cc_ext.pretrain_gpt import refuse_unsupported
+
+    with pytest.raises(FlagError) as refusal:
+        refuse_unsupported(Namespace(mtp_num_layers=1, context_parallel_size=1))
+    return str(refusal.value)
+
+
+def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
+    (message,) = run_ranks(1, _refused_by_the_entry)
+    assert message.startswith(
+        "--mtp-num-layers: not supported by the built-in pretrain_gpt. Leave out, or give the script"
+    )
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -216,9 +235,9 @@ def no_runtime() -> None:
 
 
 def impatient() -> None:
-    from optimus_cc_ext.hooks import arguments
+    from optimus_cc_ext import errors
 
-    arguments.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
+    errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
 
 
 def test_only_the_first_rank_of_a_node_speaks(outputs: list[str]) -> None:
