@@ -1,0 +1,75 @@
+"""What a person wants to know out of Megatron's and torchrun's output."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Progress", "failure_reason", "parse_progress", "parse_techniques"]
+
+_ITERATION = re.compile(
+    r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
+    r"elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) \|.*?lm loss: (?P<loss>\S+) \|"
+)
+_VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
+_TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+
+_REFUSAL = re.compile(r"(?:^|[\w.]+: )error: (?P<reason>.+)$")
+_EXCEPTION = re.compile(
+    r"^(?:\[rank(?P<rank>\d+)\]: )?(?P<reason>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Disagree|Megatron)\b.*)$"
+)
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d+)")
+_SIGNAL = re.compile(r"^\s*traceback : (?P<signal>Signal \d+ \(\w+\)) received")
+_TORCHRUNS_OWN = "torch.distributed.elastic"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One training iteration, or one validation (`seconds` is None)."""
+
+    iteration: int
+    loss: float
+    seconds: float | None = None
+
+
+def parse_progress(line: str) -> Progress | None:
+    """Read an iteration or a validation from one line of Megatron's log; None for any other line."""
+    if match := _ITERATION.search(line):
+        return Progress(int(match["iteration"]), float(match["loss"]), float(match["milliseconds"]) / 1e3)
+    if match := _VALIDATION.search(line):
+        return Progress(int(match["iteration"]), float(match["loss"]))
+    return None
+
+
+def parse_techniques(line: str) -> str | None:
+    """Read what the hooks say is switched on, from the one line that says it."""
+    match = _TECHNIQUES.match(line)
+    return match["techniques"] if match else None
+
+
+def failure_reason(lines: Sequence[str]) -> str | None:
+    """Find why a run under torchrun failed: a refusal, or the error or signal of the rank that failed first."""
+    for line in lines:
+        if match := _REFUSAL.search(line):
+            return match["reason"]
+    rank, signal = _root_cause(lines)
+    if signal is not None:
+        return f"rank {rank} was ended by {signal}"
+    errors = [match for match in map(_EXCEPTION.match, lines) if match and _TORCHRUNS_OWN not in match["reason"]]
+    of_that_rank = [match for match in errors if rank is not None and match["rank"] == rank]
+    # The last of a traceback chain is the one that ended the process.
+    for match in reversed(of_that_rank or errors):
+        return f"rank {match['rank'] or rank}: {match['reason']}" if match["rank"] or rank else match["reason"]
+    return None if rank is None else f"rank {rank} failed"
+
+
+def _root_cause(lines: Sequence[str]) -> tuple[str | None, str | None]:
+    """(rank, signal) from the last block of torchrun's report."""
+    starts = [index for index, line in enumerate(lines) if _ROOT_CAUSE in line]
+    rank = signal = None
+    for line in lines[starts[-1] :] if starts else ():
+        if match := _RANK.match(line):
+            rank = match["rank"]
+        if match := _SIGNAL.match(line):
+            signal = match["signal"]
+    return rank, signal

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Set-up, then: a small GPT trained by Megatron on this machine, once vanilla and once compressed, side by side.
+#   scripts/quickstart.sh [--input PATH] [--iterations N] [--output DIR] [...]     (--help shows all)
+# Results: results/quickstart/index.html, summary.json and pictures.
+set -euo pipefail
+# No cd: paths on the command line are the caller's.
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+
+"$root/scripts/setup_env.sh"
+# exec: Ctrl-C and signals reach the program itself. A later --output wins.
+exec "$root/.venv/bin/python" -m optimus_cc_ext.quickstart --output "$root/results/quickstart" "$@"
