@@ -97,13 +97,16 @@ class AppliedWraps:
 
 
 def megatron_version() -> str:
-    """The version of the megatron-core that would be imported.
+    """The release of the megatron-core that would be imported, such as "0.19.2".
+
+    Megatron appends the commit of the git repository that it lies in, which for an environment inside a checkout of
+    something else is that other project's: what follows a "+" says nothing about Megatron.
 
     Raises:
         UnsupportedMegatron: there is none.
     """
     try:
-        return importlib.import_module("megatron.core.package_info").__version__
+        return str(importlib.import_module("megatron.core.package_info").__version__).split("+")[0]
     except ImportError as error:
         raise UnsupportedMegatron(
             f"megatron-core is not installed ({error}). Install megatron-core=={SUPPORTED_MEGATRON[-1]}"

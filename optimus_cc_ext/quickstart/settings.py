@@ -47,7 +47,7 @@ class Settings:
     stages: int = 2
     replicas: int = 2
     iterations: int = 160
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     seed: int = 1234
     evaluation_iterations: int = 4
     """Global batches in each validation."""

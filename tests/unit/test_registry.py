@@ -133,6 +133,13 @@ def test_a_supported_version_passes() -> None:
     assert megatron_version() == SUPPORTED_MEGATRON[-1]
 
 
+def test_the_commit_that_megatron_appends_to_its_version_is_not_part_of_it(megatron: types.ModuleType) -> None:
+    # Seen with an environment inside a git checkout: it is then that checkout's commit.
+    megatron.__version__ = f"{SUPPORTED_MEGATRON[-1]}+416f5c1"  # type: ignore[attr-defined]
+    check_version()
+    assert megatron_version() == SUPPORTED_MEGATRON[-1]
+
+
 @pytest.mark.parametrize("version", ["0.18.2", "0.19.20", "0.99.0"])
 def test_an_unsupported_version_is_refused_by_its_number(megatron: types.ModuleType, version: str) -> None:
     megatron.__version__ = version  # type: ignore[attr-defined]
