@@ -24,8 +24,8 @@ def main(tokenizer_file: str, end_of_document: str, requests: BinaryIO, replies:
     while True:
         try:
             texts: list[str] = pickle.load(requests)
-        except EOFError:
-            return
+        except (EOFError, pickle.UnpicklingError):
+            return  # nothing comes any more, or only half of it did: the parent is gone
         tokens = [[*encoding.ids, end] for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         flat = np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int32)
         pickle.dump((flat, [len(document) for document in tokens]), replies, protocol=pickle.HIGHEST_PROTOCOL)

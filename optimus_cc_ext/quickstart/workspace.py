@@ -75,8 +75,10 @@ def claim(output: Path, source: Path) -> Iterator[Workspace]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
+            # Anybody may write into the file: only a number is repeated.
+            holder = stream.read(20).strip()
             raise QuickstartError(
-                f"another quickstart (process {stream.read().strip() or 'unknown'}) is writing to {output}."
+                f"another quickstart (process {holder if holder.isdecimal() else 'unknown'}) is writing to {output}."
                 " Wait for it or end it, or give another --output"
             ) from None
         stream.truncate(0)

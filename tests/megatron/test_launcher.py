@@ -90,12 +90,14 @@ def test_without_a_script_it_trains_with_what_is_switched_on_said_once(tmp_path:
 
 
 SCRIPT = """
+import os
 import sys
 from optimus_cc_ext import pretrain_gpt
 from neighbour import greeting
 
 if __name__ == "__main__":
-    print(greeting, sys.argv[0], sys.argv[1], flush=True)
+    # One system call, so that the other rank's line cannot come in between.
+    os.write(1, f"{greeting} {sys.argv[0]} {sys.argv[1]}\\n".encode())
     pretrain_gpt.main()
 """
 

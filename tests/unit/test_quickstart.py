@@ -304,6 +304,13 @@ def test_an_output_belongs_to_one_quickstart_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_only_a_process_number_is_repeated_from_the_lock_file(tmp_path: Path) -> None:
+    with claim(tmp_path / "out", Path("/usr")):
+        (tmp_path / ".out.lock").write_text("ask me no questions")
+        with pytest.raises(QuickstartError, match=r"process unknown\)"), claim(tmp_path / "out", Path("/usr")):
+            pass
+
+
 def test_what_an_unfinished_run_left_is_removed_and_finished_results_stay_until_replaced(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.traffic import Traffic, TrafficClass, all_reduce_bytes
 
 VOCABULARY = 4 * 51200 * 1920
@@ -50,9 +51,9 @@ def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
 
 
 def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
-    plan = LinkPlan(config=OptimusConfig(), stages=4, sending_stage=1, seed=0)
+    plan = LinkPlan(config=OptimusConfig(), sending_stage=1, receiving_stage=0, seed=0)
     shape = torch.Size((1024, 8, 3072))
-    assert plan.compresses(micro_batches=16, message=15, shape=shape)
+    assert plan.compresses(Message(chunk=0, epilogue=True), shape)
     packed = plan.wire(shape, torch.bfloat16).new_buffer(torch.device("meta"))
     assert packed.numel() == 16 * (8192 + 3072)
     assert round(shape.numel() / packed.numel()) == 140
