@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
-from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.traffic import Traffic, TrafficClass, all_reduce_bytes
 
@@ -48,6 +48,13 @@ def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
         RankPlace(rank=rank, stage=rank // 4, tensor_rank=rank % 2) for rank in (5, 12, 3, 0, 14, 1, 2, 15, 13, 8)
     ]
     assert union_ranks(places, 4) == [[0, 2, 12, 14], [1, 3, 13, 15]]
+
+
+def test_with_the_distributed_optimizer_only_the_shard_crosses_the_stages() -> None:
+    volume = 4 * 1_000_000
+    assert unfused_bytes(volume, 4, sharded=True) == 1.75 * volume
+    assert fused_bytes(volume, 4, sharded=True) == 1.0 * volume
+    assert unfused_bytes(volume, 4) == 2.5 * volume and fused_bytes(volume, 4) == 1.75 * volume
 
 
 def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
