@@ -81,7 +81,9 @@ def prepare(
     """
     _check_arguments(vocab_size, workers, max_mb)
     source, target = Path(input).resolve(), Path(output).absolute()
-    check_replaceable(target, source, {f"{_PREFIX}.bin", f"{_PREFIX}.idx", _TOKENIZER, _MANIFEST, "cache"})
+    # Megatron keeps its index of a data set beside it, by default in a folder of the data's own name.
+    caches = {_PREFIX, "cache"}
+    check_replaceable(target, source, {f"{_PREFIX}.bin", f"{_PREFIX}.idx", _TOKENIZER, _MANIFEST} | caches)
     max_bytes = None if max_mb is None else int(max_mb * 1e6)
     corpus = find_corpus(source, pattern=pattern, json_key=json_key, max_bytes=max_bytes, exclude=target)
     made_from = {

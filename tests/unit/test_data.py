@@ -188,6 +188,14 @@ def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: P
     assert not run(vocab_size=300)
 
 
+def test_megatrons_own_cache_beside_the_data_does_not_stop_another_preparation(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+    prepare(folder, out, vocab_size=400, workers=1, progress=False)
+    (out / "corpus" / "cache").mkdir(parents=True)  # where Megatron puts its index without --data-cache-path
+    assert not prepare(folder, out, vocab_size=300, workers=1, progress=False).up_to_date
+    assert not (out / "corpus").exists(), "an index of other tokens must not survive them"
+
+
 BAD_INPUTS = {
     "missing input": (None, [], ["no such file"]),
     "directory without a match": ({"a.md": b"text"}, [], ["no file matches '*.txt'", "1 .md", "--pattern"]),
