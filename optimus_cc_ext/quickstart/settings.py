@@ -156,7 +156,7 @@ def remarks(settings: Settings, config: OptimusConfig) -> list[str]:
     if config.residual_across_iterations == "drop":
         said.append(
             "What lazy error propagation leaves after an iteration is dropped, not carried: it would be added to the"
-            " gradient of other text, with updated weights; in a run this short that costs more than it mends."
+            " gradient of other text, with updated weights; in short trials that cost more than it mended."
         )
     return said
 
