@@ -116,6 +116,9 @@ class OptimusConfig(CompressedBackpropConfig, FusedEmbeddingSyncConfig, DataPara
     compression_seed: int = 1234
     """Seed of the compressors' private random generators; the command line takes Megatron's --seed."""
 
+    compression_state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What residuals and factors are kept in between messages and steps; bf16 halves their memory."""
+
     compression_metrics: bool = True
     """Count the bytes of each traffic class, raw and sent, and log them at the logging interval."""
 
@@ -125,6 +128,7 @@ class OptimusConfig(CompressedBackpropConfig, FusedEmbeddingSyncConfig, DataPara
     def __post_init__(self) -> None:
         CompressedBackpropConfig.__post_init__(self)
         DataParallelCompressionConfig.__post_init__(self)
+        _require_choice("--compression-state-dtype", self.compression_state_dtype, ("fp32", "bf16"))
 
     @property
     def any_technique(self) -> bool:

@@ -148,6 +148,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="{all,auto,N}",
     )
     flag("--compression-seed", "Seed of the compressors (Megatron's --seed).", type=int, metavar="S")
+    flag("--compression-state-dtype", "What residuals and factors are kept in (fp32).", choices=("fp32", "bf16"))
     flag("--compression-metrics", "Log bytes raw and sent by traffic class (on).", action=on_off)
     group.add_argument(
         "--force-compression", dest=_PREFIX + "force_compression", action="store_true", default=None,

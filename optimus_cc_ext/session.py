@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank, LowRank
+from optimus_cc_ext.compressors import FastLowRank, LowRank, Scratch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout, check_layout
@@ -54,6 +55,8 @@ class _Stateful(Protocol):
 
     def rollback(self) -> None: ...
 
+    def follow_loss_scale(self, factor: torch.Tensor) -> None: ...
+
 
 @dataclass
 class _Step:
@@ -62,6 +65,9 @@ class _Step:
     iteration: int = 0
     open: bool = False
     """Whether the training loop announced the step, and will say how it ended."""
+
+    loss_scale: torch.Tensor | None = None
+    """What the gradients of the last pass, and with them the residuals, were multiplied by; 0-dim. None: nothing."""
 
     passes: int = 0
     """Forward-backward passes of this step so far; more than one: it is being repeated."""
@@ -76,6 +82,9 @@ class Session:
     """What the command line said about the run; None where no Megatron arguments exist."""
 
     compressor: LowRank = field(default_factory=FastLowRank)
+    scratch: Scratch = field(default_factory=Scratch)
+    """Memory for intermediate results that all techniques share."""
+
     traffic: Traffic = field(default_factory=Traffic)
     grid: Grid | None = None
     active: bool = False
@@ -90,6 +99,7 @@ class Session:
     reducers: list[BucketReducer] = field(default_factory=list)
     """Of this rank's gradient buckets, in the order in which they were made."""
 
+    _expected: bool = False
     _step: _Step = field(default_factory=_Step)
 
     # -- placing ------------------------------------------------------------------------------------------------
@@ -136,12 +146,15 @@ class Session:
                 sending_stage=sending_stage,
                 receiving_stage=receiving_stage,
                 seed=self.config.compression_seed,
+                state_dtype=self.state_dtype,
                 force=self.config.force_compression,
             )
 
         # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
         if stage > 0 or grid.chunks > 1:
-            self.sending = SendingLink(plan(stage, before), self.compressor, grid.place.rank, ranks[before])
+            self.sending = SendingLink(
+                plan(stage, before), self.compressor, grid.place.rank, ranks[before], self.scratch
+            )
         if stage < grid.stages - 1 or grid.chunks > 1:
             self.receiving = ReceivingLink(plan(after, stage), self.compressor, grid.place.rank, ranks[after])
 
@@ -160,6 +173,33 @@ class Session:
                 [grid.place.rank], timeout=grid.timeout, use_local_synchronization=True,
                 group_desc="OPTIMUS_CC_ALONE",
             )  # fmt: skip
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What residuals and warm starts are kept in."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.config.compression_state_dtype]
+
+    def expect(self, schedule: Schedule, gradient: torch.Tensor | None) -> bool:
+        """Make room before the first iteration, whose gradients between stages will be like `gradient`.
+
+        Returns:
+            Whether this was the first call, and there is a state to speak of.
+        """
+        if self._expected:
+            return False
+        self._expected = True
+        if self.sending is not None and gradient is not None:
+            self.sending.expect(schedule, gradient)
+        return self.config.compressed_backprop or self.config.dp_compression
+
+    def state_nbytes(self) -> tuple[int, int]:
+        """Bytes of residuals and factors on this rank: of its pipeline link, and of its gradient buckets."""
+        return self.sending.state_nbytes if self.sending else 0, sum(reducer.state_nbytes for reducer in self.reducers)
+
+    def _stateful(self) -> list[_Stateful]:
+        return [*self.reducers] if self.sending is None else [*self.reducers, self.sending]
 
     # -- gradient buckets ---------------------------------------------------------------------------------------
 
@@ -196,14 +236,15 @@ class Session:
         self._step.open = False
 
     @contextmanager
-    def iteration(self, schedule: Schedule) -> Iterator[None]:
-        """One forward-backward pass by `schedule`.
+    def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
+        """One forward-backward pass by `schedule`, whose loss is multiplied by the 0-dim tensor `loss_scale`.
 
         Raises:
             RanksDisagree: more or fewer gradient messages passed than the schedule has.
         """
         # In a step that the loop announced, a second pass repeats the first: what the first left must not count.
         self._settle(applied=not self._step.open)
+        self._follow(loss_scale)
         for link in (self.sending, self.receiving):
             if link is not None:
                 link.begin_iteration(schedule)
@@ -217,14 +258,19 @@ class Session:
             if link is not None:
                 link.end_iteration()
 
+    def _follow(self, loss_scale: torch.Tensor | None) -> None:
+        """Bring the residuals to this pass's loss scale, without asking the host what it is."""
+        if loss_scale is not None and self._step.loss_scale is not None:
+            factor = loss_scale / self._step.loss_scale
+            for state in self._stateful():
+                state.follow_loss_scale(factor)
+        self._step.loss_scale = loss_scale
+
     def _settle(self, *, applied: bool) -> None:
         """Decide about what the passes since the last decision left behind."""
         if not self._step.passes:
             return
-        stateful: list[_Stateful] = [*self.reducers]
-        if self.sending is not None:
-            stateful.append(self.sending)
-        for state in stateful:
+        for state in self._stateful():
             if applied:
                 state.commit()
             else:

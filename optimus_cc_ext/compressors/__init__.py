@@ -7,6 +7,7 @@ from optimus_cc_ext.compressors.factors import initial_factor, next_warm_start, 
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank
 from optimus_cc_ext.compressors.policy import effective_rank, packed_numel, pays
 from optimus_cc_ext.compressors.reference import ReferenceLowRank
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.wire import PackedFactors
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "LowRank",
     "PackedFactors",
     "ReferenceLowRank",
+    "Scratch",
     "effective_rank",
     "initial_factor",
     "next_warm_start",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["initial_factor", "next_warm_start", "private_generator"]
 
@@ -51,7 +52,13 @@ def initial_factor(
 
 
 @torch.no_grad()
-def next_warm_start(q_new: Tensor, fallback: Tensor, compressor: LowRank) -> Tensor:
+def next_warm_start(
+    q_new: Tensor,
+    fallback: Tensor,
+    compressor: LowRank,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
     """The Q that the next step projects with, (B, m, r), fp32 (or fp64): an orthonormal basis of Q' = M^T P.
 
     PowerSGD carries Q' over as it is. The span is the same, so the next P spans the same, and mathematically
@@ -66,13 +73,20 @@ def next_warm_start(q_new: Tensor, fallback: Tensor, compressor: LowRank) -> Ten
             step that Megatron's loss scaler skips must not reach a later one). They are not orthogonal to
             the columns that stay; project does not need it.
         compressor: does the orthogonalisation.
+        out: where to write the result, (B, m, r) of any floating dtype.
+        scratch: keeps the intermediate tensors between calls; then nothing is allocated.
 
     Raises:
         ValueError: if the shapes differ or r > m.
     """
     if q_new.shape != fallback.shape:
         raise ValueError(f"fallback has shape {tuple(fallback.shape)}, the factor {tuple(q_new.shape)}")
-    basis = compressor.orthogonalize(q_new)
+    take = (scratch or Scratch()).take
+    dtype = torch.promote_types(q_new.dtype, torch.float32)
+    basis = compressor.orthogonalize(q_new, out=take("basis", q_new.shape, dtype, q_new.device))
     # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
-    alive = torch.linalg.vector_norm(basis, dim=-2, keepdim=True) > 0.5
-    return torch.where(alive, basis, fallback.to(basis.dtype))
+    lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
+    torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
+    alive = torch.gt(lengths, 0.5, out=take("alive", lengths.shape, torch.bool, basis.device))
+    torch.where(alive, basis, fallback, out=basis)
+    return basis.clone() if out is None else out.copy_(basis)

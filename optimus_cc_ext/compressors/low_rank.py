@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["FastLowRank", "LowRank"]
 
@@ -22,9 +23,9 @@ class LowRank(Protocol):
     """The four phases. B matrices of n x m at rank r, r <= min(n, m) (`policy.effective_rank`).
 
     Inputs may be bf16, fp16, fp32 or fp64, mixed; the result is fp32, or fp64 where an input is.
-    `out` has the result's shape and dtype; `orthogonalize` alone also writes into another dtype, and over its
-    input. Nothing is differentiated: `out` may require grad (Megatron's receive buffers do), no graph is
-    recorded. A NaN or Inf in a matrix reaches that matrix's results as NaN or Inf: never an exception,
+    `out` has the result's shape and may have another dtype, to which the result is then rounded; `orthogonalize`
+    also writes over its input. Nothing is differentiated: `out` may require grad (Megatron's receive buffers do),
+    no graph is recorded. A NaN or Inf in a matrix reaches that matrix's results as NaN or Inf: never an exception,
     never all finite.
     """
 
@@ -46,22 +47,34 @@ class LowRank(Protocol):
 
 
 class FastLowRank:
-    """The version that training uses: one batched product per phase, `cholesky_qr` in between. No state."""
+    """The version that training uses: one batched product per phase, `cholesky_qr` in between.
+
+    It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
+    the same shapes and dtypes allocates nothing. Calls must be ordered on one stream.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return _product(matrices, q, out)
+        return self._product(matrices, q, out)
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
-        return cholesky_qr(p, out)
+        return cholesky_qr(p, out, self._scratch)
 
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-        return _product(matrices.mT, p, out)
+        return self._product(matrices.mT, p, out)
 
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return _product(p, q.mT, out)
+        return self._product(p, q.mT, out)
 
+    @torch.no_grad()
+    def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+        a, b = self._widened("left", a, dtype), self._widened("right", b, dtype)
+        if out is None or out.dtype == dtype:
+            return torch.bmm(a, b, out=out)
+        return out.copy_(torch.bmm(a, b, out=self._scratch.take("wide", out.shape, dtype, out.device)))
 
-@torch.no_grad()
-def _product(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return torch.bmm(a.to(dtype), b.to(dtype), out=out)
+    def _widened(self, side: str, t: Tensor, dtype: torch.dtype) -> Tensor:
+        return t if t.dtype == dtype else self._scratch.take(side, t.shape, dtype, t.device).copy_(t)

@@ -4,8 +4,12 @@ Both return the Q of a QR decomposition whose R has a positive diagonal, so on w
 agree element by element. A column that is exactly zero stays zero in both.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["cholesky_qr", "gram_schmidt"]
 
@@ -39,7 +43,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def cholesky_qr(p: Tensor, out: Tensor | None = None) -> Tensor:
+def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
     """Shifted Cholesky QR, twice, in float64: G = A^T A + shift, G = L L^T, A <- A L^-T.
 
     Batched products, r x r Cholesky factors and r x r triangular inverses: no loop over columns or
@@ -55,6 +59,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None) -> Tensor:
     Args:
         p: (B, n, r), r <= n; any floating dtype (of float64 only what is between 1e-150 and 1e+150).
         out: where to write the result, (B, n, r) of any floating dtype; may be `p` itself.
+        scratch: keeps the intermediate tensors between calls; with it and `out`, nothing is allocated.
 
     Returns:
         `out`, or (B, n, r) in float32 (float64 for float64 input). Columns are orthonormal to rounding,
@@ -69,21 +74,28 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None) -> Tensor:
     matrices".
     """
     _check(p)
-    n, r = p.shape[1:]
+    batch, n, r = p.shape
+    take = partial((scratch or Scratch()).take, dtype=torch.float64, device=p.device)
     # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes: a
     # direction at float32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
     relative_shift = 16 * n * torch.finfo(torch.float64).eps
-    identity = torch.eye(r, dtype=torch.float64, device=p.device)
-    basis = p.to(torch.float64)
+    identity = take("identity", (r, r)).zero_()
+    identity.diagonal().fill_(1.0)
+    gram, lower, inverse = (take(name, (batch, r, r)) for name in ("gram", "lower", "inverse"))
+    broken = (scratch or Scratch()).take("broken", (batch,), torch.int32, p.device)
+    basis, product = take("basis", (batch, n, r)), take("product", (batch, n, r))
+    basis.copy_(p)
     for _ in range(2):
-        gram = basis.mT @ basis
+        torch.bmm(basis.mT, basis, out=gram)
         lengths = gram.diagonal(dim1=-2, dim2=-1)  # squared, of the columns; a view
         # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
-        lengths.add_(torch.where(lengths > 0, relative_shift * lengths, 1.0))
-        lower = torch.linalg.cholesky_ex(gram).L
-        inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+        # An empty column gets a length of 1, so that Cholesky has something to stand on.
+        empty = torch.eq(lengths, 0.0, out=take("empty", lengths.shape))
+        lengths.mul_(1.0 + relative_shift).add_(empty)
+        torch.linalg.cholesky_ex(gram, out=(lower, broken))
+        torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, out=inverse)
         # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
-        basis = basis @ inverse.mT
+        basis, product = torch.bmm(basis, inverse.mT, out=product), basis
     return basis.to(_at_least_fp32(p)) if out is None else out.copy_(basis)
 
 

@@ -34,4 +34,5 @@ def _exact(matrix: Tensor) -> Tensor:
 
 
 def _deliver(matrices: list[Tensor], out: Tensor | None) -> Tensor:
-    return torch.stack(matrices, out=out)
+    stacked = torch.stack(matrices)
+    return stacked if out is None else out.copy_(stacked)

@@ -103,6 +103,8 @@ def _reducers(session: Session, bucket_group: Any, *, compress: bool, leave_out_
             config=config,
             seed=config.compression_seed,
             salt=salt,
+            state_dtype=session.state_dtype,
+            scratch=session.scratch,
         )
 
     return [session.add_reducer(make(bucket)) for bucket in bucket_group.buckets]

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.session import Grid, Session
+from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 
 __all__ = ["interleaved_schedule", "wraps"]
@@ -25,12 +27,20 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
             def forward_backward(*, num_microbatches: int, forward_only: bool = False, **rest: Any) -> Any:
                 if forward_only:
                     return original(num_microbatches=num_microbatches, forward_only=True, **rest)
+                from megatron.core.utils import get_model_config
+
                 ensure_placed()
                 assert session.grid is not None
+                model_config = get_model_config(_chunks(rest["model"])[0])
                 schedule: Schedule = NonInterleaved(session.grid.stages, num_microbatches)
                 if name == _INTERLEAVED:
-                    schedule = _interleaved(session.grid, num_microbatches, rest["model"])
-                with session.iteration(schedule):
+                    group_size = model_config.microbatch_group_size_per_vp_stage
+                    schedule = interleaved_schedule(
+                        session.grid.stages, len(rest["model"]), num_microbatches, group_size
+                    )
+                if session.expect(schedule, _gradient(model_config, rest)):
+                    _announce_memory(session)
+                with session.iteration(schedule, _loss_scale(model_config)):
                     return original(num_microbatches=num_microbatches, forward_only=False, **rest)
 
             return forward_backward
@@ -42,11 +52,44 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
     ]
 
 
-def _interleaved(grid: Grid, micro_batches: int, model: list[Any]) -> Interleaved:
-    from megatron.core.utils import get_model_config
+def _chunks(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
 
-    group_size = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    return interleaved_schedule(grid.stages, len(model), micro_batches, group_size)
+
+def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor | None:
+    """A tensor like the gradients that will pass between stages, where that is known before the first one does."""
+    sequence, micro_batch = (schedule_arguments.get(name) for name in ("seq_length", "micro_batch_size"))
+    if config.variable_seq_lengths or sequence is None or micro_batch is None:
+        return None
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shape = (sequence // split, micro_batch, config.hidden_size)
+    return torch.empty(1, dtype=config.pipeline_dtype, device=_device()).expand(shape)
+
+
+def _device() -> torch.device:
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _loss_scale(config: Any) -> torch.Tensor | None:
+    """What this iteration's loss is multiplied by, 0-dim, still on the device; None without loss scaling."""
+    if not config.fp16 or config.grad_scale_func is None:
+        return None
+    return config.grad_scale_func(torch.ones((), device=_device())).reshape(())
+
+
+def _announce_memory(session: Session) -> None:
+    """Say once what residuals and factors take, on the rank where they take most."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, session.state_nbytes())
+    if torch.distributed.get_rank() == 0:
+        link, buckets = max(everyone, key=sum)
+        dtype = session.config.compression_state_dtype
+        print(
+            f"optimus-cc: compressor state in {dtype}: up to {(link + buckets) / 1e6:.1f} MB on a rank "
+            f"({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB gradient buckets)",
+            flush=True,
+        )
 
 
 @functools.lru_cache

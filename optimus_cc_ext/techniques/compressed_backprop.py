@@ -16,6 +16,7 @@ import torch
 from optimus_cc_ext.compressors import (
     LowRank,
     PackedFactors,
+    Scratch,
     effective_rank,
     initial_factor,
     next_warm_start,
@@ -25,7 +26,7 @@ from optimus_cc_ext.compressors import (
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.stepped import SteppedTensor
+from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
 __all__ = ["Link", "LinkPlan", "ReceivingLink", "SendingLink"]
 
@@ -40,6 +41,9 @@ class LinkPlan:
     """The stage before, or with interleaving the last one for messages of stage 0."""
 
     seed: int
+    state_dtype: torch.dtype = torch.float32
+    """What the sender keeps residuals and warm starts in: float32 or bfloat16."""
+
     force: bool = False
     """Compress even where nothing is saved (tests)."""
 
@@ -113,7 +117,7 @@ class Link:
 
 
 class _SendingState:
-    """What one link remembers for one chunk's gradients: the residual and the warm start, both in fp32."""
+    """What one link remembers for one chunk's gradients: the residual and the warm start."""
 
     def __init__(self, plan: LinkPlan, chunk: int, like: torch.Tensor) -> None:
         rows, columns = matrix_shape(like.shape)
@@ -124,11 +128,14 @@ class _SendingState:
             plan.seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns, device=like.device
         )
         factor = initial_factor(1, columns, compression_rank, generator=generator, device=like.device)
-        self.residual = SteppedTensor(torch.zeros(1, rows, columns, device=like.device))
-        self.warm_start = SteppedTensor(factor.clone())
+        self.residual = SteppedTensor(torch.zeros(1, rows, columns, dtype=plan.state_dtype, device=like.device))
+        self.warm_start = SteppedTensor(factor.to(plan.state_dtype, copy=True))
         self.fresh_directions = factor
         self.finite = torch.ones((), dtype=torch.bool, device=like.device)
-        self.decompressed = torch.empty(1, rows, columns, dtype=like.dtype, device=like.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
 
 
 class SendingLink(Link):
@@ -136,9 +143,12 @@ class SendingLink(Link):
 
     peer_role = "the previous stage"
 
-    def __init__(self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int) -> None:
+    def __init__(
+        self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int, scratch: Scratch | None = None
+    ) -> None:
         super().__init__(plan, rank, peer_rank)
         self._compressor = compressor
+        self._scratch = scratch or Scratch()
         self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
 
     def begin_iteration(self, schedule: Schedule) -> None:
@@ -161,8 +171,19 @@ class SendingLink(Link):
         self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
         return buffer, lambda: self._give_back(gradient, buffer)
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of residuals and factors."""
+        return sum(state.nbytes for state in self._states.values())
+
+    def expect(self, schedule: Schedule, like: torch.Tensor) -> None:
+        """Make room for what an iteration will need, if its gradients have the shape, dtype and device of `like`."""
+        for message in schedule.messages(self.plan.receiving_stage):
+            if self.plan.compresses(message, like.shape):
+                self._state_for(message.chunk, like)
+
     def residuals(self) -> list[torch.Tensor]:
-        """The residual (rows, hidden) in fp32 of every chunk and gradient shape that this link has compressed."""
+        """The residual (rows, hidden) of every chunk and gradient shape that this link has compressed."""
         return [state.residual.value[0] for state in self._states.values()]
 
     def commit(self) -> None:
@@ -179,30 +200,40 @@ class SendingLink(Link):
             state.warm_start.rollback()
             state.finite.fill_(True)
 
-    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: "_SendingState") -> None:
-        wire = self.plan.wire(gradient.shape, gradient.dtype)
+    def follow_loss_scale(self, factor: torch.Tensor) -> None:
+        """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
+        for state in self._states.values():
+            state.residual.rescale(factor)
+
+    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: _SendingState) -> None:
+        wire, feedback = self.plan.wire(gradient.shape, gradient.dtype), self.plan.config.lazy_error_propagation
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-        rows = gradient.reshape(1, wire.n, wire.m)
+        p, q, arrives = (
+            self._scratch.take(name, shape, dtype, gradient.device)
+            for name, shape, dtype in (
+                ("p", p_wire.shape, torch.float32),
+                ("q", q_wire.shape, torch.float32),
+                ("arrives", (1, wire.n, wire.m), gradient.dtype),
+            )
+        )
+        rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
+        matrix = residual.plus(rows, self._scratch) if feedback else residual.workspace(self._scratch).copy_(rows)
 
-        matrix = state.residual.pending
-        if self.plan.config.lazy_error_propagation:
-            torch.add(state.residual.value, rows, out=matrix)
-        else:
-            matrix.copy_(rows)
-        p = self._compressor.project(matrix, state.warm_start.value)
-        state.finite &= torch.isfinite(p).all()
-        self._compressor.orthogonalize(p, out=p_wire)
-        q = self._compressor.back_project(matrix, p_wire)
-        q_wire.copy_(q)
+        self._compressor.project(matrix, state.warm_start.value, out=p)
+        note_finite(state.finite, p, self._scratch)
+        self._compressor.orthogonalize(p, out=p)
+        torch.mul(p, wire.scale, out=p_wire)
+        # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
+        self._compressor.back_project(matrix, p_wire, out=q)
+        torch.mul(q, wire.scale**-2, out=q_wire)
 
-        if self.plan.config.lazy_error_propagation:
-            decompress(self._compressor, p_wire, q_wire, out=state.decompressed)
-            matrix -= state.decompressed
-            state.residual.wrote()
-        state.warm_start.pending.copy_(next_warm_start(q, state.fresh_directions, self._compressor))
-        state.warm_start.wrote()
+        if feedback:
+            decompress(self._compressor, p_wire, q_wire, out=arrives)
+            residual.write(matrix.sub_(arrives))
+        next_start = next_warm_start(q, state.fresh_directions, self._compressor, out=q, scratch=self._scratch)
+        state.warm_start.write(next_start)
 
-    def _state_for(self, chunk: int, gradient: torch.Tensor) -> "_SendingState":
+    def _state_for(self, chunk: int, gradient: torch.Tensor) -> _SendingState:
         # Chunks are different places of the model: the error of one says nothing about another's gradient.
         key = (chunk, gradient.shape, gradient.dtype)
         if key not in self._states:
@@ -241,10 +272,7 @@ def decompress(compressor: LowRank, p_wire: torch.Tensor, q_wire: torch.Tensor, 
 
     The one function that both ends use, so that the sender's residual is computed from exactly what arrives.
     """
-    if out.dtype == torch.float32:
-        compressor.reconstruct(p_wire, q_wire, out=out)
-    else:
-        out.copy_(compressor.reconstruct(p_wire, q_wire))
+    compressor.reconstruct(p_wire, q_wire, out=out)
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors import (
     LowRank,
+    Scratch,
     effective_rank,
     initial_factor,
     next_warm_start,
@@ -25,7 +26,7 @@ from optimus_cc_ext.compressors import (
 )
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.collective import PendingSum, all_reduce_sum
-from optimus_cc_ext.techniques.stepped import SteppedTensor
+from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
 __all__ = ["BucketReducer", "compresses_stage", "warmup_iterations", "worth_compressing"]
 
@@ -61,6 +62,8 @@ class BucketReducer:
         group: the bucket's data-parallel group.
         salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
             tensor-parallel ranks, whose replicated parameters must stay equal.
+        state_dtype: what residuals and warm starts are kept in, fp32 or bf16.
+        scratch: memory for intermediate results, that several reducers on one stream can share.
     """
 
     def __init__(
@@ -73,14 +76,17 @@ class BucketReducer:
         config: DataParallelCompressionConfig,
         seed: int,
         salt: str,
+        state_dtype: torch.dtype = torch.float32,
+        scratch: Scratch | None = None,
     ) -> None:
+        self._scratch = scratch or Scratch()
         self._group, self._compressor, self._config = group, compressor, config
         by_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         for matrix in matrices:
             flat = matrix.view(matrix.shape[0], -1)
             by_shape[flat.shape[0], flat.shape[1]].append(flat)
         self._groups = [
-            _SameShape(views, config.dp_compression_rank, seed, f"{salt}/{rows}x{columns}")
+            _SameShape(views, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
             for (rows, columns), views in by_shape.items()
         ]
         runs = _contiguous_runs(dense)
@@ -101,8 +107,7 @@ class BucketReducer:
         if not self._groups:
             return
         for same in self._groups:
-            same.gather(self._config.dp_error_feedback)
-            self._compressor.project(same.matrices, same.warm_start.value, out=same.p_wire)
+            self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p_wire)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             slot.copy_(run)
         self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
@@ -115,12 +120,12 @@ class BucketReducer:
         if not self._groups:
             return
         for same in self._groups:
-            same.finite &= torch.isfinite(same.p_wire).all()
+            note_finite(same.finite, same.p_wire, self._scratch)
             self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
-            self._compressor.back_project(same.matrices, same.p_wire, out=same.q_wire)
+            self._compressor.back_project(same.gathered(self._scratch), same.p_wire, out=same.q_wire)
         all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
         for same in self._groups:
-            same.scatter(self._compressor, self._group.size(), self._config.dp_error_feedback)
+            same.scatter(self._compressor, self._group.size(), self._scratch)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             run.copy_(slot)
 
@@ -134,6 +139,11 @@ class BucketReducer:
     def matrices(self) -> int:
         """How many matrices are compressed."""
         return sum(len(same.views) for same in self._groups)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of residuals and factors."""
+        return sum(same.nbytes for same in self._groups)
 
     def residuals(self) -> list[torch.Tensor]:
         """The error feedback memory (matrices, rows, columns) of every group of equally shaped matrices."""
@@ -149,6 +159,11 @@ class BucketReducer:
             same.residual.commit(same.finite)
             same.warm_start.commit(same.finite)
             same.finite.fill_(True)
+
+    def follow_loss_scale(self, factor: torch.Tensor) -> None:
+        """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
+        for same in self._groups:
+            same.residual.rescale(factor)
 
     def rollback(self) -> None:
         """The step is repeated or skipped: forget what it put into residuals and warm starts."""
@@ -176,42 +191,56 @@ class BucketReducer:
 class _SameShape:
     """The matrices of one shape in a bucket, as one batch, and what is remembered about them."""
 
-    def __init__(self, views: list[torch.Tensor], compression_rank: int, seed: int, salt: str) -> None:
+    def __init__(
+        self,
+        views: list[torch.Tensor],
+        config: DataParallelCompressionConfig,
+        seed: int,
+        salt: str,
+        state_dtype: torch.dtype,
+    ) -> None:
         self.views = views
+        self._feedback = config.dp_error_feedback
         rows, columns = views[0].shape
-        rank = effective_rank(rows, columns, compression_rank)
+        rank = effective_rank(rows, columns, config.dp_compression_rank)
         device = views[0].device
         self.p_shape = torch.Size((len(views), rows, rank))
         self.q_shape = torch.Size((len(views), columns, rank))
         generator = private_generator(seed, "dp-compression", salt, device=device)
         self.fresh_directions = initial_factor(len(views), columns, rank, generator=generator, device=device)
-        self.warm_start = SteppedTensor(self.fresh_directions.clone())
-        self.residual = SteppedTensor(torch.zeros(len(views), rows, columns, device=device))
+        self.warm_start = SteppedTensor(self.fresh_directions.to(state_dtype, copy=True))
+        self.residual = SteppedTensor(torch.zeros(len(views), rows, columns, dtype=state_dtype, device=device))
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.p_wire: torch.Tensor
         self.q_wire: torch.Tensor
 
     @property
-    def matrices(self) -> torch.Tensor:
-        """(matrices, rows, columns): gradients with the residual added; the residual's next value grows from it."""
-        return self.residual.pending
+    def nbytes(self) -> int:
+        return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
 
-    def gather(self, feedback: bool) -> None:
-        """Collect the bucket's gradients into the batch."""
-        torch.stack(self.views, out=self.matrices)
-        if feedback:
-            self.matrices.add_(self.residual.value)
+    def gather(self, scratch: Scratch) -> torch.Tensor:
+        """(matrices, rows, columns): the bucket's gradients as one batch, with the residual added."""
+        batch = self.residual.workspace(scratch)
+        for slot, view in zip(batch, self.views, strict=True):
+            slot.copy_(view)
+        return batch.add_(self.residual.value) if self._feedback else batch
 
-    def scatter(self, compressor: LowRank, ranks: int, feedback: bool) -> None:
+    def gathered(self, scratch: Scratch) -> torch.Tensor:
+        """What `gather` returned before a collective: still there, or, where scratch memory held it, made again."""
+        return self.residual.workspace(scratch) if self.residual.is_wide else self.gather(scratch)
+
+    def scatter(self, compressor: LowRank, ranks: int, scratch: Scratch) -> None:
         """Write the reduced gradients back into the bucket, and remember what they lack."""
-        reduced = compressor.reconstruct(self.p_wire, self.q_wire)
+        matrices = self.gathered(scratch)
+        reduced = scratch.take("reduced", matrices.shape, torch.float32, matrices.device)
+        compressor.reconstruct(self.p_wire, self.q_wire, out=reduced)
         for view, gradient in zip(self.views, reduced, strict=True):
             view.copy_(gradient)
-        if feedback:
-            self.residual.pending.sub_(reduced, alpha=1.0 / ranks)
-            self.residual.wrote()
-        self.warm_start.pending.copy_(next_warm_start(self.q_wire, self.fresh_directions, compressor))
-        self.warm_start.wrote()
+        if self._feedback:
+            self.residual.write(matrices.sub_(reduced, alpha=1.0 / ranks))
+        start = scratch.take("start", self.q_shape, torch.float32, matrices.device)
+        next_warm_start(self.q_wire, self.fresh_directions, compressor, out=start, scratch=scratch)
+        self.warm_start.write(start)
 
 
 def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

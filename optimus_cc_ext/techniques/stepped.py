@@ -2,16 +2,21 @@
 
 import torch
 
-__all__ = ["SteppedTensor"]
+from optimus_cc_ext.compressors import Scratch
+
+__all__ = ["SteppedTensor", "note_finite"]
 
 
 class SteppedTensor:
     """A tensor whose writes reach later steps only when the step that made them is committed.
 
     Residuals and warm starts are fed during forward and backward, before it is known whether the optimizer's step
-    counts: a step can be repeated (Megatron's rerun state machine) or skipped. So a step writes to `pending`, and
+    counts: a step can be repeated (Megatron's rerun state machine) or skipped. So what a step writes is pending, and
     `commit` or `rollback` decides afterwards. Rolling back is free; committing costs one pass over the tensor,
     because whether the step was finite is known on the device only, and asking the host would stall it.
+
+    Args:
+        initial: fp32, or bf16 to keep it in half the memory.
     """
 
     def __init__(self, initial: torch.Tensor) -> None:
@@ -25,12 +30,34 @@ class SteppedTensor:
         return self._pending if self._written else self._committed
 
     @property
-    def pending(self) -> torch.Tensor:
-        """The buffer that this step writes; only meaningful to read after `wrote`."""
-        return self._pending
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._committed.nbytes + self._pending.nbytes
 
-    def wrote(self) -> None:
-        """Say that `pending` now holds this step's value."""
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is kept in fp32, so that `workspace` lasts until `write`."""
+        return self._pending.dtype == torch.float32
+
+    def workspace(self, scratch: Scratch) -> torch.Tensor:
+        """An fp32 tensor to compute this step's next value in: where it will be kept, or else memory of `scratch`.
+
+        It may be the tensor that `value` returns.
+        """
+        if self.is_wide:
+            return self._pending
+        return scratch.take("stepped", self._pending.shape, torch.float32, self._pending.device)
+
+    def plus(self, addend: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """`value` + `addend` in fp32, in the `workspace`."""
+        if self.is_wide:
+            return torch.add(self.value, addend, out=self._pending)
+        return self.workspace(scratch).copy_(addend).add_(self.value)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take `value`, which may be the `workspace`, as this step's."""
+        if value is not self._pending:
+            self._pending.copy_(value)
         self._written = True
 
     def commit(self, finite: torch.Tensor) -> None:
@@ -46,7 +73,19 @@ class SteppedTensor:
         """Forget this step's value."""
         self._written = False
 
+    def rescale(self, factor: torch.Tensor) -> None:
+        """Multiply what earlier steps left by a 0-dim tensor on this device. Not within a step."""
+        self._committed.mul_(factor)
+
     def zero_(self) -> None:
         """Forget everything."""
         self._committed.zero_()
         self._written = False
+
+
+def note_finite(finite: torch.Tensor, factor: torch.Tensor, scratch: Scratch) -> None:
+    """Clear the 0-dim bool tensor `finite` if `factor`, of any shape, has a NaN or Inf. On the device."""
+    largest = scratch.take("largest", (), torch.promote_types(factor.dtype, torch.float32), factor.device)
+    torch.linalg.vector_norm(factor, ord=torch.inf, out=largest, dtype=largest.dtype)
+    # NaN is not below infinity, either.
+    finite.logical_and_(torch.lt(largest, torch.inf, out=scratch.take("finite", (), torch.bool, factor.device)))

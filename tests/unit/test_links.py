@@ -13,11 +13,11 @@ SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): a 32 x 48 matrix."""
 
 
-def link(dtype=torch.float32, compressor=None, force=False, **config):
+def link(dtype=torch.float32, compressor=None, force=False, state_dtype=torch.float32, **config):
     config = {"compressed_backprop_rank": 4, "compressed_backprop_messages": "all"} | config
     plan = LinkPlan(
         config=CompressedBackpropConfig(compressed_backprop=True, **config),
-        sending_stage=1, receiving_stage=0, seed=7, force=force,
+        sending_stage=1, receiving_stage=0, seed=7, force=force, state_dtype=state_dtype,
     )  # fmt: skip
     compressor = compressor or FastLowRank()
     return SendingLink(plan, compressor, 1, 0), ReceivingLink(plan, compressor, 0, 1)
@@ -69,7 +69,7 @@ def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messag
     assert residual.abs().max() > 0.1, "rank 4 of noise must leave something out"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_residual_is_exactly_what_the_receiver_lacks(dtype):
     sender, receiver = link(dtype)
     sent = gradient(1, dtype)
@@ -142,6 +142,61 @@ def test_non_finite_gradients_arrive_as_such_and_are_not_remembered(poison):
     assert torch.equal(sender.residuals()[0], before)
     (healthy,) = run_iteration(sender, receiver, [gradient(3)])
     assert torch.isfinite(healthy).all()
+
+
+def test_an_fp16_wire_does_not_overflow_where_the_gradient_does_not():
+    sender, receiver = link()
+    # One direction only, of almost the largest number that fp16 has: Q = M^T P is sqrt(32) times that.
+    sent = torch.full(SHAPE, 60000.0, dtype=torch.float16)
+    (arrived,) = run_iteration(sender, receiver, [sent])
+    assert sent[0, 0, 0] * 32**0.5 == torch.inf, "unscaled, it would"
+    # fp16 keeps 11 bits of P and of Q, each.
+    torch.testing.assert_close(arrived, sent, rtol=4 * torch.finfo(torch.float16).eps, atol=0)
+
+
+def test_an_fp16_wire_keeps_small_gradients():
+    sender, receiver = link()
+    # The smallest normal number of fp16 is 6.1e-5. P's entries are 1/sqrt(32); unscaled, Q's would be well above.
+    sent = torch.full(SHAPE, 1e-4, dtype=torch.float16)
+    (arrived,) = run_iteration(sender, receiver, [sent])
+    # Q is divided by the scale, 16: that far into the subnormals fp16 keeps 2^-24 / 6e-6, one part in a hundred.
+    torch.testing.assert_close(arrived, sent, rtol=1e-2, atol=0)
+
+
+def test_residuals_follow_the_loss_scale():
+    """Twice the loss scale, twice the gradients: then the same messages twice as large, to the bit."""
+    arrived = []
+    for scale in (1.0, 2.0):
+        sender, receiver = link()
+        run_iteration(sender, receiver, [gradient(1)])
+        sender.follow_loss_scale(torch.tensor(scale))
+        arrived.append(run_iteration(sender, receiver, [scale * gradient(2)])[0] / scale)
+    assert torch.equal(*arrived)
+
+
+def test_a_state_in_bf16_takes_half_and_forgets_no_more_than_its_rounding():
+    plain, halved = link(), link(state_dtype=torch.bfloat16)
+    gradients = [gradient(b) for b in range(4)]
+    for ends in (plain, halved):
+        arrived = run_iteration(*ends, gradients)
+    (residual,) = halved[0].residuals()
+    assert residual.dtype == torch.bfloat16
+    # Each of four messages rounds a residual of up to 5 to 8 bits, by 0.01 at most.
+    lost = sum(gradients) - sum(arrived) - residual.view(SHAPE).float()
+    assert 0 < lost.abs().max() < 4 * 0.02
+    # The first Q, which both keep in fp32 beside the rest, is small.
+    assert halved[0].state_nbytes < 0.6 * plain[0].state_nbytes
+
+
+def test_room_is_made_before_the_first_message():
+    sender, _ = link(compressed_backprop_messages="epilogue")
+    sender.expect(NonInterleaved(2, 4), torch.empty(1).expand(SHAPE))
+    expected = sender.state_nbytes
+    assert expected > 2 * 32 * 48 * 4
+    sender.begin_iteration(NonInterleaved(2, 4))
+    for b in range(4):
+        sender.send(gradient(b))[1]()
+    assert sender.state_nbytes == expected
 
 
 def test_a_zero_gradient_does_not_kill_the_link():

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.techniques.stepped import SteppedTensor
 
+SCRATCH = Scratch()
 FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)
 
 
 def write(state: SteppedTensor, number: float) -> None:
-    state.pending.fill_(number)
-    state.wrote()
+    state.write(state.workspace(SCRATCH).fill_(number))
 
 
 def test_a_write_is_seen_by_its_own_step_at_once() -> None:
@@ -23,9 +24,9 @@ def test_a_write_is_seen_by_its_own_step_at_once() -> None:
     assert state.value.tolist() == [5.0] * 3
 
 
-def test_what_is_pending_is_not_seen_before_it_is_said_to_be_written() -> None:
+def test_a_workspace_is_not_seen_before_it_is_written() -> None:
     state = SteppedTensor(torch.zeros(3))
-    state.pending.fill_(5.0)
+    state.workspace(SCRATCH).fill_(5.0)
     assert state.value.tolist() == [0.0] * 3
 
 
@@ -33,7 +34,7 @@ def test_a_committed_write_reaches_the_next_step() -> None:
     state = SteppedTensor(torch.zeros(3))
     write(state, 5.0)
     state.commit(FINITE)
-    state.pending.fill_(7.0)  # the next step begins to write
+    state.workspace(SCRATCH).fill_(7.0)  # the next step begins to write
     assert state.value.tolist() == [5.0] * 3
 
 
@@ -65,7 +66,7 @@ def test_forgetting_everything_forgets_writes_as_well() -> None:
 def test_committing_reads_finiteness_from_the_tensor_and_not_on_the_host() -> None:
     """On a meta device any read by the host raises."""
     state = SteppedTensor(torch.zeros(3, device="meta"))
-    state.wrote()
+    state.write(torch.zeros(3, device="meta"))
     state.commit(torch.ones((), dtype=torch.bool, device="meta"))
 
 

@@ -1,0 +1,38 @@
+"""What a piece of code asks of torch: new memory for tensors, and values on the host."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Watch"]
+
+HOST_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default")
+"""Where a tensor's value, or a size that depends on it, goes to the host: on a GPU each waits for the device."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operator that returns memory which it was not given, and every one that reads on the host.
+
+    It sees what torch returns, not what a kernel uses inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[str] = []
+        self.read_by_host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _memory(leaf) not in given:
+                self.allocated.append(f"{func} {tuple(leaf.shape)}")
+        if str(func) in HOST_READS:
+            self.read_by_host.append(str(func))
+        return result
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

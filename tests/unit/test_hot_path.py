@@ -1,0 +1,82 @@
+"""Law: no sync on the hot path. After the first iteration a message allocates nothing and asks the host nothing."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.techniques.schedule import NonInterleaved
+from tests.allocations import Watch
+from tests.unit.test_links import gradient, link, run_iteration
+
+ONE_MESSAGE = NonInterleaved(2, 1)
+
+
+@contextmanager
+def nothing_asked():
+    with Watch() as watch:
+        yield
+    assert watch.allocated == []
+    assert watch.read_by_host == []
+
+
+def test_the_watch_sees_allocations_and_host_reads() -> None:
+    tensor = torch.ones(3)
+    with Watch() as watch:
+        tensor.add_(1).view(3, 1).mul_(2)
+        torch.mul(tensor, tensor, out=tensor)
+    assert watch.allocated == watch.read_by_host == []
+    with Watch() as watch:
+        tensor + tensor
+        tensor.sum().item()
+        bool((tensor > 0).all())
+    assert len(watch.allocated) == 4
+    assert len(watch.read_by_host) == 2
+
+
+@pytest.mark.parametrize("lazy_error_propagation", [True, False])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_message_allocates_nothing_and_asks_the_host_nothing(dtype, state_dtype, lazy_error_propagation):
+    sender, receiver = link(dtype, state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation)
+    gradients = [gradient(i, dtype) for i in range(3)]
+    run_iteration(sender, receiver, gradients)
+    arrived = [torch.empty_like(g) for g in gradients]
+    sender.follow_loss_scale(torch.tensor(2.0))
+    with nothing_asked():
+        for g, a in zip(gradients, arrived, strict=True):
+            sender.begin_iteration(ONE_MESSAGE)
+            receiver.begin_iteration(ONE_MESSAGE)
+            on_wire, sent_done = sender.send(g)
+            into, received_done = receiver.receive(a)
+            into.copy_(on_wire)
+            sent_done()
+            received_done()
+            sender.commit()
+    assert all(a.isfinite().all() for a in arrived)
+
+
+def test_scratch_memory_is_the_largest_users_and_not_everybodys() -> None:
+    scratch = Scratch()
+    cpu = torch.device("cpu")
+    large = scratch.take("matrix", (4, 8), torch.float32, cpu)
+    small = scratch.take("matrix", (3, 2), torch.float32, cpu)
+    assert small.shape == (3, 2) and small.is_contiguous()
+    assert small.data_ptr() == large.data_ptr()
+    assert scratch.nbytes == 4 * 8 * 4
+    scratch.take("other", (2,), torch.float32, cpu)
+    scratch.take("matrix", (2,), torch.bfloat16, cpu)
+    assert scratch.nbytes == 4 * 8 * 4 + 2 * 4 + 2 * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: host synchronisation cannot be observed")
+def test_a_message_on_a_gpu_waits_for_nothing():
+    sender, receiver = link()
+    gradients = [gradient(i).cuda() for i in range(3)]
+    run_iteration(sender, receiver, gradients)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_iteration(sender, receiver, gradients)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
