@@ -53,10 +53,6 @@ REFUSALS = (
     ),
     Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
     Refusal(
-        "--fp16", _set("fp16"), _any,
-        "dynamic loss scaling is not supported yet by Optimus-CC", "Use --bf16 or fp32",
-    ),
-    Refusal(
         "--context-parallel-size", _above_one("context_parallel_size"), _any,
         "context parallelism is not supported by Optimus-CC",
     ),

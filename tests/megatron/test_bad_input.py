@@ -102,7 +102,6 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs:
 
 # Every option of the table, written so that Megatron's own validation lets it through.
 REFUSED = {
-    "--fp16": [PP2 + ALL + "--fp16"],
     "--context-parallel-size": [PP2 + ALL + "--context-parallel-size 2"],
     "--use-megatron-fsdp": [PP1 + SC + "--use-megatron-fsdp --ckpt-format fsdp_dtensor"],
     "--use-torch-fsdp2": [
@@ -171,7 +170,8 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
         CB + "--optimizer muon",
         FE + SC + "--use-ring-exchange-p2p",
         SC + "--mtp-num-layers 1 --position-embedding-type rope",
-        ALL + "--bf16",
+        ALL + "--bf16 --compression-state-dtype bf16",
+        ALL + "--fp16",
         ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ALL + "--num-layers-per-virtual-pipeline-stage 1",
     ],

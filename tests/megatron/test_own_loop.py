@@ -34,7 +34,7 @@ def test_a_configuration_and_its_flags_train_alike():
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--fp16"], "--fp16"),
+        (["--use-distributed-optimizer", "--ddp-reduce-scatter-with-fp32-accumulation"], "--ddp-reduce-scatter"),
         (["--untie-embeddings-and-output-weights"], "--fused-embedding-sync"),
     ],
 )

@@ -101,8 +101,8 @@ def test_the_artifacts_flags_are_translated_with_their_notes() -> None:
         ("--compressed-backprop", "--compressed-backprop: there is nothing to compress"),
         ("--pipeline-model-parallel-size 4 --dp-compression", "--dp-compression: there is nothing to compress"),
         (
-            "--pipeline-model-parallel-size 2 --optimus-cc --fp16",
-            "--fp16: dynamic loss scaling is not supported yet",
+            "--pipeline-model-parallel-size 2 --optimus-cc --context-parallel-size 2",
+            "--context-parallel-size: context parallelism is not supported",
         ),
         ("--grad_comp --dp-compression", "--grad_comp: it is the published artifact's name of --dp-compression"),
     ],
