@@ -120,7 +120,10 @@ class OptimusConfig(CompressedBackpropConfig, FusedEmbeddingSyncConfig, DataPara
     """What residuals and factors are kept in between messages and steps; bf16 halves their memory."""
 
     compression_metrics: bool = True
-    """Count the bytes of each traffic class, raw and sent, and log them at the logging interval."""
+    """Log bytes by traffic class, raw and sent, compression errors, residuals and times at the logging interval."""
+
+    compression_error_statistics: bool = False
+    """Log how errors of compressed backpropagation relate to activations (paper, figure 11)."""
 
     force_compression: bool = False
     """For tests: compress tensors on which nothing is saved as well."""
@@ -129,6 +132,12 @@ class OptimusConfig(CompressedBackpropConfig, FusedEmbeddingSyncConfig, DataPara
         CompressedBackpropConfig.__post_init__(self)
         DataParallelCompressionConfig.__post_init__(self)
         _require_choice("--compression-state-dtype", self.compression_state_dtype, ("fp32", "bf16"))
+        if self.compression_error_statistics and not (self.compressed_backprop and self.compression_metrics):
+            raise FlagError(
+                "--compression-error-statistics",
+                "they are logged with --compression-metrics, and are about the errors of --compressed-backprop",
+                "Switch both on, or leave it out",
+            )
 
     @property
     def any_technique(self) -> bool:

@@ -68,6 +68,11 @@ _ARTIFACT_FLAGS = (
     ),
     _ArtifactFlag("--selective_grad_comp", lambda on: {}, also_sets=("dp_compression_stages",)),
     _ArtifactFlag("--selective_grad_comp_way", lambda stages: {}, int, ("dp_compression_stages",)),
+    _ArtifactFlag(
+        "--check_orth_error_acti",
+        lambda on: {"compression_error_statistics": on},
+        also_sets=("compression_error_statistics",),
+    ),
     _ArtifactFlag("--comp_seed", lambda seed: {"compression_seed": seed}, int, ("compression_seed",)),
 )
 
@@ -149,7 +154,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     flag("--compression-seed", "Seed of the compressors (Megatron's --seed).", type=int, metavar="S")
     flag("--compression-state-dtype", "What residuals and factors are kept in (fp32).", choices=("fp32", "bf16"))
-    flag("--compression-metrics", "Log bytes raw and sent by traffic class (on).", action=on_off)
+    flag("--compression-metrics", "Log traffic, errors, residuals and times (on).", action=on_off)
+    flag("--compression-error-statistics", "Log errors against activation differences (off).", action=on_off)
     group.add_argument(
         "--force-compression", dest=_PREFIX + "force_compression", action="store_true", default=None,
         help=argparse.SUPPRESS,

@@ -21,6 +21,7 @@ from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout, check_layout
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, RankPlace, union_ranks
+from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import (
     BucketReducer,
@@ -66,6 +67,9 @@ class _Step:
     open: bool = False
     """Whether the training loop announced the step, and will say how it ended."""
 
+    measured: bool = False
+    """Whether it is one that will be reported."""
+
     loss_scale: torch.Tensor | None = None
     """What the gradients of the last pass, and with them the residuals, were multiplied by; 0-dim. None: nothing."""
 
@@ -99,6 +103,8 @@ class Session:
     reducers: list[BucketReducer] = field(default_factory=list)
     """Of this rank's gradient buckets, in the order in which they were made."""
 
+    link_gauge: Gauge = field(default_factory=Gauge)
+    bucket_gauge: Gauge = field(default_factory=Gauge)
     _expected: bool = False
     _step: _Step = field(default_factory=_Step)
 
@@ -153,10 +159,12 @@ class Session:
         # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
         if stage > 0 or grid.chunks > 1:
             self.sending = SendingLink(
-                plan(stage, before), self.compressor, grid.place.rank, ranks[before], self.scratch
+                plan(stage, before), self.compressor, grid.place.rank, ranks[before], self.scratch, self.link_gauge
             )
         if stage < grid.stages - 1 or grid.chunks > 1:
-            self.receiving = ReceivingLink(plan(after, stage), self.compressor, grid.place.rank, ranks[after])
+            self.receiving = ReceivingLink(
+                plan(after, stage), self.compressor, grid.place.rank, ranks[after], self.link_gauge
+            )
 
     def _make_groups(self, grid: Grid, places: list[RankPlace]) -> None:
         if self.config.fused_embedding_sync and self.layout is not None and self.layout.distributed_optimizer:
@@ -223,10 +231,19 @@ class Session:
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 
-    def begin_step(self, iteration: int | None) -> None:
-        """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves."""
+    @property
+    def loss_scale(self) -> float:
+        """What this iteration's gradients and residuals were multiplied by, read from the device."""
+        return 1.0 if self._step.loss_scale is None else float(self._step.loss_scale)
+
+    def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
+        """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves.
+
+        Args:
+            measured: whether errors and times of this step will be asked for.
+        """
         self._settle(applied=True)
-        self._step.open = True
+        self._step.open, self._step.measured = True, measured
         if iteration is not None:
             self._step.iteration = iteration
 
@@ -245,6 +262,7 @@ class Session:
         # In a step that the loop announced, a second pass repeats the first: what the first left must not count.
         self._settle(applied=not self._step.open)
         self._follow(loss_scale)
+        self._measure(self._step.open and self._step.measured)
         for link in (self.sending, self.receiving):
             if link is not None:
                 link.begin_iteration(schedule)
@@ -265,6 +283,12 @@ class Session:
             for state in self._stateful():
                 state.follow_loss_scale(factor)
         self._step.loss_scale = loss_scale
+
+    def _measure(self, measured: bool) -> None:
+        for gauge in (self.link_gauge, self.bucket_gauge):
+            gauge.begin(measured)
+        if self.sending is not None:
+            self.sending.statistics.begin(measured and self.config.compression_error_statistics)
 
     def _settle(self, *, applied: bool) -> None:
         """Decide about what the passes since the last decision left behind."""

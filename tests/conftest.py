@@ -5,6 +5,22 @@ The default time limit of a test is in pytest.ini.
 
 import os
 
+import pytest
+
 # Set at import, before a test module imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run what is marked `full`: an hour instead of minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        # Deselected rather than skipped: nothing is missing here, these are simply not asked for.
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]

@@ -6,6 +6,7 @@ decompresses after the real ones have finished is added.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
         def p2p_ops(
             *,
             tensor_send_prev: torch.Tensor | None,
+            tensor_recv_prev: torch.Tensor | None,
             tensor_recv_next: torch.Tensor | None,
             tensor_send_next: torch.Tensor | None,
             group: torch.distributed.ProcessGroup,
@@ -58,7 +60,10 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
                 if tensor_send_next is not None:
                     nbytes = tensor_send_next.nbytes
                     session.traffic.add(TrafficClass.PIPELINE_FORWARD, raw=nbytes, sent=nbytes)
-            requests = original(tensor_send_next=tensor_send_next, group=group, **tensors, **rest)
+                if tensor_recv_prev is not None and session.sending is not None and session.sending.statistics.on:
+                    finish["recv_prev"] = partial(session.sending.statistics.activation, tensor_recv_prev)
+            received = {"tensor_recv_prev": tensor_recv_prev, "tensor_send_next": tensor_send_next}
+            requests = original(group=group, **received, **tensors, **rest)
             return _finish_with(requests, finish)
 
         return p2p_ops

@@ -105,6 +105,7 @@ def _reducers(session: Session, bucket_group: Any, *, compress: bool, leave_out_
             salt=salt,
             state_dtype=session.state_dtype,
             scratch=session.scratch,
+            gauge=session.bucket_gauge,
         )
 
     return [session.add_reducer(make(bucket)) for bucket in bucket_group.buckets]

@@ -101,6 +101,12 @@ REFUSALS = (
         "ring exchange does not pass through the calls that compression wraps",
     ),
     Refusal(
+        "--compression-error-statistics", _above_one("virtual_pipeline_model_parallel_size"),
+        lambda config: config.compression_error_statistics,
+        "with interleaving, consecutive messages belong to different layers",
+        "Leave it out, or leave out the interleaving",
+    ),
+    Refusal(
         "--inprocess-restart", _set("inprocess_restart"), _any,
         "a restart inside the process would keep the state of the run before",
     ),

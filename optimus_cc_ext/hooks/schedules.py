@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.training import device_of_collectives
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 
@@ -63,19 +64,14 @@ def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor |
         return None
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
     shape = (sequence // split, micro_batch, config.hidden_size)
-    return torch.empty(1, dtype=config.pipeline_dtype, device=_device()).expand(shape)
-
-
-def _device() -> torch.device:
-    on_gpu = torch.distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.empty(1, dtype=config.pipeline_dtype, device=device_of_collectives()).expand(shape)
 
 
 def _loss_scale(config: Any) -> torch.Tensor | None:
     """What this iteration's loss is multiplied by, 0-dim, still on the device; None without loss scaling."""
     if not config.fp16 or config.grad_scale_func is None:
         return None
-    return config.grad_scale_func(torch.ones((), device=_device())).reshape(())
+    return config.grad_scale_func(torch.ones((), device=device_of_collectives())).reshape(())
 
 
 def _announce_memory(session: Session) -> None:

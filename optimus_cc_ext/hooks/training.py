@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.metrics import collect
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.traffic import TrafficClass
 
-__all__ = ["wraps"]
+__all__ = ["device_of_collectives", "wraps"]
 
 _MODULE = "megatron.training.training"
 _SKIPPED = 1
@@ -34,7 +34,9 @@ def _train_step(session: Session, original: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        session.begin_step(signature.bind(*args, **kwargs).arguments.get("iteration"))
+        iteration = signature.bind(*args, **kwargs).arguments.get("iteration")
+        measured = session.config.compression_metrics and iteration is not None and any(_due(iteration + 1))
+        session.begin_step(iteration, measured=measured)
         result = original(*args, **kwargs)
         session.end_step(applied=not result[_SKIPPED])
         return result
@@ -44,20 +46,29 @@ def _train_step(session: Session, original: Callable[..., Any]) -> Callable[...,
 
 def _training_log(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
-    report = _TrafficReport(session)
+    reporter = _Reporter(session)
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        report.log(given["iteration"])
+        reporter.log(given["iteration"])
         return result
 
     return training_log
 
 
-class _TrafficReport:
-    """Sums the traffic of all ranks, at the logging intervals only, and writes it where Megatron writes."""
+def _due(iteration: int) -> tuple[bool, bool]:
+    """Whether Megatron writes to the terminal, and to TensorBoard or W&B, after this iteration (the first is 1)."""
+    from megatron.training import get_args
+
+    args = get_args()
+    has_writer = args.tensorboard_dir is not None or bool(getattr(args, "wandb_project", ""))
+    return iteration % args.log_interval == 0, has_writer and iteration % args.tensorboard_log_interval == 0
+
+
+class _Reporter:
+    """Collects what all ranks measured, at the logging intervals only, and writes it where Megatron writes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -65,55 +76,31 @@ class _TrafficReport:
         self._last_iteration: int | None = None
 
     def log(self, iteration: int) -> None:
-        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-        args = get_args()
-        to_writers = iteration % args.tensorboard_log_interval == 0 and args.tensorboard_dir is not None
-        to_terminal = iteration % args.log_interval == 0
+        to_terminal, to_writers = _due(iteration)
         if self._last_iteration is None:
             self._last_iteration = iteration - 1
         if not (to_terminal or to_writers) or iteration == self._last_iteration:
             return
-        per_iteration = self._collect(iteration)
+        counts = self._session.traffic.as_list()
+        fresh = [now - before for now, before in zip(counts, self._reported, strict=True)]
+        report = collect(self._session, fresh, iteration - self._last_iteration, device_of_collectives())
+        self._reported, self._last_iteration = counts, iteration
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
         if to_terminal:
-            print(f"  optimus-cc traffic per iteration | {_line(per_iteration)}", flush=True)
-        for traffic_class, (raw, sent) in per_iteration.items():
-            scalars = {
-                f"optimus-cc/{traffic_class.value} raw bytes": raw,
-                f"optimus-cc/{traffic_class.value} sent bytes": sent,
-            }
-            if writer := get_tensorboard_writer():
-                for name, value in scalars.items():
-                    writer.add_scalar(name, value, iteration)
-            if wandb := get_wandb_writer():
-                wandb.log(scalars, iteration)
-
-    def _collect(self, iteration: int) -> dict[TrafficClass, tuple[float, float]]:
-        """(raw, sent) bytes per iteration by class, of all ranks together, since the last report."""
-        assert self._last_iteration is not None
-        counts = self._session.traffic.as_list()
-        device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-        fresh = torch.tensor(
-            [now - before for now, before in zip(counts, self._reported, strict=True)],
-            dtype=torch.int64,
-            device=device,
-        )
-        torch.distributed.all_reduce(fresh)
-        values = [value / (iteration - self._last_iteration) for value in fresh.tolist()]
-        self._reported, self._last_iteration = counts, iteration
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return dict(zip(TrafficClass, pairs, strict=True))
+            for line in report.lines():
+                print(f"  optimus-cc {line}", flush=True)
+        scalars = report.scalars()
+        if writer := get_tensorboard_writer():
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(scalars, iteration)
 
 
-def _on_cuda() -> bool:
-    return torch.distributed.get_backend() == "nccl"
-
-
-def _line(per_iteration: dict[TrafficClass, tuple[float, float]]) -> str:
-    parts = []
-    for traffic_class, (raw, sent) in per_iteration.items():
-        if raw:
-            parts.append(f"{traffic_class.value}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)")
-    return " | ".join(parts) or "none"
+def device_of_collectives() -> torch.device:
+    """Where the default group's collectives take their tensors."""
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -25,6 +25,8 @@ from optimus_cc_ext.compressors import (
 )
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.techniques.error_statistics import ErrorStatistics
+from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
@@ -144,11 +146,19 @@ class SendingLink(Link):
     peer_role = "the previous stage"
 
     def __init__(
-        self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int, scratch: Scratch | None = None
+        self,
+        plan: LinkPlan,
+        compressor: LowRank,
+        rank: int,
+        peer_rank: int,
+        scratch: Scratch | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         super().__init__(plan, rank, peer_rank)
         self._compressor = compressor
         self._scratch = scratch or Scratch()
+        self._gauge = gauge or Gauge(self._scratch)
+        self.statistics = ErrorStatistics()
         self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
 
     def begin_iteration(self, schedule: Schedule) -> None:
@@ -168,7 +178,8 @@ class SendingLink(Link):
         if not compressed:
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
-        self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
+        with self._gauge.timed(gradient.device):
+            self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
         return buffer, lambda: self._give_back(gradient, buffer)
 
     @property
@@ -227,9 +238,14 @@ class SendingLink(Link):
         self._compressor.back_project(matrix, p_wire, out=q)
         torch.mul(q, wire.scale**-2, out=q_wire)
 
-        if feedback:
+        if feedback or self._gauge.on:
             decompress(self._compressor, p_wire, q_wire, out=arrives)
-            residual.write(matrix.sub_(arrives))
+            self._gauge.note_compressed(matrix)
+            error = matrix.sub_(arrives)
+            self._gauge.note_error(error)
+            self.statistics.error(len(self.compressed) - 1, error)
+        if feedback:
+            residual.write(matrix)
         next_start = next_warm_start(q, state.fresh_directions, self._compressor, out=q, scratch=self._scratch)
         state.warm_start.write(next_start)
 
@@ -246,9 +262,12 @@ class ReceivingLink(Link):
 
     peer_role = "the next stage"
 
-    def __init__(self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int) -> None:
+    def __init__(
+        self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int, gauge: Gauge | None = None
+    ) -> None:
         super().__init__(plan, rank, peer_rank)
         self._compressor = compressor
+        self._gauge = gauge or Gauge()
 
     def receive(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """The tensor to receive into, for the gradient that `gradient` waits for, and what to call once received."""
@@ -260,7 +279,8 @@ class ReceivingLink(Link):
         def finish() -> None:
             wire = self.plan.wire(gradient.shape, gradient.dtype)
             p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-            decompress(self._compressor, p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
+            with self._gauge.timed(gradient.device):
+                decompress(self._compressor, p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
             self._give_back(gradient, buffer)
 
         return buffer, finish

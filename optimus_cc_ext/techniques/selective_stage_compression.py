@@ -26,6 +26,7 @@ from optimus_cc_ext.compressors import (
 )
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.collective import PendingSum, all_reduce_sum
+from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
 __all__ = ["BucketReducer", "compresses_stage", "warmup_iterations", "worth_compressing"]
@@ -63,6 +64,7 @@ class BucketReducer:
         salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
             tensor-parallel ranks, whose replicated parameters must stay equal.
         state_dtype: what residuals and warm starts are kept in, fp32 or bf16.
+        gauge: measures what compression leaves out and costs.
         scratch: memory for intermediate results, that several reducers on one stream can share.
     """
 
@@ -78,8 +80,10 @@ class BucketReducer:
         salt: str,
         state_dtype: torch.dtype = torch.float32,
         scratch: Scratch | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         self._scratch = scratch or Scratch()
+        self._gauge = gauge or Gauge(self._scratch)
         self._group, self._compressor, self._config = group, compressor, config
         by_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         for matrix in matrices:
@@ -106,8 +110,9 @@ class BucketReducer:
         self._pending = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
         if not self._groups:
             return
-        for same in self._groups:
-            self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p_wire)
+        with self._gauge.timed(self._first_phase.device):
+            for same in self._groups:
+                self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p_wire)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             slot.copy_(run)
         self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
@@ -119,13 +124,18 @@ class BucketReducer:
             pending.wait()
         if not self._groups:
             return
-        for same in self._groups:
-            note_finite(same.finite, same.p_wire, self._scratch)
-            self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
-            self._compressor.back_project(same.gathered(self._scratch), same.p_wire, out=same.q_wire)
+        device = self._first_phase.device
+        with self._gauge.timed(device):
+            for same in self._groups:
+                note_finite(same.finite, same.p_wire, self._scratch)
+                self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
+                matrices = same.gathered(self._scratch)
+                self._compressor.back_project(matrices, same.p_wire, out=same.q_wire)
+                self._gauge.note_projection(matrices, same.q_wire)
         all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
-        for same in self._groups:
-            same.scatter(self._compressor, self._group.size(), self._scratch)
+        with self._gauge.timed(device):
+            for same in self._groups:
+                same.scatter(self._compressor, self._group.size(), self._scratch)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             run.copy_(slot)
 

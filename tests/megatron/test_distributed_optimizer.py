@@ -1,6 +1,11 @@
 """With the distributed optimizer, overlapped reductions and gathers, and interleaving: the same laws."""
 
+import functools
+import itertools
+from typing import Any
+
 import pytest
+import torch
 
 from tests.megatron.optimus_runs import PP2_DP2, TP2_PP2_DP2, relative_gap, run_optimus
 from tests.megatron.test_lossless_limits import FE, LOSSLESS_CB, LOSSLESS_SC, TOLERANCE, TWENTY
@@ -51,3 +56,36 @@ def test_traffic_of_fe_follows_the_arithmetic():
             raw, sent = run.probed["traffic"]["embedding"]
             embedding_bytes = 512 * 64 * 4  # 500 words, padded by Megatron to a multiple of 128
             assert (raw, sent) == (2 * raw_share * embedding_bytes, 2 * sent_share * embedding_bytes)
+
+
+def _start_one_ulp_away() -> None:
+    """Move every bf16 weight to its upper or lower neighbour, the same way on all replicas."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrap, chunks = DistributedDataParallel.__init__, itertools.count()
+
+    # Here, because the optimizer, which copies the weights, is built next.
+    @functools.wraps(wrap)
+    def wrap_neighbour(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        chunk = next(chunks)
+        for number, parameter in enumerate(self.module.parameters()):
+            assert parameter.dtype == torch.bfloat16
+            tied = getattr(parameter, "shared_embedding", False)
+            generator = torch.Generator().manual_seed(0 if tied else 1 + 1000 * chunk + number)
+            steps = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=torch.int16) - 1
+            # One more or less in its bits is the next number away from zero, or towards it; zero stays.
+            parameter.data.view(torch.int16).add_(steps * (parameter.data != 0))
+
+    DistributedDataParallel.__init__ = wrap_neighbour
+
+
+def test_in_bf16_full_rank_stays_within_twice_what_one_ulp_of_the_weights_does():
+    layout_flags = [*PP2_DP2[1], "--bf16", *OVERLAPPED, *INTERLEAVED, *TWENTY]
+    vanilla = last_stage_losses(run_megatron(4, layout_flags))
+    neighbour = last_stage_losses(run_megatron(4, layout_flags, before=_start_one_ulp_away))
+    runs = run_optimus((4, layout_flags), [*LOSSLESS_CB, *LOSSLESS_SC, *FE])
+    gap, spread = relative_gap(last_stage_losses(runs), vanilla), relative_gap(neighbour, vanilla)
+    print(f"relative gap {gap:.1e}, spread of vanilla one bf16 ulp away {spread:.1e}")
+    assert 0 < gap < 2 * spread
+    assert spread < 1e-2, "one ulp away is not another training"

@@ -1,0 +1,159 @@
+"""What is reported at the logging interval: traffic, errors, residuals and time, of all stages together.
+
+Each rank contributes one row of sums to a table of stages, one all-reduce adds the tables up, and every rank reads
+the same report from it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.error_statistics import StatisticsSums
+from optimus_cc_ext.techniques.gauge import Gauge
+from optimus_cc_ext.traffic import TrafficClass
+
+__all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
+
+
+@dataclass(frozen=True)
+class TechniqueMetrics:
+    """One technique on the ranks of one stage, in the iteration that was measured."""
+
+    error: float = 0.0
+    """Sum over the ranks of |error|^2, Frobenius, in units of the scaled loss."""
+
+    compressed: float = 0.0
+    """The same of what was compressed: gradient plus residual."""
+
+    residual: float = 0.0
+    """The same of what is remembered, in units of the loss."""
+
+    seconds: float = 0.0
+    """Sum over the ranks of the time spent on compressing and decompressing."""
+
+    @property
+    def relative_error(self) -> float:
+        """|error| / |gradient plus residual|."""
+        return sqrt(self.error / self.compressed) if self.compressed else 0.0
+
+
+@dataclass(frozen=True)
+class StageMetrics:
+    """Sums over the ranks of one stage."""
+
+    ranks: int
+    links: TechniqueMetrics
+    """Compressed backpropagation: what this stage sends; its time covers what it receives, too."""
+
+    buckets: TechniqueMetrics
+    """Selective stage compression."""
+
+    statistics: StatisticsSums
+
+
+@dataclass(frozen=True)
+class Report:
+    """What every rank knows after `collect`."""
+
+    traffic: dict[TrafficClass, tuple[float, float]]
+    """(raw, sent) bytes per iteration by class, of all ranks."""
+
+    stages: tuple[StageMetrics, ...]
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        parts = [
+            f"{traffic_class.value}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
+            for traffic_class, (raw, sent) in self.traffic.items()
+            if raw
+        ]
+        yield f"traffic per iteration | {' | '.join(parts) or 'none'}"
+        parts = [part for name in ("links", "buckets") for part in self._technique(name)]
+        if parts:
+            yield f"compression | {' | '.join(parts)}"
+        parts = [
+            f"stage {stage}: cosine {s.cosine / s.pairs:+.4f}, mean error {s.error_mean / s.pairs:+.2e}, "
+            f"mean activation difference {s.difference_mean / s.pairs:+.2e}"
+            for stage, s in enumerate(stage.statistics for stage in self.stages)
+            if s.pairs
+        ]
+        if parts:
+            yield f"errors against activation differences | {' | '.join(parts)}"
+
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard and W&B, by name."""
+        named: dict[str, float] = {}
+        for traffic_class, (raw, sent) in self.traffic.items():
+            named[f"{traffic_class.value} raw bytes"] = raw
+            named[f"{traffic_class.value} sent bytes"] = sent
+        for number, stage in enumerate(self.stages):
+            for name, technique in (("CB", stage.links), ("SC", stage.buckets)):
+                if technique.seconds:
+                    named[f"{name} milliseconds/stage {number}"] = 1e3 * technique.seconds / stage.ranks
+                if technique.compressed:
+                    named[f"{name} relative error/stage {number}"] = technique.relative_error
+                    named[f"{name} residual norm/stage {number}"] = sqrt(technique.residual / stage.ranks)
+            if pairs := stage.statistics.pairs:
+                named[f"error cosine/stage {number}"] = stage.statistics.cosine / pairs
+                named[f"error mean/stage {number}"] = stage.statistics.error_mean / pairs
+                named[f"activation difference mean/stage {number}"] = stage.statistics.difference_mean / pairs
+        return {f"optimus-cc/{name}": value for name, value in named.items()}
+
+    def _technique(self, name: str) -> Iterator[str]:
+        """One technique on all stages: its error over all of them, residual and time where they are largest."""
+        measured: list[tuple[int, TechniqueMetrics]] = [(stage.ranks, getattr(stage, name)) for stage in self.stages]
+        compressed = sum(technique.compressed for _, technique in measured)
+        if not compressed:
+            return
+        error = sqrt(sum(technique.error for _, technique in measured) / compressed)
+        residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
+        milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
+        title = {"links": "CB", "buckets": "SC"}[name]
+        yield f"{title}: error {100 * error:.2f} %, residual norm {residual:.3e}, {milliseconds:.2f} ms"
+
+
+def collect(session: Session, traffic: Sequence[int], iterations: int, device: torch.device) -> Report:
+    """Add up what all ranks measured. Collective over all ranks of the run; reads from the device.
+
+    Args:
+        session: this rank's, placed in the grid.
+        traffic: this rank's traffic since the last report, in the order of `Traffic.as_list`.
+        iterations: how many iterations that covers.
+        device: where collectives of the default group take their tensors.
+    """
+    assert session.grid is not None, "the session has no place in the grid yet"
+    links = session.sending.residuals() if session.sending else []
+    buckets = [residual for reducer in session.reducers for residual in reducer.residuals()]
+    statistics = session.sending.statistics.sums() if session.sending else StatisticsSums()
+    row = [
+        1.0,
+        *_technique(session.link_gauge, links, session.loss_scale),
+        *_technique(session.bucket_gauge, buckets, session.loss_scale),
+        *(statistics.pairs, statistics.cosine, statistics.error_mean, statistics.difference_mean),
+        *traffic,
+    ]
+    table = torch.zeros(session.grid.stages, len(row), dtype=torch.float64)
+    table[session.grid.place.stage] = torch.tensor(row, dtype=torch.float64)
+    table = table.to(device)
+    dist.all_reduce(table)
+    sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
+    stages = tuple(
+        StageMetrics(
+            int(values[0]),
+            TechniqueMetrics(*values[1:5]),
+            TechniqueMetrics(*values[5:9]),
+            StatisticsSums(int(values[9]), *values[10:13]),
+        )
+        for values in table.tolist()
+    )
+    return Report(dict(zip(TrafficClass, zip(sums[::2], sums[1::2], strict=True), strict=True)), stages)
+
+
+def _technique(gauge: Gauge, residuals: Sequence[torch.Tensor], loss_scale: float) -> tuple[float, ...]:
+    """The fields of `TechniqueMetrics`."""
+    residual = sum(float(torch.linalg.vector_norm(r, dtype=torch.float64)) ** 2 for r in residuals)
+    return (*gauge.squares(), residual / loss_scale**2, gauge.seconds())

@@ -1,0 +1,89 @@
+"""What is measured about compression: errors, times, and the paper's error statistics."""
+
+import time
+
+import pytest
+import torch
+
+from optimus_cc_ext.techniques.error_statistics import ErrorStatistics, StatisticsSums
+from optimus_cc_ext.techniques.gauge import Gauge
+
+CPU = torch.device("cpu")
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_errors_add_up_over_an_iteration() -> None:
+    gauge = Gauge()
+    gauge.begin(True)
+    pairs = [(noise(3, 5, seed=s), noise(3, 5, seed=10 + s)) for s in range(3)]
+    for matrix, error in pairs:
+        gauge.note_compressed(matrix)
+        gauge.note_error(error)
+    error, of = gauge.squares()
+    assert error == pytest.approx(sum(float(e.double().square().sum()) for _, e in pairs), rel=1e-12)
+    assert of == pytest.approx(sum(float(m.double().square().sum()) for m, _ in pairs), rel=1e-12)
+
+
+def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
+    gauge, matrix = Gauge(), noise(2, 20, 9)
+    basis = torch.linalg.qr(noise(2, 20, 4, seed=1)).Q
+    gauge.begin(True)
+    gauge.note_projection(matrix, kept=matrix.mT @ basis)
+    error, of = gauge.squares()
+    left_out = (matrix - basis @ (basis.mT @ matrix)).double()
+    # Both norms are taken in fp64 of fp32 products.
+    assert error == pytest.approx(float(left_out.square().sum()), rel=1e-5)
+    assert 0 < error < of
+
+
+def test_an_iteration_that_is_not_measured_counts_nothing() -> None:
+    gauge = Gauge()
+    gauge.begin(False)
+    gauge.note_compressed(noise(2, 2))
+    gauge.note_error(noise(2, 2))
+    with gauge.timed(CPU):
+        time.sleep(0.001)
+    assert gauge.squares() == (0.0, 0.0)
+    assert gauge.seconds() == 0.0
+
+
+def test_each_measured_iteration_starts_from_nothing() -> None:
+    gauge = Gauge()
+    for _ in range(2):
+        gauge.begin(True)
+        gauge.note_error(torch.ones(4))
+        with gauge.timed(CPU):
+            time.sleep(0.01)
+    assert gauge.squares()[0] == pytest.approx(4.0)
+    assert 0.01 <= gauge.seconds() < 0.2
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4], ids=lambda n: f"{n} activations ahead")
+def test_an_error_meets_the_difference_of_its_activation_and_the_next(ahead: int) -> None:
+    """As on a stage whose warm-up is `ahead` - 1: activations come that much before gradients go."""
+    activations = [noise(4, 2, 6, seed=b) for b in range(4)]
+    errors = [noise(1, 8, 6, seed=100 + b) for b in range(4)]
+    statistics = ErrorStatistics()
+    statistics.begin(True)
+    for b in range(4):
+        for received in range(b and b + ahead - 1, min(b + ahead, 4)):
+            statistics.activation(activations[received])
+        statistics.error(b, errors[b])
+    found = statistics.sums()
+    expected = [(errors[b].flatten(), (activations[b] - activations[b + 1]).flatten()) for b in range(3)]
+    assert found.pairs == 3
+    cosines = [float(e @ d / (e.norm() * d.norm())) for e, d in expected]
+    assert found.cosine == pytest.approx(sum(cosines), abs=1e-6)
+    assert found.error_mean == pytest.approx(sum(float(e.mean()) for e, _ in expected), abs=1e-6)
+    assert found.difference_mean == pytest.approx(sum(float(d.mean()) for _, d in expected), abs=1e-6)
+
+
+def test_statistics_of_an_unmeasured_iteration_keep_nothing() -> None:
+    statistics = ErrorStatistics()
+    statistics.activation(noise(2, 2))
+    statistics.error(0, noise(2, 2))
+    statistics.activation(noise(2, 2))
+    assert statistics.sums() == StatisticsSums()
