@@ -4,9 +4,12 @@
 its collective it drains, waits, copies extra main gradients, checks for NaN and scales; after it nothing is left to
 do. All that is kept, and only the collective replaced, by lending the original a data-parallel group of this rank
 alone: its all-reduce then changes nothing, and ours follows.
+
+Ours is always a sum. Megatron scales by 1/D before it, except that with --ddp-average-in-collective it leaves the
+division to the collective, and with --calculate-per-token-loss divides by the number of tokens after everything.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,17 +24,24 @@ from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatte
 __all__ = ["attach"]
 
 
-def attach(session: Session, bucket_group: Any) -> None:
-    """Take over, or at least count, the gradient reduction of one `_ParamAndGradBucketGroup`."""
+def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any] = ()) -> None:
+    """Take over, or at least count, the gradient reduction of one `_ParamAndGradBucketGroup`.
+
+    `never_compressed` holds parameters whose gradients stay dense.
+    """
+
+    def compressible(parameter: Any) -> bool:
+        return parameter not in never_compressed and _compressible(parameter, session.config)
+
     original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
     sharded = bucket_group.ddp_config.use_distributed_optimizer
     tied_bytes = _tied_bytes(bucket_group)
     # The distributed optimizer reduces a tied embedding over the replicas as ever, and only its shard over the stages.
     left_out = session.embedding is not None and tied_bytes > 0 and not sharded
-    uncompressed = _reducers(session, bucket_group, compress=False, leave_out_tied=True) if left_out else []
+    uncompressed = _reducers(session, bucket_group, _none, leave_out_tied=True) if left_out else []
     compressed = []
-    if session.compresses_this_stage and any(_compressible(p, session.config) for p in bucket_group.params):
-        compressed = _reducers(session, bucket_group, compress=True, leave_out_tied=left_out)
+    if session.compresses_this_stage and any(map(compressible, bucket_group.params)):
+        compressed = _reducers(session, bucket_group, compressible, leave_out_tied=left_out)
     ranks = _group(bucket_group).size()
     vanilla_bytes = reduce_scatter_bytes if sharded else all_reduce_bytes
     # The tied embedding is a traffic class of its own, also where it travels with its bucket.
@@ -75,14 +85,20 @@ class _Reduction:
             reducer.finish()
 
 
-def _reducers(session: Session, bucket_group: Any, *, compress: bool, leave_out_tied: bool) -> list[BucketReducer]:
-    """One reducer per bucket: its matrices compressed or not, a tied embedding left out or not."""
+def _none(parameter: Any) -> bool:
+    return False
+
+
+def _reducers(
+    session: Session, bucket_group: Any, compressible: Callable[[Any], bool], *, leave_out_tied: bool
+) -> list[BucketReducer]:
+    """One reducer per bucket: what is `compressible` compressed, a tied embedding left out or not."""
     config = session.config
 
     def make(bucket: Any) -> Callable[[str], BucketReducer]:
         if bucket.params_with_extra_main_grads:
             raise FlagError(
-                "--main-grads-dtype",
+                "--ddp-param-name-patterns-for-fp32-local-accumulation",
                 "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
                 "Leave it out",
             )
@@ -91,7 +107,7 @@ def _reducers(session: Session, bucket_group: Any, *, compress: bool, leave_out_
             gradient = parameter.main_grad
             if leave_out_tied and _is_tied(parameter):
                 continue
-            if compress and _compressible(parameter, config):
+            if compressible(parameter):
                 matrices.append(gradient)
             else:
                 dense.append(gradient.view(-1))
@@ -146,8 +162,15 @@ def _lent_group(bucket_group: Any, group: dist.ProcessGroup) -> Iterator[None]:
             "cached_grad_buffer_shard_list": [None] * len(bucket_group.buckets),
         }
     own = {name: getattr(bucket_group, name) for name in lent}
+    scales = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
     vars(bucket_group).update(lent)
+    if bucket_group.ddp_config.average_in_collective:
+        # An average over one rank divides by nothing, so what is left to the collective has to happen before it.
+        for bucket, scale in zip(bucket_group.buckets, scales, strict=True):
+            bucket.gradient_scaling_factor = scale / own[_group_attribute(bucket_group)].size()
     try:
         yield
     finally:
         vars(bucket_group).update(own)
+        for bucket, scale in zip(bucket_group.buckets, scales, strict=True):
+            bucket.gradient_scaling_factor = scale

@@ -46,6 +46,11 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
+_QUANTISED = "quantised parameter buffers are not supported with --fused-embedding-sync and --dp-compression"
+_SHARDED = (
+    "it shards weights and their gradients over ranks that --fused-embedding-sync and --dp-compression do not know"
+)
+
 REFUSALS = (
     # Before the distributed optimizer, which Megatron switches on with it.
     Refusal(
@@ -61,36 +66,35 @@ REFUSALS = (
         "several distributed-optimizer instances are not supported",
     ),
     Refusal(
-        "--ddp-average-in-collective", _set("ddp_average_in_collective"), _any,
-        "averaging inside the collective is not supported yet by Optimus-CC",
-    ),
-    Refusal(
-        "--calculate-per-token-loss", _set("calculate_per_token_loss"), _gradients,
-        "sums that are scaled after the reduction are not supported yet with --fused-embedding-sync "
-        "and --dp-compression",
-    ),
-    Refusal(
-        "--grad-reduce-in-bf16", _set("grad_reduce_in_bf16"), _any,
-        "a bf16 gradient buffer is not supported yet by Optimus-CC",
-    ),
-    Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation", _set("ddp_reduce_scatter_with_fp32_accumulation"), _gradients,
         "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
     ),
     Refusal(
-        "--fp8-param-gather", _set("fp8_param_gather"), _gradients,
-        "quantised parameter buffers are not supported yet with --fused-embedding-sync and --dp-compression",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        _set("ddp_param_name_patterns_for_fp32_local_accumulation"), _gradients,
+        "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
+    ),
+    Refusal("--fp8-param-gather", _set("fp8_param_gather"), _gradients, _QUANTISED),
+    Refusal("--fp4-param-gather", _set("fp4_param_gather"), _gradients, _QUANTISED),
+    Refusal(
+        "--tensor-parallel-num-weight-shards", _above_one("gtp_weight_remat_size"), _gradients,
+        _SHARDED,
     ),
     Refusal(
-        "--num-experts", _set("num_experts"), _any, "mixture of experts is not supported yet by Optimus-CC",
+        "--expert-tensor-parallel-num-weight-shards", _above_one("expert_gtp_weight_remat_size"), _gradients,
+        _SHARDED,
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm", _set("overlap_moe_expert_parallel_comm"), _any,
+        "it runs another schedule than the 1F1B that decides which messages are compressed",
     ),
     Refusal(
         "--mtp-num-layers", _set("mtp_num_layers"), _embedding,
         "multi-token prediction keeps more than two copies of the embedding",
     ),
     Refusal(
-        "--optimizer", lambda args: "muon" in str(getattr(args, "optimizer", "")), _gradients,
-        "layer-wise optimizers (Muon) lay their gradients out differently", "Use --optimizer adam or sgd",
+        "--optimizer", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"), _gradients,
+        "layer-wise optimizers (Muon and others) lay their gradients out differently", "Use --optimizer adam or sgd",
     ),
     Refusal(
         "--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") == "full_iteration", _any,
@@ -109,6 +113,11 @@ REFUSALS = (
     Refusal(
         "--inprocess-restart", _set("inprocess_restart"), _any,
         "a restart inside the process would keep the state of the run before",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type", lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", _any,
+        "local checkpoints have no folder in which the compressors' state could lie beside them",
+        "Use --non-persistent-ckpt-type global, or leave it out",
     ),
     Refusal(
         "--perform-rl-step", _set("perform_rl_step"), _any, "reinforcement learning steps are not supported",

@@ -2,11 +2,23 @@
 
 1F1B ends last on the first stages, so their reduction is what an iteration waits for; only they are compressed.
 
-PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas, each already scaled by 1/D:
+PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
 
     M_d += E_d;  P = sum_d M_d Q;  P = orthogonal(P);  Q = sum_d M_d^T P;  G = P Q^T;  E_d = M_d - G / D
 
-The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G.
+The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G. It is always a *sum*: for a
+mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and everything is
+divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
+
+Every replica rebuilds the whole of G, also where its optimizer reads only a shard: E_d needs all of it, and so does
+Megatron where it asks for whole gradients (`--save-wgrads-interval`). Writing only the shard into the bucket would
+save a part of one pass of the eight or so over the matrices.
+
+In a bf16 bucket P and Q travel in bf16 as well: bytes are what a bf16 bucket is for, and with fp32 factors the
+compression rank at which anything is saved would halve. It costs no accuracy that bf16 sums would not cost: the basis
+that Q is computed with is orthogonalised from the received sum, in fp32, on every replica alike, so rounding P only
+turns it a little; what rounding Q and rounding G into the bucket lose goes into the residual, which is computed from
+what the optimizer will read.
 """
 
 from collections import defaultdict
@@ -58,7 +70,7 @@ class BucketReducer:
     """Reduces one gradient bucket over its data-parallel group: matrices as P and Q, the rest as it is.
 
     Args:
-        matrices: views into the bucket, each of two dimensions or more, dtype fp32; they are compressed.
+        matrices: views into the bucket, each of two dimensions or more, fp32 or bf16; they are compressed.
         dense: flat views into the bucket; they are summed as they are.
         group: the bucket's data-parallel group.
         salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
@@ -112,7 +124,8 @@ class BucketReducer:
             return
         with self._gauge.timed(self._first_phase.device):
             for same in self._groups:
-                self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p_wire)
+                self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p)
+                _put(same.p, same.p_wire)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             slot.copy_(run)
         self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
@@ -128,10 +141,11 @@ class BucketReducer:
         with self._gauge.timed(device):
             for same in self._groups:
                 note_finite(same.finite, same.p_wire, self._scratch)
-                self._compressor.orthogonalize(same.p_wire, out=same.p_wire)
+                self._compressor.orthogonalize(same.p_wire, out=same.p)
                 matrices = same.gathered(self._scratch)
-                self._compressor.back_project(matrices, same.p_wire, out=same.q_wire)
-                self._gauge.note_projection(matrices, same.q_wire)
+                self._compressor.back_project(matrices, same.p, out=same.q)
+                self._gauge.note_projection(matrices, same.q)
+                _put(same.q, same.q_wire)
         all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
         with self._gauge.timed(device):
             for same in self._groups:
@@ -189,12 +203,13 @@ class BucketReducer:
             return
         p_sizes = [same.p_shape.numel() for same in self._groups]
         dense_size = sum(run.numel() for run in self._packed)
-        self._first_phase = torch.empty(sum(p_sizes) + dense_size, device=like.device)
+        dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+        self._first_phase = torch.empty(sum(p_sizes) + dense_size, dtype=dtype, device=like.device)
         *p_flat, self._dense_wire = self._first_phase.split([*p_sizes, dense_size])
         q_sizes = [same.q_shape.numel() for same in self._groups]
-        self._second_phase = torch.empty(sum(q_sizes), device=like.device)
+        self._second_phase = torch.empty(sum(q_sizes), dtype=dtype, device=like.device)
         for same, p, q in zip(self._groups, p_flat, self._second_phase.split(q_sizes), strict=True):
-            same.p_wire, same.q_wire = p.view(same.p_shape), q.view(same.q_shape)
+            same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
         self._dense_slots = self._dense_wire.split([run.numel() for run in self._packed])
 
 
@@ -221,8 +236,11 @@ class _SameShape:
         self.warm_start = SteppedTensor(self.fresh_directions.to(state_dtype, copy=True))
         self.residual = SteppedTensor(torch.zeros(len(views), rows, columns, dtype=state_dtype, device=device))
         self.finite = torch.ones((), dtype=torch.bool, device=device)
-        self.p_wire: torch.Tensor
-        self.q_wire: torch.Tensor
+
+    def use_wire(self, p_wire: torch.Tensor, q_wire: torch.Tensor) -> None:
+        """Take the slots of P and Q in the messages; they are computed in fp32, in place where the wire is fp32."""
+        self.p_wire, self.q_wire = p_wire, q_wire
+        self.p, self.q = p_wire.float(), q_wire.float()
 
     @property
     def nbytes(self) -> int:
@@ -241,16 +259,24 @@ class _SameShape:
 
     def scatter(self, compressor: LowRank, ranks: int, scratch: Scratch) -> None:
         """Write the reduced gradients back into the bucket, and remember what they lack."""
+        _put(self.q_wire, self.q)
         matrices = self.gathered(scratch)
         reduced = scratch.take("reduced", matrices.shape, torch.float32, matrices.device)
-        compressor.reconstruct(self.p_wire, self.q_wire, out=reduced)
+        compressor.reconstruct(self.p, self.q, out=reduced)
         for view, gradient in zip(self.views, reduced, strict=True):
             view.copy_(gradient)
+            _put(view, gradient)
         if self._feedback:
             self.residual.write(matrices.sub_(reduced, alpha=1.0 / ranks))
         start = scratch.take("start", self.q_shape, torch.float32, matrices.device)
-        next_warm_start(self.q_wire, self.fresh_directions, compressor, out=start, scratch=scratch)
+        next_warm_start(self.q, self.fresh_directions, compressor, out=start, scratch=scratch)
         self.warm_start.write(start)
+
+
+def _put(values: torch.Tensor, into: torch.Tensor) -> None:
+    """Round, or take over what was rounded; nothing to do between tensors of one dtype, which hold the same already."""
+    if values.dtype != into.dtype:
+        into.copy_(values)
 
 
 def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -111,12 +111,12 @@ def test_equals_pytorchs_powersgd_hook_over_five_compressed_steps(compressor):
     assert max(run_ranks(3, _against_the_hook, compressor)) < 1e-4
 
 
-def _error_feedback_conserves(steps: int) -> tuple[float, bool]:
+def _error_feedback_conserves(steps: int, dtype: torch.dtype) -> tuple[float, bool]:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    flat = torch.empty(sum(math.prod(shape) for shape in SHAPES))
+    flat = torch.empty(sum(math.prod(shape) for shape in SHAPES), dtype=dtype)
     reducer = _reducer(flat, FastLowRank())
-    offered, applied = torch.zeros_like(flat), torch.zeros_like(flat)
+    offered, applied = torch.zeros(flat.shape), torch.zeros(flat.shape)
     for step in range(steps):
         flat.copy_(_gradients(rank, step) / ranks)
         offered += flat
@@ -137,9 +137,10 @@ def _error_feedback_conserves(steps: int) -> tuple[float, bool]:
     return gap, all(torch.equal(copy, flat) for copy in copies)
 
 
-def test_what_replicas_offered_is_what_they_got_plus_their_residuals():
-    for gap, equal in run_ranks(2, _error_feedback_conserves, 6):
-        assert gap < 1e-5, "fp32 sums of 6 steps"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype):
+    for gap, equal in run_ranks(2, _error_feedback_conserves, 6, dtype):
+        assert gap < 1e-5, "fp32 sums of 6 steps, also where a bf16 bucket rounds what the replicas get"
         assert equal, "every replica applies the same gradient, bit for bit"
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -108,26 +109,56 @@ REFUSED = {
         PP1 + SC + "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
     ],
     "--num-distributed-optimizer-instances": [PP2 + ALL + "--num-distributed-optimizer-instances 2"],
-    "--ddp-average-in-collective": [PP2 + ALL + "--ddp-average-in-collective"],
-    "--calculate-per-token-loss": [PP2 + technique + "--calculate-per-token-loss" for technique in (FE, SC)],
-    "--grad-reduce-in-bf16": [PP2 + ALL + "--bf16 --grad-reduce-in-bf16"],
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": [
+        PP2 + SC + "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all"
+    ],
     "--fp8-param-gather": [
         PP2 + SC + "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
         "--fp8-format hybrid --fp8-param-gather"
     ],
+    "--fp4-param-gather": [
+        PP2 + FE + "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
+        "--fp4-format e2m1 --fp4-param-gather"
+    ],
+    "--tensor-parallel-num-weight-shards": [PP2 + FE + "--tensor-parallel-num-weight-shards 2"],
+    "--expert-tensor-parallel-num-weight-shards": [
+        PP2 + SC + "--num-experts 2 --expert-tensor-parallel-num-weight-shards 2"
+    ],
+    "--overlap-moe-expert-parallel-comm": [
+        PP2 + technique + "--num-experts 2 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --bf16 "
+        "--moe-token-dispatcher-type alltoall"
+        for technique in (CB, FE, SC)
+    ],
     "--ddp-reduce-scatter-with-fp32-accumulation": [
         PP2 + SC + "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation"
     ],
-    "--num-experts": [PP2 + ALL + "--num-experts 2"],
     "--mtp-num-layers": [PP2 + FE + "--mtp-num-layers 1 --position-embedding-type rope"],
-    "--optimizer": [PP2 + FE + "--optimizer muon", PP2 + SC + "--optimizer dist_muon"],
+    "--optimizer": [
+        PP2 + FE + "--optimizer muon",
+        PP2 + FE + "--optimizer muon --use-distributed-optimizer",
+        PP2 + SC + "--optimizer dist_muon",
+        PP2 + SC + "--optimizer soap",
+    ],
     "--cuda-graph-impl": [PP2 + CB + "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"],
     "--use-ring-exchange-p2p": [PP2 + CB + "--use-ring-exchange-p2p"],
     "--inprocess-restart": [PP2 + ALL + "--inprocess-restart"],
+    "--non-persistent-ckpt-type": [
+        PP2 + ALL + "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir nowhere"
+    ],
     "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
 }
 # FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
 FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def everything_is_installed() -> None:
+    """Megatron's validation looks for packages that a CPU has no use for; what is refused must not depend on them."""
+    from megatron.training import arguments
+
+    arguments.is_te_min_version = lambda *version, **rest: True
+    manager = types.ModuleType("local_manager")
+    manager.LocalCheckpointManager = None  # type: ignore[attr-defined]
+    sys.modules["nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"] = manager
 
 
 def test_every_refusal_of_the_table_has_a_case_here() -> None:
@@ -138,7 +169,8 @@ def test_every_refusal_of_the_table_has_a_case_here() -> None:
 def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list[str]) -> None:
     refusal = next(refusal for refusal in REFUSALS if line in REFUSED[refusal.flag])
     env = FSDP_CONNECTIONS if "fsdp" in line else None
-    assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env)
+    before = everything_is_installed if "fp4" in line or "local-ckpt" in line else None
+    assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env, before=before)
 
 
 def _refused_by_the_entry() -> str:
@@ -166,13 +198,14 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
         "--num-virtual-stages-per-pipeline-rank 2",
         "--fp16",
         # Each technique is refused only what it does not work with.
-        CB + "--overlap-grad-reduce --calculate-per-token-loss --bf16",
+        ALL + "--overlap-grad-reduce --calculate-per-token-loss --bf16 --grad-reduce-in-bf16",
         CB + "--optimizer muon",
         FE + SC + "--use-ring-exchange-p2p",
         SC + "--mtp-num-layers 1 --position-embedding-type rope",
         ALL + "--bf16 --compression-state-dtype bf16",
         ALL + "--fp16",
-        ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective",
+        ALL + "--num-experts 2 --expert-model-parallel-size 2",
         ALL + "--num-layers-per-virtual-pipeline-stage 1",
     ],
 )
