@@ -20,6 +20,7 @@ __all__ = ["check_not_too_late", "install"]
 
 RNG_MODULE = "megatron.core.tensor_parallel.random"
 ASYNC_MODULE = "megatron.core.dist_checkpointing.strategies.async_utils"
+DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
 
 
 def check_not_too_late() -> None:
@@ -87,6 +88,20 @@ def _allow_sequence_parallel_norm(patches: Patches) -> None:
     patches.replace(norm_class, "__new__", staticmethod(build_marked))
 
 
+def _give_numbers_to_the_dispatcher(patches: Patches) -> None:
+    # Expert parallelism's all-to-all wants its split sizes as numbers. Megatron makes them numbers where it moves them
+    # off the GPU, and lets tensors that are on the host already pass as they are.
+    module = importlib.import_module(DISPATCHER_MODULE)
+    move = module.maybe_move_tensor_to_cpu
+
+    @functools.wraps(move)
+    def move_or_convert(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
+        moved = move(tensor, as_numpy, *args, **kwargs)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    patches.replace(module, "maybe_move_tensor_to_cpu", move_or_convert)
+
+
 def _serve_checkpoint_writer(patches: Patches) -> None:
     # --async-save writes from a second process, which starts without the runtime.
     module = importlib.import_module(ASYNC_MODULE)
@@ -140,4 +155,5 @@ def install(patches: Patches) -> None:
     _skip_compilation_if_compiled(patches)
     _keep_pipeline_outputs(patches)
     _allow_sequence_parallel_norm(patches)
+    _give_numbers_to_the_dispatcher(patches)
     _serve_checkpoint_writer(patches)
