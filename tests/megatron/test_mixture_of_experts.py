@@ -38,7 +38,7 @@ def _assert_lossless(flags: list[str], techniques: list[str]) -> list[dict[str, 
     vanilla = run_megatron(4, [*PP2_DP2[1], *flags])
     runs = run_optimus(PP2_DP2, [*flags, *techniques], probe=_mixture_facts)
     assert relative_gap(last_stage_losses(runs), last_stage_losses(vanilla)) < TOLERANCE
-    # Adam hides a wrong scale; norms show it. Routing is a choice, so that rounding in later iterations can send a token
+    # Adam hides a wrong scale, norms show it. Routing is a choice: in later iterations rounding can send a token
     # to another expert, which moves norms by some 1e-4; a wrong scale would move them by a factor.
     first, *later = zip(runs[0].grad_norms, vanilla[0].grad_norms, strict=True)
     assert relative_gap(*([norm] for norm in first)) < TOLERANCE
