@@ -1,0 +1,145 @@
+"""What fused embedding synchronisation really sends, by the kernel's counters: 8 ranks on 8 hosts of their own.
+
+The hosts are network namespaces on one switch, which takes root. P = 2 stages, D = 4 replicas.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
+from tests.forked_ranks import run_ranks
+
+D = 4
+V = 8 << 20
+"""Bytes of the embedding's gradient: what TCP, ARP and barriers add must not be seen."""
+
+INTERFACE = "eth0"
+
+
+def _why_not() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces take root"
+    if shutil.which("ip") is None:
+        return "network namespaces take iproute2's `ip`"
+    return None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """Names of 2 D namespaces, each with one interface, on a switch in a namespace of its own."""
+    prefix = f"occ{os.getpid()}"
+    switch, names = f"{prefix}-switch", [f"{prefix}-{host}" for host in range(2 * D)]
+    try:
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add switch type bridge")
+        _ip(f"-n {switch} link set switch up")
+        for host, name in enumerate(names):
+            _ip(f"netns add {name}")
+            _ip(f"-n {switch} link add port{host} type veth peer name {INTERFACE} netns {name}")
+            _ip(f"-n {switch} link set port{host} master switch up")
+            _ip(f"-n {name} address add 10.77.0.{host + 1}/24 dev {INTERFACE}")
+            _ip(f"-n {name} link set {INTERFACE} up")
+        yield names
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _ip(line: str) -> None:
+    done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no network namespaces here: ip {line}: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Bytes that one rank's interface sent for one way of synchronising, and whether the sums came out right."""
+
+    unfused: int
+    fused: int
+    right: bool
+
+
+def _synchronise(hosts: list[str], sharded: bool) -> _Sent:
+    rank = int(os.environ["RANK"])
+    # The rendezvous stays where the test is: its socket remains in the namespace in which it was opened.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2 * D, is_master=False,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    with Path("/var/run/netns", hosts[rank]).open() as host:
+        os.setns(host.fileno(), os.CLONE_NEWNET)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * D, timeout=timedelta(seconds=60))
+    stage, replica = divmod(rank, D)
+    replicas = [dist.new_group([s * D + d for d in range(D)]) for s in range(2)][stage]
+    pair = [dist.new_group([d, D + d]) for d in range(D)][replica]
+    union = dist.new_group(list(range(2 * D)))
+
+    def gradient(nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes // 4,), 2.0**rank)
+
+    def shard_of(whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(D, -1)[replica]
+
+    def unfused(whole: torch.Tensor) -> None:
+        if sharded:
+            dist.reduce_scatter_tensor(shard_of(whole), whole, group=replicas)
+        else:
+            dist.all_reduce(whole, group=replicas)
+        dist.all_reduce(whole, group=pair)
+
+    def fused(whole: torch.Tensor) -> None:
+        if sharded:
+            dist.reduce_scatter_tensor(shard_of(whole), whole, group=replicas)
+            FusedEmbeddingSync(pair, sharded=True).reduce(shard_of(whole))
+        else:
+            FusedEmbeddingSync(union).reduce(whole)
+
+    sent, right = [], True
+    for synchronise in (unfused, fused):
+        synchronise(gradient(V // 64))  # connections are made on first use
+        whole = gradient(V)
+        dist.barrier()
+        before = _sent_bytes()
+        synchronise(whole)
+        dist.barrier()
+        sent.append(_sent_bytes() - before)
+        right &= bool((shard_of(whole) == 2.0 ** (2 * D) - 1).all())
+    return _Sent(sent[0], sent[1], right)
+
+
+def _sent_bytes() -> int:
+    """Of this namespace's interface, since it was made: the ninth number behind its name."""
+    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if f"{INTERFACE}:" in line]
+    return int(line.split(":")[1].split()[8])
+
+
+@pytest.mark.parametrize(
+    ("sharded", "logical", "in_the_kernel"),
+    [
+        (False, (2.5, 1.75), (2.5, 1.75)),
+        # gloo's reduce-scatter moves as much as its all-reduce, 1.5 V where 0.75 V would do.
+        (True, (1.75, 1.0), (2.5, 1.75)),
+    ],
+    ids=["whole gradients", "distributed optimizer"],
+)
+def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded, logical, in_the_kernel):
+    assert unfused_bytes(V, D, sharded=sharded) == logical[0] * V
+    assert fused_bytes(V, D, sharded=sharded) == logical[1] * V
+    for sent in run_ranks(2 * D, _synchronise, hosts, sharded, timeout=120):
+        assert sent.right
+        assert sent.unfused / V == pytest.approx(in_the_kernel[0], rel=0.02)
+        assert sent.fused / V == pytest.approx(in_the_kernel[1], rel=0.02)
