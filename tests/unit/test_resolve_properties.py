@@ -1,0 +1,143 @@
+"""Whatever a command line asks for on whatever layout: a valid configuration that holds it, or a refusal by name."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.flags import ARTIFACT_DEFAULTS, add_flags, request_from
+from optimus_cc_ext.resolve import Layout, Resolution, check_layout, resolve
+
+PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
+OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.option_strings}
+
+RANKS, FRACTIONS = st.integers(-2, 64), st.sampled_from([-0.5, 0.0, 0.1, 1.0, 1.5, float("nan")])
+STAGES = st.one_of(st.sampled_from(["all", "auto"]), st.integers(-1, 9))
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "compressed_backprop": st.booleans(),
+    "compressed_backprop_rank": RANKS,
+    "compressed_backprop_messages": st.sampled_from(["epilogue", "all"]),
+    "lazy_error_propagation": st.booleans(),
+    "residual_across_iterations": st.sampled_from(["carry", "drop"]),
+    "fused_embedding_sync": st.booleans(),
+    "dp_compression": st.booleans(),
+    "dp_compression_rank": RANKS,
+    "dp_compression_warmup": FRACTIONS,
+    "dp_error_feedback": st.booleans(),
+    "dp_compression_stages": STAGES,
+    "compression_seed": st.integers(0, 2**31),
+    "compression_metrics": st.booleans(),
+}
+"""Every field that has a flag, with values in and out of range."""
+
+GIVEN = st.fixed_dictionaries({}, optional=VALUES)
+LAYOUTS = st.builds(
+    Layout,
+    stages=st.integers(1, 8),
+    data_parallel=st.integers(1, 8),
+    tied_embeddings=st.booleans(),
+    distributed_optimizer=st.booleans(),
+    train_iters=st.none() | st.integers(1, 1000),
+    seed=st.integers(0, 2**31),
+)
+# A switch of the artifact's, or one of its options with a value: what it stands for in our fields.
+ARTIFACT: dict[str, tuple[st.SearchStrategy[Any], dict[str, str]]] = {
+    "--inter_grad_comp": (st.just(True), {"compressed_backprop": "value"}),
+    "--inter_grad_comp_rank": (RANKS, {"compressed_backprop_rank": "value"}),
+    "--inter_grad_comp_epilogue_only": (st.just(True), {"compressed_backprop_messages": "epilogue"}),
+    "--use_error_feedback": (st.just(True), {"lazy_error_propagation": "value", "dp_error_feedback": "value"}),
+    "--emb_comm_opt": (st.just(True), {"fused_embedding_sync": "value"}),
+    "--grad_comp": (st.just(True), {"dp_compression": "value"}),
+    "--grad_comp_rank": (RANKS, {"dp_compression_rank": "value"}),
+    "--grad_comp_warm_up": (FRACTIONS, {"dp_compression_warmup": "value"}),
+    "--comp_seed": (st.integers(0, 2**31), {"compression_seed": "value"}),
+}
+
+
+def written(fields: dict[str, Any]) -> list[str]:
+    """The command line that gives these fields one by one, in our spelling."""
+    line = []
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            line.append(f"--{flag}={value}")
+    return line
+
+
+def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
+    """What the line resolves to; a refusal is checked, and returned."""
+    try:
+        return resolve(request_from(PARSER.parse_args(line)), layout)
+    except FlagError as error:
+        assert error.flag in OUR_FLAGS and str(error).startswith(f"{error.flag}: ")
+        return error
+
+
+@given(fields=GIVEN, preset=st.booleans(), layout=LAYOUTS)
+def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_one_of_its_flags(
+    fields: dict[str, Any], preset: bool, layout: Layout
+) -> None:
+    outcome = resolved([*(["--optimus-cc"] if preset else []), *written(fields)], layout)
+    if isinstance(outcome, FlagError):
+        assert any(outcome.flag == argument.split("=")[0] for argument in written(fields)), "the user wrote it"
+        return
+    config = dataclasses.asdict(outcome.config)
+    assert OptimusConfig(**config) == outcome.config
+    check_layout(outcome.config, layout)
+    assert {name: config[name] for name in fields} == fields, "what is given one by one wins"
+    if "compression_seed" not in fields:
+        assert outcome.config.compression_seed == layout.seed
+
+
+@given(fields=GIVEN, preset=st.booleans(), layout=LAYOUTS)
+def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: bool, layout: Layout) -> None:
+    outcome = resolved([*(["--optimus-cc"] if preset else []), *written(fields)], layout)
+    if isinstance(outcome, Resolution):
+        config = dataclasses.asdict(outcome.config)
+        assert not config.pop("force_compression"), "a test's knob, not a flag with two forms"
+        assert resolved(written(config), layout) == Resolution(outcome.config)
+
+
+@given(layout=LAYOUTS)
+def test_the_preset_is_never_refused_and_says_what_it_left_out(layout: Layout) -> None:
+    outcome = resolved(["--optimus-cc"], layout)
+    assert isinstance(outcome, Resolution)
+    techniques = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
+    assert len(outcome.notes) == sum(not getattr(outcome.config, technique) for technique in techniques)
+
+
+@given(
+    fields=GIVEN, layout=LAYOUTS, more_stages=st.integers(0, 4), more_replicas=st.integers(0, 4), sharded=st.booleans()
+)
+def test_what_works_on_a_layout_works_on_a_larger_one(
+    fields: dict[str, Any], layout: Layout, more_stages: int, more_replicas: int, sharded: bool
+) -> None:
+    outcome = resolved(written(fields), layout)
+    larger = dataclasses.replace(
+        layout,
+        stages=layout.stages + more_stages,
+        data_parallel=layout.data_parallel + more_replicas,
+        distributed_optimizer=sharded,
+    )
+    if isinstance(outcome, Resolution):
+        assert resolved(written(fields), larger) == outcome
+
+
+@given(options=st.fixed_dictionaries({}, optional={k: v for k, (v, _) in ARTIFACT.items()}), layout=LAYOUTS)
+def test_the_artifacts_names_mean_the_same_in_ours(options: dict[str, Any], layout: Layout) -> None:
+    line = [flag if value is True else f"{flag}={value}" for flag, value in options.items()]
+    ours: dict[str, Any] = dict(ARTIFACT_DEFAULTS) if options else {}
+    for flag, value in options.items():
+        ours |= {name: value if meant == "value" else meant for name, meant in ARTIFACT[flag][1].items()}
+    theirs, same = resolved(line, layout), resolved(written(ours), layout)
+    if isinstance(theirs, FlagError):
+        assert isinstance(same, FlagError), "refused in both"
+        assert str(theirs).removeprefix(theirs.flag) == str(same).removeprefix(same.flag)
+    else:
+        assert theirs == same
