@@ -71,3 +71,20 @@ def test_experts_among_the_others_stay_dense_and_untied_models_do_without_fused_
     said = launch([*PP2_DP2[1], *flags, *preset])
     assert said.accepted
     assert "optimus-cc: --optimus-cc leaves out fused embedding sync: the embeddings are not tied" in said.ours
+
+
+def _bytes_of_experts_and_others(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    parameters = {name: p.main_grad.nbytes for chunk in model for name, p in chunk.named_parameters()}
+    experts = sum(nbytes for name, nbytes in parameters.items() if ".experts." in name)
+    return session_facts(model, optimizer) | {"experts": experts, "others": sum(parameters.values()) - experts}
+
+
+def test_traffic_of_experts_is_counted_over_their_own_replicas():
+    flags = [*MIXTURE, "--expert-model-parallel-size", "2", "--train-iters", "2"]
+    for run in run_optimus(
+        (4, flags), ["--dp-compression", "--dp-compression-rank", "4"], probe=_bytes_of_experts_and_others
+    ):
+        raw, sent = run.probed["traffic"]["DP gradients"]
+        # 2 iterations, 2 V (D - 1) / D each: 4 replicas of all but the experts, 2 of every expert.
+        assert raw == 2 * (run.probed["others"] * 3 / 2 + run.probed["experts"])
+        assert 0 < sent < raw
