@@ -32,6 +32,7 @@ def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any
         "data_rank": parallel_state.get_data_parallel_rank(),
         "sent": session.sending.compressed if session.sending else None,
         "received": session.receiving.compressed if session.receiving else None,
+        "buckets": sum(len(group.buckets) for chunk in model for group in chunk.bucket_groups),
         "compressed_matrices": sum(reducer.matrices for reducer in session.reducers),
         "tied": [hash_of(p) for p in parameters.values() if getattr(p, "shared_embedding", False)],
         "split_over_tensor_ranks": {

@@ -30,9 +30,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dp_error_feedback": st.booleans(),
     "dp_compression_stages": STAGES,
     "compression_seed": st.integers(0, 2**31),
+    "compression_state_dtype": st.sampled_from(["fp32", "bf16"]),
     "compression_metrics": st.booleans(),
+    "compression_error_statistics": st.booleans(),
 }
 """Every field that has a flag, with values in and out of range."""
+
 
 GIVEN = st.fixed_dictionaries({}, optional=VALUES)
 LAYOUTS = st.builds(
@@ -54,6 +57,7 @@ ARTIFACT: dict[str, tuple[st.SearchStrategy[Any], dict[str, str]]] = {
     "--grad_comp": (st.just(True), {"dp_compression": "value"}),
     "--grad_comp_rank": (RANKS, {"dp_compression_rank": "value"}),
     "--grad_comp_warm_up": (FRACTIONS, {"dp_compression_warmup": "value"}),
+    "--check_orth_error_acti": (st.just(True), {"compression_error_statistics": "value"}),
     "--comp_seed": (st.integers(0, 2**31), {"compression_seed": "value"}),
 }
 
@@ -77,6 +81,10 @@ def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
     except FlagError as error:
         assert error.flag in OUR_FLAGS and str(error).startswith(f"{error.flag}: ")
         return error
+
+
+def test_every_field_with_a_flag_has_values_here() -> None:
+    assert set(VALUES) == {field.name for field in dataclasses.fields(OptimusConfig)} - {"force_compression"}
 
 
 @given(fields=GIVEN, preset=st.booleans(), layout=LAYOUTS)
