@@ -85,9 +85,11 @@ class Session:
     layout: Layout | None = None
     """What the command line said about the run; None where no Megatron arguments exist."""
 
-    compressor: LowRank = field(default_factory=FastLowRank)
-    scratch: Scratch = field(default_factory=Scratch)
-    """Memory for intermediate results that all techniques share."""
+    # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
+    link_compressor: LowRank = field(default_factory=FastLowRank)
+    link_scratch: Scratch = field(default_factory=Scratch)
+    bucket_compressor: LowRank = field(default_factory=FastLowRank)
+    bucket_scratch: Scratch = field(default_factory=Scratch)
 
     traffic: Traffic = field(default_factory=Traffic)
     grid: Grid | None = None
@@ -159,11 +161,16 @@ class Session:
         # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
         if stage > 0 or grid.chunks > 1:
             self.sending = SendingLink(
-                plan(stage, before), self.compressor, grid.place.rank, ranks[before], self.scratch, self.link_gauge
+                plan(stage, before),
+                self.link_compressor,
+                grid.place.rank,
+                ranks[before],
+                self.link_scratch,
+                self.link_gauge,
             )
         if stage < grid.stages - 1 or grid.chunks > 1:
             self.receiving = ReceivingLink(
-                plan(after, stage), self.compressor, grid.place.rank, ranks[after], self.link_gauge
+                plan(after, stage), self.link_compressor, grid.place.rank, ranks[after], self.link_gauge
             )
 
     def _make_groups(self, grid: Grid, places: list[RankPlace]) -> None:

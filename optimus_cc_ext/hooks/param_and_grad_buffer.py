@@ -10,7 +10,7 @@ division to the collective, and with --calculate-per-token-loss divides by the n
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, worth_compressing
+from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 
 __all__ = ["attach"]
@@ -35,6 +36,7 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
 
     original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
     sharded = bucket_group.ddp_config.use_distributed_optimizer
+    overlapped = bucket_group.ddp_config.overlap_grad_reduce
     tied_bytes = _tied_bytes(bucket_group)
     # The distributed optimizer reduces a tied embedding over the replicas as ever, and only its shard over the stages.
     left_out = session.embedding is not None and tied_bytes > 0 and not sharded
@@ -46,6 +48,8 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
     vanilla_bytes = reduce_scatter_bytes if sharded else all_reduce_bytes
     # The tied embedding is a traffic class of its own, also where it travels with its bucket.
     raw = vanilla_bytes(sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets) - tied_bytes, ranks)
+
+    side = SideStream(bucket_group.buckets[0].grad_data.device) if overlapped else None
 
     def start_grad_sync(force_all_reduce: bool | None = False) -> None:
         reducers = uncompressed if not compressed or session.in_warmup() else compressed
@@ -61,10 +65,8 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        for reducer in reducers:
-            reducer.start()
-        handle = _Reduction(reducers)
-        if bucket_group.ddp_config.overlap_grad_reduce:
+        handle = _Reduction(reducers, side)
+        if overlapped:
             bucket_group.grad_reduce_handle = handle
         else:
             handle.wait()
@@ -75,14 +77,27 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
 
 
 class _Reduction:
-    """What `finish_grad_sync` waits for: the rest of a bucket group's reduction."""
+    """A bucket group's reduction: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
 
-    def __init__(self, reducers: list[BucketReducer]) -> None:
-        self._reducers = reducers
+    Args:
+        side: where it runs, if the backward pass goes on meanwhile.
+    """
+
+    def __init__(self, reducers: list[BucketReducer], side: SideStream | None) -> None:
+        self._reducers, self._side = reducers, side
+        with self._beside():
+            for reducer in reducers:
+                reducer.start()
 
     def wait(self) -> None:
-        for reducer in self._reducers:
-            reducer.finish()
+        with self._beside():
+            for reducer in self._reducers:
+                reducer.finish()
+        if self._side is not None:
+            self._side.join()
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.work()
 
 
 def _none(parameter: Any) -> bool:
@@ -115,12 +130,12 @@ def _reducers(
             matrices,
             dense,
             group=_group(bucket_group),
-            compressor=session.compressor,
+            compressor=session.bucket_compressor,
             config=config,
             seed=config.compression_seed,
             salt=salt,
             state_dtype=session.state_dtype,
-            scratch=session.scratch,
+            scratch=session.bucket_scratch,
             gauge=session.bucket_gauge,
         )
 

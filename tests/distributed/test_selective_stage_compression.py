@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_mo
 from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from optimus_cc_ext.techniques.side_stream import SideStream
 from tests.forked_ranks import run_ranks
 
 SHAPES = [(48, 32), (96, 32), (48, 32), (32,), (32, 64), (48,)]
@@ -169,3 +170,36 @@ def _nan_on_one_rank() -> list[bool]:
 
 def test_nan_on_one_replica_is_seen_by_all_and_kept_by_none():
     assert run_ranks(2, _nan_on_one_rank) == [[True, True, True]] * 2
+
+
+def _beside_the_backward_pass() -> bool:
+    """One rank on one GPU: reduced on a side stream while the main stream is busy, and in line."""
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    flats = [_gradients(0, step).cuda() for step in range(3)]
+    results = []
+    for side in (SideStream(flats[0].device), None):
+        flat = torch.empty_like(flats[0])
+        reducer = _reducer(flat, FastLowRank())
+        reduced = []
+        for gradient in flats:
+            busy = torch.randn(4096, 4096, device="cuda")
+            for _ in range(20):
+                busy = busy @ busy / 64
+            flat.copy_(gradient)  # behind what keeps the stream busy: a reducer that does not wait reads the old one
+            if side is None:
+                reducer.reduce()
+            else:
+                with side.work():
+                    reducer.start()
+                with side.work():
+                    reducer.finish()
+                side.join()
+            reducer.commit()
+            reduced.append(flat.clone())
+        results.append(reduced)
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: there are no streams to order")
+def test_on_a_gpu_a_side_stream_gives_the_same_bits():
+    assert run_ranks(1, _beside_the_backward_pass) == [True]
