@@ -33,8 +33,9 @@ setup(
     packages=find_packages(include=["optimus_cc_ext", "optimus_cc_ext.*"]),
     package_data={"optimus_cc_ext": ["py.typed"]},
     install_requires=[
-        # The seams are checked against one Megatron, so the version is exact.
-        "megatron-core==0.19.2",
+        # The releases whose seams were tested, from first to last; those in between that were not are left out. What
+        # else slips through (a checkout, --no-deps) is refused by name when it is installed on: hooks/registry.py.
+        "megatron-core>=0.17.1,<=0.19.2,!=0.18.0,!=0.19.0",
         "torch>=2.6",
         "numpy",
         "tokenizers>=0.20",

@@ -3,13 +3,11 @@
 Without a script it runs the package's own `pretrain_gpt` entry.
 """
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
-from optimus_cc_ext import cpu_runtime, install
-from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext import startup
 
 __all__ = ["main"]
 
@@ -20,42 +18,32 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the command line without the program's name: a script first, or flags only.
     """
-    first = os.environ.get("RANK", "0") == "0"
     script = argv[0] if argv and not argv[0].startswith("-") else None
-    try:
-        if script is not None and not Path(script).is_file():
-            raise OptimusError(f"{script}: no such script. Give the path of pretrain_gpt.py, or no script at all")
-        if script is not None:
-            # As python does for a script: its folder comes first, so that its neighbours can be imported.
-            sys.path.insert(0, str(Path(script).resolve().parent))
-        line = cpu_runtime.activate()
-        install()
-    except (OptimusError, ValueError, RuntimeError) as error:
-        if first:
-            print(f"optimus-cc: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from error
-    if first:
-        print(line, flush=True)
-        print(_which_megatron(), flush=True)
+    if script is not None:
+        if not Path(script).is_file():
+            startup.refuse(f"{script}: no such script. Give the path of pretrain_gpt.py, or no script at all")
+        # As python does for a script: its folder comes first, so that its neighbours can be imported.
+        sys.path.insert(0, str(Path(script).resolve().parent))
+    startup.prepare()
     if script is not None:
         sys.argv = argv
         runpy.run_path(script, run_name="__main__")
-        return
-    from optimus_cc_ext import pretrain_gpt
+    else:
+        _run_own_entry(argv)
 
+
+def _run_own_entry(argv: list[str]) -> None:
+    try:
+        from optimus_cc_ext import pretrain_gpt
+    except ImportError as error:
+        from optimus_cc_ext.hooks.registry import megatron_version
+
+        startup.refuse(
+            f"the built-in pretrain_gpt cannot run on megatron-core {megatron_version()} ({error}). "
+            "Give the script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
+        )
     sys.argv = [pretrain_gpt.__file__, *argv]
     pretrain_gpt.main()
-
-
-def _which_megatron() -> str:
-    """megatron is a namespace package: its core and its training part can come from different places."""
-    import megatron.core
-    import megatron.training
-
-    core, training = (Path(module.__file__ or "").parent.parent for module in (megatron.core, megatron.training))
-    if core == training:
-        return f"optimus-cc: Megatron from {core}"
-    return f"optimus-cc: megatron.core from {core}, megatron.training from {training}"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,32 @@
 #!/usr/bin/env bash
 # Set-up, linters, type check, tests.
-#   scripts/test.sh [--fast] [pytest arguments]
-# --fast: linters and tests/unit only. Ends with pytest's own closing line; exit code != 0 if anything failed.
+#   scripts/test.sh [--fast | --megatron VERSION] [pytest arguments]
+# --fast: linters and tests/unit only.
+# --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2 or 0.19.2), which is fetched into
+#   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is.
+# Ends with pytest's own closing line; exit code != 0 if anything failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+die() {
+  printf 'error: %s\n' "$1" >&2
+  exit 2
+}
+
 targets=()
-if [[ "${1:-}" == "--fast" ]]; then
-  targets=(tests/unit)
-  shift
-fi
+version=""
+case "${1:-}" in
+  --fast)
+    targets=(tests/unit)
+    shift
+    ;;
+  --megatron)
+    version="${2:-}"
+    [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || die "--megatron needs a version, such as 0.18.2"
+    targets=(tests/megatron/test_versions.py)
+    shift 2
+    ;;
+esac
 
 ./scripts/setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"
@@ -24,11 +41,27 @@ check() {
   "$@" </dev/null || failed+=("$name")
 }
 
-mapfile -t shell_files < <(find scripts .ci -name '*.sh' -o -path .ci/run | sort)
-check "ruff check" ruff check .
-check "ruff format" ruff format --check .
-check "mypy" mypy optimus_cc_ext
-check "shellcheck" shellcheck -x "${shell_files[@]}"
+# Makes .megatron/$1, unless it is there: under another name first, so that what is there is whole.
+fetch_megatron() {
+  local folder=".megatron/$1"
+  [[ ! -d "$folder" ]] || return 0
+  rm -rf "$folder.partial"
+  python -m pip install --disable-pip-version-check --no-input --quiet --no-deps --target "$folder.partial" \
+    "megatron-core==$1" </dev/null || die "megatron-core $1 could not be fetched (pip's message is above)"
+  mv "$folder.partial" "$folder"
+}
+
+if [[ -n "$version" ]]; then
+  echo "== megatron-core $version"
+  fetch_megatron "$version"
+  export PYTHONPATH="$PWD/.megatron/$version${PYTHONPATH:+:$PYTHONPATH}" OPTIMUS_CC_TEST_MEGATRON="$version"
+else
+  mapfile -t shell_files < <(find scripts .ci patches -name '*.sh' -o -path .ci/run | sort)
+  check "ruff check" ruff check .
+  check "ruff format" ruff format --check .
+  check "mypy" mypy optimus_cc_ext
+  check "shellcheck" shellcheck -x "${shell_files[@]}"
+fi
 
 echo "== pytest"
 status=0

@@ -71,8 +71,6 @@ def megatron_run(
     """
     from megatron.training import training
 
-    from optimus_cc_ext import pretrain_gpt
-
     run = MegatronRun()
     built: list[Any] = []
     train_step, evaluate, setup = training.train_step, training.evaluate, training.setup_model_and_optimizer
@@ -103,7 +101,11 @@ def megatron_run(
     sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
     if before is not None:
         before()
-    (entry or pretrain_gpt.main)()
+    if entry is None:
+        from optimus_cc_ext import pretrain_gpt  # here: an older Megatron runs another entry, and has not what it needs
+
+        entry = pretrain_gpt.main
+    entry()
 
     model, optimizer, _ = built
     run.weights = {

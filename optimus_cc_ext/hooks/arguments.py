@@ -17,6 +17,8 @@ from optimus_cc_ext.resolve import Layout, Resolution, resolve
 __all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 
 _MODULE = "megatron.training.arguments"
+_IMPORTED_BY = ("megatron.training.initialize",)
+"""In 0.17, where `pretrain()` initializes Megatron and parses by itself."""
 
 
 def wraps(
@@ -60,8 +62,8 @@ def wraps(
 
     return [
         (Seam(f"{_MODULE}:add_megatron_arguments", ("parser",)), add_megatron_arguments),
-        (Seam(f"{_MODULE}:parse_args"), parse_args),
-        (Seam(f"{_MODULE}:validate_args", ("args",)), validate_args),
+        (Seam(f"{_MODULE}:parse_args", imported_by=_IMPORTED_BY), parse_args),
+        (Seam(f"{_MODULE}:validate_args", ("args",), imported_by=_IMPORTED_BY), validate_args),
     ]
 
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ __all__ = [
     "megatron_version",
 ]
 
-SUPPORTED_MEGATRON = ("0.19.2",)
-"""Versions of megatron-core whose seams were tested."""
+SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.1", "0.19.2")
+"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.1 was never released: it is
+what Megatron-LM calls itself at the tag core_v0.19.0."""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
 
@@ -36,10 +38,13 @@ class Seam:
     Attributes:
         target: "package.module:name" or "package.module:Class.name".
         parameters: parameters that the target must have, by name; it may have more.
+        imported_by: modules that import the target by name, in one of the supported versions. They keep what they
+            imported, so the wrap is put there too.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
+    imported_by: tuple[str, ...] = ()
 
     def resolve(self) -> tuple[Any, str, Any]:
         """(owner, attribute name, current value).
@@ -69,6 +74,11 @@ class Seam:
             )
         return owner, name, value
 
+    def importers(self, name: str, value: Any) -> list[Any]:
+        """The modules in `imported_by` that hold `value` by this name: those that did not will import the wrap."""
+        modules = (sys.modules.get(module) for module in self.imported_by)
+        return [module for module in modules if getattr(module, name, None) is value]
+
 
 @dataclass
 class AppliedWraps:
@@ -82,11 +92,12 @@ class AppliedWraps:
         Raises:
             UnsupportedMegatron: a seam does not hold; then none is wrapped.
         """
-        resolved = [(seam.resolve(), factory) for seam, factory in wraps]
-        for (owner, name, original), factory in resolved:
+        resolved = [(seam, seam.resolve(), factory) for seam, factory in wraps]
+        for seam, (owner, name, original), factory in resolved:
             wrapped = factory(original)
-            setattr(owner, name, wrapped)
-            self._undo.append((owner, name, original, wrapped))
+            for holder in (owner, *seam.importers(name, original)):
+                setattr(holder, name, wrapped)
+                self._undo.append((holder, name, original, wrapped))
 
     def remove(self) -> None:
         """Put every original back, the last wrap first. A seam that somebody wrapped again is left alone."""
