@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +35,21 @@ def mark() -> str:
     return uuid.uuid4().hex
 
 
-def torchrun(arguments: list[str], cwd: Path, mark: str, limit: float = 150.0) -> Ended:
-    """One agent, two ranks, run in `cwd`; whatever is left after `limit` seconds is killed."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+def torchrun(
+    arguments: list[str],
+    cwd: Path,
+    mark: str,
+    limit: float = 150.0,
+    *,
+    ranks: int = 2,
+    program: Sequence[str] = ("-m", "optimus_cc_ext"),
+) -> Ended:
+    """One agent with its ranks, run in `cwd`; whatever is left after `limit` seconds is killed."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     place = ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [*agent, *place, "-m", "optimus_cc_ext", *arguments],
+        [*agent, *place, *program, *arguments],
         cwd=cwd, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
