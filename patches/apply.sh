@@ -22,10 +22,10 @@ hash_of() {
   sha256sum "$1" | cut -d' ' -f1
 }
 
-# Sets `tag` and, to "original" or "patched", `state`; the table holds both hashes of every tag.
+# Sets `tag` and, to "original" or "patched", `state` of the file $1; the table holds both hashes of every tag.
 identify() {
   local found name original patched
-  found="$(hash_of "$file")"
+  found="$(hash_of "$1")"
   while read -r name original patched; do
     tag="$name"
     case "$found" in
@@ -33,18 +33,22 @@ identify() {
       "$patched") state=patched && return ;;
     esac
   done < <(grep -v '^#' "$here/pretrain_gpt.sha256")
-  die "$file is of no known tag (sha256 $found)." \
+  die "$1 is of no known tag (sha256 $found)." \
     "known: $(grep -v '^#' "$here/pretrain_gpt.sha256" | cut -d' ' -f1 | paste -sd' ')." \
-    "Without a patch: torchrun ... -m optimus_cc_ext $file ..."
+    "Without a patch: torchrun ... -m optimus_cc_ext $1 ..."
 }
 
-# Applies the tag's patch (with -R: takes it out) and makes sure that the outcome is the one that is known.
+# Applies the tag's patch (with -R: takes it out) to a copy, which replaces the file once it is what it should be.
 patch_to() {
   local wanted="$1" was="$state"
   shift
-  (cd "$dir" && git apply --unidiff-zero "$@" "$here/$tag/pretrain_gpt.patch")
-  identify
-  [[ "$state" == "$wanted" ]] || die "git apply left $file $was"
+  copy="$(mktemp -d)"
+  trap 'rm -rf "$copy"' EXIT
+  cp "$file" "$copy/"
+  (cd "$copy" && git apply --unidiff-zero "$@" "$here/$tag/pretrain_gpt.patch")
+  identify "$copy/pretrain_gpt.py"
+  [[ "$state" == "$wanted" ]] || die "git apply left it $was"
+  cat "$copy/pretrain_gpt.py" >"$file"
 }
 
 [[ $# -ge 1 && $# -le 2 ]] || usage
@@ -54,7 +58,7 @@ file="$dir/pretrain_gpt.py"
 [[ "$dir" != -* && "$action" =~ ^(|--check|--undo)$ ]] || usage
 [[ -f "$file" ]] || die "$file does not exist: give the folder of a Megatron-LM checkout"
 
-identify
+identify "$file"
 case "$action" in
   --check) ;;
   --undo) [[ "$state" == original ]] || patch_to original -R ;;
