@@ -35,7 +35,7 @@ setup(
     install_requires=[
         # The releases whose seams were tested, from first to last; those in between that were not are left out. What
         # else slips through (a checkout, --no-deps) is refused by name when it is installed on: hooks/registry.py.
-        "megatron-core>=0.17.1,<=0.19.2,!=0.18.0,!=0.19.0",
+        "megatron-core>=0.17.1,<=0.19.2,!=0.18.0,!=0.18.1,!=0.19.0",
         "torch>=2.6",
         "numpy",
         "tokenizers>=0.20",

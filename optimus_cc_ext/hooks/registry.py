@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.1", "0.19.2")
-"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.1 was never released: it is
-what Megatron-LM calls itself at the tag core_v0.19.0."""
+"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.1 is what Megatron-LM
+calls itself at the tag core_v0.19.0; the wheel of that number was withdrawn for it."""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
 

@@ -8,8 +8,10 @@ from packaging.requirements import Requirement
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
 
 ROOT = Path(__file__).resolve().parents[2]
-RELEASED = [version for version in SUPPORTED_MEGATRON if version != "0.19.1"]  # a tag's name for itself
-OTHER_RELEASES = ("0.16.1", "0.17.0", "0.18.0", "0.19.0")
+WITHDRAWN = "0.19.1"
+"""What a checkout of the tag core_v0.19.0 calls itself; nobody installs it from PyPI."""
+RELEASED = [version for version in SUPPORTED_MEGATRON if version != WITHDRAWN]
+OTHER_RELEASES = ("0.16.1", "0.17.0", "0.18.0", "0.18.1", "0.19.0")
 
 
 def read(name: str) -> str:
