@@ -145,6 +145,9 @@ REFUSED = {
     "--non-persistent-ckpt-type": [
         PP2 + ALL + "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir nowhere"
     ],
+    "--compression-error-statistics": [
+        PP2 + CB + "--compression-error-statistics --num-layers-per-virtual-pipeline-stage 1"
+    ],
     "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
 }
 # FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
