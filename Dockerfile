@@ -4,8 +4,8 @@
 #   docker build -t optimus-cc --build-arg BASE_IMAGE=<an image with Python >= 3.12 and PyTorch> .
 #   docker build -t optimus-cc --build-context megatron-lm=/path/to/Megatron-LM .      (no access to GitHub)
 #
-# buildah and podman take the same arguments (with `--format docker`, or the health check is left out). pip finds
-# packages where its own variables say: --env PIP_INDEX_URL=... or the base image's pip.conf.
+# buildah and podman take the same arguments (with `--format docker`, or the health check is left out). pip looks where
+# the base image's settings say, or --build-arg PIP_INDEX_URL=...; scripts/slurm/build_image.sbatch is all of it in one.
 # The default is the image that Megatron-LM core_v0.19.0 is tested in.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 
@@ -23,6 +23,8 @@ COPY --from=clone /megatron-lm /
 FROM ${BASE_IMAGE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
+# Unless it is given, the base image's own setting holds.
+ARG PIP_INDEX_URL
 WORKDIR /tmp/optimus-cc
 COPY requirements.lock setup.py README.md ./
 COPY optimus_cc_ext optimus_cc_ext
@@ -39,8 +41,8 @@ RUN export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTI
       /tmp/present.txt requirements.lock > /tmp/missing.txt \
  && python -m pip install --no-deps "$(grep -E '^megatron-core==' requirements.lock)" \
  && python -m pip install --constraint /tmp/missing.txt . \
- && rm -r /tmp/present.txt /tmp/missing.txt /tmp/optimus-cc \
- && test "$before" = "$(python -c 'import torch; print(torch.__version__)')"
+ && test "$before" = "$(python -c 'import torch; print(torch.__version__)')" \
+ && rm -r /tmp/present.txt /tmp/missing.txt /tmp/optimus-cc
 
 # Only the scripts: the `megatron` folder of the checkout would be a second Megatron, without its compiled helper.
 # Elsewhere than this package's sources too, so that what runs is what was installed.
