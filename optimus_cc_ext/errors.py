@@ -33,7 +33,7 @@ def is_first_local_rank() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def exit_with(error: FlagError) -> NoReturn:
+def exit_with(error: OptimusError) -> NoReturn:
     """Say what is wrong, once per node, and end with status 2."""
     if is_first_local_rank():
         print(f"optimus-cc: error: {error}", file=sys.stderr, flush=True)

@@ -297,6 +297,62 @@ class Session:
         if self.sending is not None:
             self.sending.statistics.begin(measured and self.config.compression_error_statistics)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on from here, by technique: tensors (not copies), numbers and strings.
+
+        In a step that the training loop announced, that is the state before the step; otherwise every pass counts.
+        """
+        if not self._step.open:
+            self._settle(applied=True)
+        state: dict[str, Any] = {"iteration": self._step.iteration}
+        if self._step.loss_scale is not None:
+            state["loss_scale"] = self._step.loss_scale
+        if self.sending is not None:
+            state["compressed_backprop"] = self.sending.state_dict()
+        if self.config.dp_compression:
+            state["dp_compression"] = {"buckets": [reducer.state_dict() for reducer in self._remembering]}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank. A technique that is missing in it keeps its state.
+
+        Raises:
+            ValueError: it does not fit what is switched on here; then nothing is changed.
+        """
+        if reasons := self.mismatches(state):
+            raise ValueError("; ".join(f"{technique}: {reason}" for technique, reason in reasons.items()))
+        self._step = _Step(iteration=state["iteration"], loss_scale=state.get("loss_scale"))
+        if self.sending is not None and "compressed_backprop" in state:
+            self.sending.load_state_dict(state["compressed_backprop"])
+        if "dp_compression" in state:
+            for reducer, loaded in zip(self._remembering, state["dp_compression"]["buckets"], strict=True):
+                reducer.load_state_dict(loaded)
+
+    def mismatches(self, state: dict[str, Any]) -> dict[str, str]:
+        """By technique: why `load_state_dict` would refuse `state`."""
+        reasons: dict[str, str] = {}
+        if "compressed_backprop" in state:
+            links = state["compressed_backprop"]
+            if self.sending is None:
+                reasons["compressed_backprop"] = "this rank sends no compressed messages"
+            elif reason := self.sending.mismatch(links):
+                reasons["compressed_backprop"] = reason
+        if "dp_compression" in state:
+            buckets = state["dp_compression"]["buckets"]
+            if len(buckets) != len(self._remembering):
+                reasons["dp_compression"] = f"{len(buckets)} gradient buckets where there are {len(self._remembering)}"
+            for reducer, loaded in zip(self._remembering, buckets, strict=False):
+                if reason := reducer.mismatch(loaded):
+                    reasons.setdefault("dp_compression", reason)
+        return reasons
+
+    @property
+    def _remembering(self) -> list[BucketReducer]:
+        """The reducers that compress: the others, of the fused embedding, remember nothing."""
+        return [reducer for reducer in self.reducers if reducer.matrices]
+
     def _settle(self, *, applied: bool) -> None:
         """Decide about what the passes since the last decision left behind."""
         if not self._step.passes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.cpu_runtime import devices
+from optimus_cc_ext.cpu_runtime import adam, devices
 from optimus_cc_ext.cpu_runtime.patching import Patches
 
 __all__ = ["check_not_too_late", "install"]
@@ -157,3 +157,4 @@ def install(patches: Patches) -> None:
     _allow_sequence_parallel_norm(patches)
     _give_numbers_to_the_dispatcher(patches)
     _serve_checkpoint_writer(patches)
+    adam.install(patches)

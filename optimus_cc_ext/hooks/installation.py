@@ -15,6 +15,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
     arguments,
+    checkpointing,
     distributed_data_parallel,
     finalize_model_grads,
     p2p_communication,
@@ -110,7 +111,8 @@ def _training_wraps(session: Session) -> _Wraps:
         *finalize_model_grads.wraps(session),
         *distributed_data_parallel.wraps(session, ensure_placed),
     ]
-    return wraps + [wrap for wrap in training.wraps(session) if _importable(wrap[0])]
+    loop = [*training.wraps(session), *checkpointing.wraps(session)]
+    return wraps + [wrap for wrap in loop if _importable(wrap[0])]
 
 
 def _importable(seam: Seam) -> bool:

@@ -27,6 +27,13 @@ def _gradients(config: OptimusConfig) -> bool:
     return config.fused_embedding_sync or config.dp_compression
 
 
+def _remembers(config: OptimusConfig) -> bool:
+    return config.compressed_backprop or config.dp_compression
+
+
+_FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """One option of Megatron, the techniques that do not work with it, and what to say."""
@@ -118,6 +125,10 @@ REFUSALS = (
         "--non-persistent-ckpt-type", lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", _any,
         "local checkpoints have no folder in which the compressors' state could lie beside them",
         "Use --non-persistent-ckpt-type global, or leave it out",
+    ),
+    Refusal(
+        "--enable-msc", lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
+        _remembers, "the state of compression cannot be saved to a remote store", "Save to a file system",
     ),
     Refusal(
         "--perform-rl-step", _set("perform_rl_step"), _any, "reinforcement learning steps are not supported",

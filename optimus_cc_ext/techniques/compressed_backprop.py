@@ -10,6 +10,7 @@ order in which they are sent and received; both ends decide from the same schedu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -160,6 +161,8 @@ class SendingLink(Link):
         self._gauge = gauge or Gauge(self._scratch)
         self.statistics = ErrorStatistics()
         self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
+        self._loaded: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
+        """Of a checkpoint, until the first message of this chunk, shape and dtype makes the state."""
 
     def begin_iteration(self, schedule: Schedule) -> None:
         super().begin_iteration(schedule)
@@ -215,6 +218,47 @@ class SendingLink(Link):
         """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
         for state in self._states.values():
             state.residual.rescale(factor)
+        for loaded in self._loaded.values():
+            loaded["residual"] = loaded["residual"].to(factor.device) * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the link remembers of steps that counted, as tensors (not copies), numbers and strings."""
+        made = {
+            key: {"residual": state.residual.committed, "warm_start": state.warm_start.committed}
+            for key, state in self._states.items()
+        }
+        return {
+            "states": [
+                {"chunk": chunk, "shape": list(shape), "dtype": str(dtype), **remembered}
+                for (chunk, shape, dtype), remembered in (self._loaded | made).items()
+            ]
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what the link remembers is replaced.
+
+        Raises:
+            ValueError: it belongs to another compression rank; then nothing is changed.
+        """
+        if reason := self.mismatch(state_dict):
+            raise ValueError(reason)
+        self._states.clear()
+        # Copies: what was passed in may be the live state of another link.
+        self._loaded = {
+            _key_of(entry): {name: entry[name].clone() for name in ("residual", "warm_start")}
+            for entry in state_dict["states"]
+        }
+
+    def mismatch(self, state_dict: dict[str, Any]) -> str | None:
+        """Why `load_state_dict` would refuse, or None."""
+        for entry in state_dict["states"]:
+            _, shape, dtype = _key_of(entry)
+            rows, columns = matrix_shape(shape)
+            expected = (1, rows, columns), (1, columns, self.plan.wire(shape, dtype).r)
+            found = tuple(entry["residual"].shape), tuple(entry["warm_start"].shape)
+            if found != expected:
+                return f"residual and warm start of {found} where a link has {expected}"
+        return None
 
     def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: _SendingState) -> None:
         wire, feedback = self.plan.wire(gradient.shape, gradient.dtype), self.plan.config.lazy_error_propagation
@@ -253,8 +297,17 @@ class SendingLink(Link):
         # Chunks are different places of the model: the error of one says nothing about another's gradient.
         key = (chunk, gradient.shape, gradient.dtype)
         if key not in self._states:
-            self._states[key] = _SendingState(self.plan, chunk, gradient)
+            self._states[key] = state = _SendingState(self.plan, chunk, gradient)
+            if loaded := self._loaded.pop(key, None):
+                if self.plan.config.residual_across_iterations == "carry":
+                    state.residual.restore(loaded["residual"])
+                state.warm_start.restore(loaded["warm_start"])
         return self._states[key]
+
+
+def _key_of(entry: dict[str, Any]) -> tuple[int, torch.Size, torch.dtype]:
+    """The chunk, gradient shape and dtype that an entry of a link's state dict is for."""
+    return entry["chunk"], torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch."))
 
 
 class ReceivingLink(Link):

@@ -23,6 +23,7 @@ what the optimizer will read.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,36 @@ class BucketReducer:
             same.residual.rollback()
             same.warm_start.rollback()
             same.finite.fill_(True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the bucket remembers of steps that counted, as tensors (not copies)."""
+        return {
+            "groups": [
+                {"residual": same.residual.committed, "warm_start": same.warm_start.committed} for same in self._groups
+            ]
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what the bucket remembers is replaced.
+
+        Raises:
+            ValueError: it belongs to a bucket of other matrices; then nothing is changed.
+        """
+        if reason := self.mismatch(state_dict):
+            raise ValueError(reason)
+        for same, loaded in zip(self._groups, state_dict["groups"], strict=True):
+            same.residual.restore(loaded["residual"])
+            same.warm_start.restore(loaded["warm_start"])
+
+    def mismatch(self, state_dict: dict[str, Any]) -> str | None:
+        """Why `load_state_dict` would refuse, or None."""
+        found, expected = (
+            [(tuple(group["residual"].shape), tuple(group["warm_start"].shape)) for group in groups]
+            for groups in (state_dict["groups"], self.state_dict()["groups"])
+        )
+        if found != expected:
+            return f"residuals and warm starts of {found} where a bucket has {expected}"
+        return None
 
     def _allocate_wire(self) -> None:
         """One flat buffer per phase: all P and the packed dense runs, then all Q."""

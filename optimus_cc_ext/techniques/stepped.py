@@ -77,6 +77,22 @@ class SteppedTensor:
         """Multiply what earlier steps left by a 0-dim tensor on this device. Not within a step."""
         self._committed.mul_(factor)
 
+    @property
+    def committed(self) -> torch.Tensor:
+        """What counted so far; not a copy."""
+        return self._committed
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Take `value`, of any device and dtype, for what counted so far.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if value.shape != self._committed.shape:
+            raise ValueError(f"a tensor of {tuple(value.shape)} where {tuple(self._committed.shape)} is remembered")
+        self._committed.copy_(value)
+        self._written = False
+
     def zero_(self) -> None:
         """Forget everything."""
         self._committed.zero_()

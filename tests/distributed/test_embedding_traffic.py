@@ -22,6 +22,9 @@ D = 4
 V = 8 << 20
 """Bytes of the embedding's gradient: what TCP, ARP and barriers add must not be seen."""
 
+ROUNDS = 4
+"""The fewest bytes of these count: on a busy machine acknowledgements come late, and TCP sends segments again."""
+
 INTERFACE = "eth0"
 
 
@@ -111,13 +114,16 @@ def _synchronise(hosts: list[str], sharded: bool) -> _Sent:
     sent, right = [], True
     for synchronise in (unfused, fused):
         synchronise(gradient(V // 64))  # connections are made on first use
-        whole = gradient(V)
-        dist.barrier()
-        before = _sent_bytes()
-        synchronise(whole)
-        dist.barrier()
-        sent.append(_sent_bytes() - before)
-        right &= bool((shard_of(whole) == 2.0 ** (2 * D) - 1).all())
+        rounds = []
+        for _ in range(ROUNDS):
+            whole = gradient(V)
+            dist.barrier()
+            before = _sent_bytes()
+            synchronise(whole)
+            dist.barrier()
+            rounds.append(_sent_bytes() - before)
+            right &= bool((shard_of(whole) == 2.0 ** (2 * D) - 1).all())
+        sent.append(min(rounds))
     return _Sent(sent[0], sent[1], right)
 
 

@@ -148,6 +148,7 @@ REFUSED = {
     "--compression-error-statistics": [
         PP2 + CB + "--compression-error-statistics --num-layers-per-virtual-pipeline-stage 1"
     ],
+    "--enable-msc": [PP2 + ALL + "--enable-msc --load msc://a/b"],
     "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
 }
 # FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
@@ -159,6 +160,7 @@ def everything_is_installed() -> None:
     from megatron.training import arguments
 
     arguments.is_te_min_version = lambda *version, **rest: True
+    arguments.MultiStorageClientFeature.is_enabled = staticmethod(lambda: True)
     manager = types.ModuleType("local_manager")
     manager.LocalCheckpointManager = None  # type: ignore[attr-defined]
     sys.modules["nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"] = manager
@@ -172,7 +174,7 @@ def test_every_refusal_of_the_table_has_a_case_here() -> None:
 def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list[str]) -> None:
     refusal = next(refusal for refusal in REFUSALS if line in REFUSED[refusal.flag])
     env = FSDP_CONNECTIONS if "fsdp" in line else None
-    before = everything_is_installed if "fp4" in line or "local-ckpt" in line else None
+    before = everything_is_installed if any(name in line for name in ("fp4", "local-ckpt", "msc")) else None
     assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env, before=before)
 
 

@@ -57,7 +57,9 @@ def _what_was_asked(model: Any, optimizer: Any) -> dict[str, list[str]]:
     return _asked
 
 
-@pytest.mark.parametrize("flags", [["--bf16", "--grad-reduce-in-bf16"], ["--use-distributed-optimizer", "--overlap-grad-reduce"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [["--bf16", "--grad-reduce-in-bf16"], ["--use-distributed-optimizer", "--overlap-grad-reduce"]], ids=str
+)
 def test_after_the_first_iteration_nothing_is_allocated_and_the_host_asks_nothing(flags):
     runs = run_optimus(PP2_DP2, [*EVERYTHING, *flags], before=_install_watched, probe=_what_was_asked)
     asked = [run.probed for run in runs]

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,23 +36,22 @@ def mark() -> str:
     return uuid.uuid4().hex
 
 
-def torchrun(
-    arguments: list[str],
-    cwd: Path,
-    mark: str,
-    limit: float = 150.0,
-    *,
-    ranks: int = 2,
-    program: Sequence[str] = ("-m", "optimus_cc_ext"),
-) -> Ended:
-    """One agent with its ranks, run in `cwd`; whatever is left after `limit` seconds is killed."""
+def start_torchrun(
+    arguments: Sequence[str], cwd: Path, mark: str, *, ranks: int = 2, program: Sequence[str] = ("-m", "optimus_cc_ext")
+) -> subprocess.Popen[str]:
+    """One agent with its ranks, running in `cwd`; stdout and stderr come through one pipe."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     place = ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*agent, *place, *program, *arguments],
         cwd=cwd, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def torchrun(arguments: Sequence[str], cwd: Path, mark: str, limit: float = 150.0, **kwargs: Any) -> Ended:
+    """`start_torchrun`, and its end; whatever is left after `limit` seconds is killed."""
+    process = start_torchrun(arguments, cwd, mark, **kwargs)
     try:
         output, _ = process.communicate(timeout=limit)
         return Ended(process.returncode, output, time.time())

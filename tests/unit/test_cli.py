@@ -25,6 +25,12 @@ SEAMS = [
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.training.training:train_step",
     "megatron.training.training:training_log",
+    "megatron.training.checkpointing:save_checkpoint",
+    "megatron.training.training:save_checkpoint",
+    "megatron.training.checkpointing:get_checkpoint_tracker_filename",
+    "megatron.training.checkpointing:load_checkpoint",
+    "megatron.training.training:load_checkpoint",
+    "megatron.training.checkpointing:_load_base_checkpoint",
 ]
 
 

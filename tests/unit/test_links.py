@@ -278,3 +278,47 @@ def test_model_chunks_have_residuals_of_their_own():
         sender.send(gradient(seed))[1]()
     first, second = sender.residuals()
     assert not torch.equal(first, second)
+
+
+def test_a_link_goes_on_from_its_state_dict_as_if_nothing_had_happened():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1), gradient(2)])
+    saved = sender.state_dict()
+    twin, its_receiver = link()
+    twin.load_state_dict(saved)
+    # Saved again before the first message made the state: nothing is lost.
+    again, _ = link()
+    again.load_state_dict(twin.state_dict())
+    expected = run_iteration(sender, receiver, [gradient(3)])
+    for resumed in (twin, again):
+        assert torch.equal(run_iteration(resumed, its_receiver, [gradient(3)])[0], expected[0])
+        assert torch.equal(resumed.residuals()[0], sender.residuals()[0])
+
+
+def test_a_loaded_residual_follows_the_loss_scale_before_its_first_message():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    twin, _ = link()
+    twin.load_state_dict(sender.state_dict())
+    twin.follow_loss_scale(torch.tensor(0.5))
+    assert torch.equal(twin.state_dict()["states"][0]["residual"], sender.residuals()[0][None] * 0.5)
+
+
+def test_a_residual_that_is_dropped_between_iterations_is_not_restored_either():
+    sender, receiver = link(residual_across_iterations="drop")
+    run_iteration(sender, receiver, [gradient(1)])
+    twin, its_receiver = link(residual_across_iterations="drop")
+    twin.load_state_dict(sender.state_dict())
+    expected = run_iteration(sender, receiver, [gradient(2)])
+    assert torch.equal(run_iteration(twin, its_receiver, [gradient(2)])[0], expected[0])
+
+
+def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    other, its_receiver = link(compressed_backprop_rank=2)
+    run_iteration(other, its_receiver, [gradient(1)])
+    before = other.residuals()[0].clone()
+    with pytest.raises(ValueError, match="where a link has"):
+        other.load_state_dict(sender.state_dict())
+    assert torch.equal(other.residuals()[0], before)

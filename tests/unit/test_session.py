@@ -108,3 +108,38 @@ def test_outside_of_an_iteration_the_session_is_inactive(session):
         assert session.active
         raise KeyError
     assert not session.active
+
+
+def resumed_from(session):
+    twin = Session(session.config, session.layout)
+    twin.sending = SendingLink(session.sending.plan, FastLowRank(), 1, 0)
+    twin.load_state_dict(session.state_dict())
+    return twin
+
+
+def test_a_state_dict_within_a_step_is_of_the_step_before(session):
+    announced_step(session, 0, [1])
+    session.begin_step(1)
+    forward_backward(session, 2)
+    twin = resumed_from(session)  # as Megatron's rerun state machine saves, before the update
+    session.end_step(applied=True)
+    announced_step(twin, 1, [2])
+    assert torch.equal(residual(twin), residual(session))
+
+
+def test_a_state_dict_in_an_own_loop_is_of_all_passes(session):
+    forward_backward(session, 1)
+    twin = resumed_from(session)
+    assert twin.state_dict()["iteration"] == 1
+    for either in (session, twin):
+        forward_backward(either, 2)
+    assert torch.equal(residual(twin), residual(session))
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(session):
+    announced_step(session, 0, [1])
+    twin = resumed_from(session)
+    saved = session.state_dict() | {"iteration": 7, "dp_compression": {"buckets": [{"groups": []}]}}
+    with pytest.raises(ValueError, match="dp_compression: 1 gradient buckets where there are 0"):
+        twin.load_state_dict(saved)
+    assert twin.state_dict()["iteration"] == 1

@@ -96,3 +96,15 @@ def test_any_order_of_events_leaves_the_last_committed_value(order: list[int | s
                 write(state, number)
                 pending = number
         assert state.value.tolist() == [committed if pending is None else pending] * 2
+
+
+def test_what_is_restored_is_what_was_committed_and_no_more() -> None:
+    state = SteppedTensor(torch.ones(3))
+    write(state, 5.0)
+    assert state.committed.tolist() == [1.0] * 3, "a step that is not over does not count"
+    other = SteppedTensor(torch.zeros(3, dtype=torch.bfloat16))
+    write(other, 7.0)
+    other.restore(state.committed)
+    assert other.value.tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match=r"\(2,\) where \(3,\)"):
+        other.restore(torch.zeros(2))

@@ -1,0 +1,216 @@
+"""The files in which a checkpoint keeps what the techniques remember: written whole or not at all, and checked.
+
+    <iteration's folder>/optimus_cc/rank_00000.pt, rank_00001.pt, ...   each rank's state
+    <iteration's folder>/optimus_cc/topology.json                       whose they are, and what is in them
+
+They are written to a folder beside the checkpoints first. `publish` moves that folder into the checkpoint, in one
+step, so that a run that is killed at any moment leaves either all of them there or none.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.errors import OptimusError
+
+__all__ = [
+    "FOLDER",
+    "DamagedState",
+    "Manifest",
+    "RankFile",
+    "publish",
+    "read_manifest",
+    "read_rank_file",
+    "staging_folder",
+    "start_staging",
+    "write_manifest",
+    "write_rank_file",
+]
+
+FOLDER = "optimus_cc"
+"""Within the folder of a checkpoint's iteration."""
+
+_STAGING = ".optimus_cc_incomplete"
+_MANIFEST = "topology.json"
+_FORMAT = 1
+
+
+class DamagedState(OptimusError):
+    """Files that are there, and cannot be what was saved. The message names the file, the reason and the cure."""
+
+    def __init__(self, file: Path, reason: str) -> None:
+        folder = next((parent for parent in file.parents if parent.name == FOLDER), file)
+        super().__init__(
+            f"{file}: {reason}. Load another checkpoint (--ckpt-step), or remove {folder}: training then goes on from "
+            "this checkpoint with empty residuals and fresh factors."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """One rank's file, as it was written."""
+
+    size: int
+    """In bytes."""
+
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What topology.json says about the files beside it."""
+
+    iteration: int
+    checkpoint: str
+    """The mark of the one save that these files belong to."""
+
+    topology: dict[str, Any]
+    """The run's layout, in words: what every rank's state depends on."""
+
+    techniques: dict[str, dict[str, Any]]
+    """By technique: the settings that its state depends on."""
+
+    files: tuple[RankFile, ...]
+    """In the order of the ranks."""
+
+
+def staging_folder(save_folder: Path) -> Path:
+    """The folder to write into first: on the file system of the checkpoints."""
+    return save_folder / _STAGING
+
+
+def start_staging(save_folder: Path) -> None:
+    """Make `staging_folder`, empty; what a killed run left there is removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    staging = staging_folder(save_folder)
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+
+
+def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, Any]) -> RankFile:
+    """Write one rank's state: tensors, numbers, strings, and lists and dicts of them.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = staging / _rank_file(rank)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save({"rank": rank, "iteration": iteration, "state": state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    with path.open("rb") as file:
+        return RankFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write_manifest(staging: Path, manifest: Manifest) -> None:
+    """Write topology.json; the last of the files.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = staging / f"{_MANIFEST}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"format": _FORMAT, "ranks": len(manifest.files), **asdict(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(staging / _MANIFEST)
+
+
+def publish(staging: Path | None, iteration_folder: Path) -> None:
+    """Make the staged files those of the checkpoint in `iteration_folder`, in place of any that are there.
+
+    Args:
+        staging: None: the checkpoint has no such files; what an earlier one of this iteration left is removed.
+
+    Raises:
+        OSError: they cannot be moved.
+    """
+    folder = iteration_folder / FOLDER
+    if folder.exists():
+        shutil.rmtree(folder)
+    if staging is not None:
+        staging.rename(folder)
+        for changed in (folder, iteration_folder):
+            _folder_to_disk(changed)
+
+
+def read_manifest(iteration_folder: Path) -> Manifest | None:
+    """What topology.json says; None for a checkpoint without our files.
+
+    Raises:
+        DamagedState: the folder is there, and topology.json is not, or is not what we write.
+    """
+    path = iteration_folder / FOLDER / _MANIFEST
+    if not path.parent.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise DamagedState(path, f"format {content['format']}, and this version reads format {_FORMAT}")
+        files = tuple(RankFile(size=file["size"], sha256=file["sha256"]) for file in content["files"])
+        manifest = Manifest(
+            iteration=content["iteration"],
+            checkpoint=content["checkpoint"],
+            topology=content["topology"],
+            techniques=content["techniques"],
+            files=files,
+        )
+    except FileNotFoundError as error:
+        raise DamagedState(path, "the file is missing") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
+    if len(files) != content["ranks"]:
+        raise DamagedState(path, f"it names {len(files)} files of {content['ranks']} ranks")
+    return manifest
+
+
+def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """One rank's state, after checking that it is the one that `manifest` describes; tensors are on the CPU.
+
+    Raises:
+        DamagedState: the file is missing, another one, or not whole.
+    """
+    path, expected = iteration_folder / FOLDER / _rank_file(rank), manifest.files[rank]
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            raise DamagedState(path, f"it has {size} bytes and was written with {expected.size}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                raise DamagedState(path, "its content is not what was written (another sha256)")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        found = content["rank"], content["iteration"]
+        state: dict[str, Any] = content["state"]
+    except FileNotFoundError as error:
+        raise DamagedState(path, "the file is missing") from error
+    except DamagedState:
+        raise
+    except Exception as error:  # whatever unpickling makes of bytes that somebody else wrote
+        raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
+    if found != (rank, manifest.iteration):
+        raise DamagedState(path, f"it is the state of rank {found[0]} at iteration {found[1]}")
+    return state
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+def _folder_to_disk(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

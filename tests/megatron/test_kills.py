@@ -1,0 +1,119 @@
+"""A run whose ranks are killed at random, and resumed each time, ends where the run that was left alone ends."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.megatron.checkpoint_runs import CB_FE_SC, SAVE_EVERY
+from tests.megatron.test_launcher import processes_of, start_torchrun, torchrun
+from tests.megatron_runs import TINY_GPT
+
+RANKS = 4
+FLAGS = [
+    *TINY_GPT, *CB_FE_SC, *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+    # With torch_dist a rank has a server process of Megatron's (a multiprocessing.Manager) that outlives a SIGKILL.
+    *("--ckpt-format", "torch", "--save-interval", str(SAVE_EVERY), "--global-batch-size", "8"),
+]  # fmt: skip
+FURTHEST = 6
+"""A killed run comes at most this many iterations further: 4 until it is killed, and what it does meanwhile."""
+
+NO_HANG_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Killing:
+    """What a random generator decides about one kill."""
+
+    rank: int
+    after: int
+    """Iterations that are logged before it."""
+
+    delay: float
+    """Seconds after that: into a step, or a save."""
+
+
+def killings(seed: int, number: int) -> Iterator[Killing]:
+    draw = random.Random(seed)
+    for _ in range(number):
+        yield Killing(draw.randrange(RANKS), draw.randint(1, 4), draw.uniform(0, 0.5))
+
+
+def losses(output: str) -> dict[int, float]:
+    """By iteration, as logged: to 7 digits. Without a run's second, where Megatron logs the mean of its first two."""
+    logged = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", output)
+    return {int(iteration): float(loss) for iteration, loss in logged[:1] + logged[2:]}
+
+
+def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, float]:
+    """Start, or resume, and kill; the losses until then."""
+    mark = uuid.uuid4().hex
+    agent = start_torchrun(argv, folder, mark, ranks=RANKS)
+    assert agent.stdout is not None
+    output, logged = "", 0
+    # pytest's own limit ends a run that stops before it was killed.
+    for line in agent.stdout:
+        output += line
+        logged += "lm loss" in line
+        if logged == killing.after:
+            break
+    time.sleep(killing.delay)
+    (victim,) = [p for p in psutil.Process(agent.pid).children() if p.environ().get("RANK") == str(killing.rank)]
+    killed = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+    rest, _ = agent.communicate(timeout=NO_HANG_SECONDS)
+    assert time.monotonic() - killed < NO_HANG_SECONDS
+    assert agent.returncode != 0, (output + rest)[-3000:]
+    assert processes_of(mark) == []
+    return losses(output + rest)
+
+
+def state_files(folder: Path, iteration: int) -> Any:
+    """What is remembered at an iteration, by the digests of all ranks' files."""
+    return json.loads((folder / f"iter_{iteration:07d}" / "optimus_cc" / "topology.json").read_text())["files"]
+
+
+def kill_and_resume(number: int, folder: Path) -> None:
+    seed = int(os.environ.get("OPTIMUS_CC_TEST_SEED", random.randrange(2**32)))
+    print(f"killings drawn with OPTIMUS_CC_TEST_SEED={seed}:", *killings(seed, number), sep="\n  ")
+    last = number * FURTHEST + SAVE_EVERY
+    argv = [*FLAGS, "--train-iters", str(last), "--lr-decay-iters", str(last)]
+
+    alone, killed = folder / "alone", folder / "killed"
+    ended = torchrun([*argv, "--save", str(alone)], folder, uuid.uuid4().hex, ranks=RANKS)
+    assert ended.code == 0, ended.output[-3000:]
+    expected = losses(ended.output)
+    assert sorted(expected) == [1, *range(3, last + 1)]
+
+    resume = [*argv, "--save", str(killed), "--load", str(killed)]
+    for killing in killings(seed, number):
+        until = run_and_kill(killing, resume, folder)
+        assert until and until == {n: expected[n] for n in until}, f"seed {seed}, {killing}"
+    mark = uuid.uuid4().hex
+    ended = torchrun(resume, folder, mark, ranks=RANKS)
+    assert ended.code == 0, ended.output[-3000:]
+    until = losses(ended.output)
+    assert max(until) == last and until == {n: expected[n] for n in until}, f"seed {seed}"
+    assert "afresh" not in ended.output or min(until) == 1
+    assert state_files(killed, last) == state_files(alone, last), f"seed {seed}"
+    assert processes_of(mark) == []
+
+
+def test_two_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> None:
+    kill_and_resume(2, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_ten_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> None:
+    kill_and_resume(10, tmp_path)

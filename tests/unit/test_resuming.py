@@ -1,0 +1,106 @@
+"""What a run goes on from, and what it starts afresh and says so."""
+
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.resuming import decide, settings_of
+from optimus_cc_ext.state_files import Manifest
+
+MESSAGES = {"--micro-batch-size": 2}
+TOPOLOGY = {"the number of ranks": 4, "--pipeline-model-parallel-size": 2}
+BOTH = OptimusConfig(compressed_backprop=True, dp_compression=True, fused_embedding_sync=True)
+CB, SC = "compressed_backprop", "dp_compression"
+
+
+def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **changes: Any) -> Any:
+    manifest = None
+    if saved is not None:
+        manifest = Manifest(
+            iteration=4,
+            checkpoint="mark",
+            topology=TOPOLOGY,
+            techniques=settings_of(saved, changes.pop("saved_messages", MESSAGES)),
+            files=(),
+        )
+    given = {"checkpoint": "mark", "unwanted": None, "topology": TOPOLOGY} | changes
+    return decide(settings_of(now, MESSAGES), given.pop("topology"), manifest, **given)
+
+
+def test_the_same_run_goes_on_from_everything_and_says_nothing() -> None:
+    found = decided()
+    assert found.restored == (CB, SC) and found.lines() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"unwanted": "--finetune"}, "--finetune"),
+        ({"saved": None}, "the checkpoint has no state of it"),
+        ({"checkpoint": None}, "written again without Optimus-CC"),
+        (
+            {"topology": TOPOLOGY | {"--pipeline-model-parallel-size": 4}},
+            "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint",
+        ),
+    ],
+)
+def test_what_concerns_the_whole_checkpoint_resets_everything_in_one_line(changes: dict[str, Any], says: str) -> None:
+    found = decided(**changes)
+    (line,) = found.lines()
+    assert line.startswith(
+        "warning: the state of compressed backpropagation and data-parallel compression starts afresh"
+    )
+    assert says in line and found.restored == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "says"),
+    [
+        ({"compressed_backprop_rank": 8}, SC, "--compressed-backprop-rank is 8 here and 16 in the checkpoint"),
+        ({"compressed_backprop_messages": "all"}, SC, "--compressed-backprop-messages is all here and epilogue"),
+        ({"lazy_error_propagation": False}, SC, "--lazy-error-propagation is False here and True"),
+        ({"dp_compression_rank": 8}, CB, "--dp-compression-rank is 8 here and 128"),
+        ({"dp_compression_stages": 1}, CB, "--dp-compression-stages is 1 here and all"),
+        ({"dp_error_feedback": False}, CB, "--dp-error-feedback is False here and True"),
+    ],
+)
+def test_what_concerns_one_technique_resets_that_one(changes: dict[str, Any], kept: str, says: str) -> None:
+    found = decided(now=BOTH.replace(**changes))
+    (line,) = found.lines()
+    assert found.restored == (kept,) and says in line
+
+
+def test_messages_of_another_shape_reset_the_links_only() -> None:
+    found = decided(saved_messages={"--micro-batch-size": 4})
+    assert found.restored == (SC,) and "--micro-batch-size is 2 here and 4 in the checkpoint" in found.lines()[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compression_seed": 5},
+        {"dp_compression_warmup": 0.5},
+        {"residual_across_iterations": "drop"},
+        {"compression_state_dtype": "bf16"},
+        {"fused_embedding_sync": False},
+        {"compression_metrics": False},
+    ],
+)
+def test_what_the_state_does_not_depend_on_may_change(changes: dict[str, Any]) -> None:
+    assert decided(now=BOTH.replace(**changes)).lines() == []
+
+
+def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignored() -> None:
+    newly = decided(saved=BOTH.replace(dp_compression=False))
+    assert newly.restored == (CB,)
+    (line,) = newly.lines()
+    assert "the state of data-parallel compression starts afresh" in line and "has no state of it" in line
+    off = decided(now=BOTH.replace(dp_compression=False))
+    assert off.restored == (CB,)
+    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: switched off in this run"]
+
+
+def test_what_a_rank_finds_out_later_resets_as_well() -> None:
+    found = decided().without({SC: "other buckets"})
+    assert found.restored == (CB,) and found.lines()[0].endswith(": other buckets")
