@@ -96,6 +96,7 @@ class Training:
         self.number = slurm.run(
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
+            *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
             "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1",
             *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0"),
             *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
@@ -123,7 +124,8 @@ class Training:
         assert self.state == "RUNNING", self.log
 
     def wait_for_start(self, restarts: int) -> None:
-        wait_until(lambda: self.state != "RUNNING", "back in the queue", 120)
+        ended = ("PENDING", "COMPLETED", "FAILED")
+        wait_until(lambda: self.state in ended, "back in the queue", 150)
         assert self.state == "PENDING", self.log
         # Slurm puts off the start of what was requeued by two minutes.
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")

@@ -76,24 +76,28 @@ start() { # NAME COMMAND...
   daemons+=($!)
 }
 
+# All that belongs to this Slurm was started with its configuration in the environment: daemons, steps, jobs.
+# shellcheck disable=SC2329  # by stop
+kill_all() {
+  local environment
+  while IFS= read -r environment; do
+    environment="${environment%/environ}"
+    kill -KILL "${environment#/proc/}" 2>/dev/null || true
+  done < <(grep -lzsx "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ)
+}
+
 command_pid=""
 # shellcheck disable=SC2329  # by the trap
 stop() {
   trap '' TERM INT HUP
-  local pid
   [[ -z "$command_pid" ]] || kill -TERM "$command_pid" 2>/dev/null || true
-  scancel --quiet --full --signal=KILL --state=RUNNING --user=root 2>/dev/null || true
   scancel --quiet --user=root 2>/dev/null || true
-  for _ in {1..100}; do
-    [[ -n "$(squeue --noheader 2>/dev/null)" ]] || break
-    sleep 0.1
-  done
-  for pid in "${daemons[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
-  for _ in {1..50}; do
+  ((${#daemons[@]} == 0)) || kill -TERM "${daemons[@]}" 2>/dev/null || true
+  for _ in {1..30}; do
     [[ -n "$(jobs -pr)" ]] || break
     sleep 0.1
   done
-  for pid in "${daemons[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+  kill_all
 }
 trap stop EXIT
 trap 'exit 143' TERM
