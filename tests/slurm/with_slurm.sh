@@ -11,10 +11,10 @@ shift
 nodes=(n1 n2)
 host="$(hostname -s)"
 
-free_ports() { # COUNT: ports that nobody listens on, below those that the kernel gives out
+free_ports() { # COUNT: ports that nobody listens on; neither the kernel nor pretrain.sbatch gives these out
   local port count=0
   while ((count < $1)); do
-    port=$((20000 + RANDOM % 12000))
+    port=$((10000 + RANDOM % 10000))
     if ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
       echo "$port"
       count=$((count + 1))
