@@ -1,0 +1,192 @@
+# shellcheck shell=bash
+# What all experiments of the paper share; sourced by the files in table2/, figure10/, figure11/ and figure12/.
+#
+#   scripts/paper/table2/2.5b-cb.sh [--scale paper|tiny] [--dry-run] [further flags]
+#
+#   --scale paper   the paper's model, layout and schedule: 16 nodes of 8 GPUs; 335M: one node of 8 (default, or SCALE)
+#   --scale tiny    the same techniques on a tiny model, 4 processes on one machine, a CPU will do, about a minute
+#   --dry-run       print the command and start nothing
+#
+# Everything of scripts/pretrain_gpt.sh holds: nodes are told by NODE_LIST, or MASTER_ADDR and NODE_RANK, data by
+# DATA_PATH, VOCAB_FILE and MERGE_FILE (data/gpt2_text_document, data/gpt2-vocab.json and data/gpt2-merges.txt in the
+# repository unless given; DATA_PATH=mock will do where only time or memory is looked at). Variables given win over the
+# paper's values: PIPELINE_PARALLEL, NODES and so on.
+# RESULTS: where the folder of logs and checkpoints of each experiment goes (results/paper, or results/paper-tiny).
+set -euo pipefail
+paper_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=scripts/find_python.sh
+source "$paper_root/scripts/find_python.sh"
+
+# --- what an experiment's file says
+
+paper_model=""
+paper_kind="" paper_iterations=0 tiny_iterations=0
+paper_messages=epilogue
+paper_techniques=()
+paper_flags=()
+# Selective stage compression needs replicas, and 4 processes have them with 2 stages.
+tiny_stages=2
+
+model() { # 335m, 2.5b or 8.3b
+  paper_model="$1"
+}
+
+techniques() { # of cb, lep, fe, sc
+  paper_techniques=("$@")
+}
+
+# Table 2, figure 9, and the checkpoints of tables 3 and 4.
+pretraining() { paper_kind=pretraining paper_iterations=230000 tiny_iterations=8; }
+
+# Figure 10: the time of an iteration.
+breakdown() { paper_kind=breakdown paper_iterations=10 tiny_iterations=8; }
+
+# Figure 11: are the errors of compression orthogonal to the differences between activations, and 0 on average?
+error_statistics() {
+  paper_kind=error_statistics paper_iterations=1000 tiny_iterations=12 tiny_stages=4
+  paper_messages=all
+  paper_flags+=(--compression-error-statistics)
+}
+
+# Figure 12: peak memory.
+memory() {
+  paper_kind=memory paper_iterations=10 tiny_iterations=3 tiny_stages=4
+  paper_flags+=(--log-memory-interval 1)
+}
+
+# --- how it is run
+
+_refuse() { # SUBJECT REASON CURE
+  printf '%s: error: %s: %s. %s.\n' "$(basename "$0")" "$1" "$2" "$3" >&2
+  exit 2
+}
+
+_paper_scale() {
+  local layers hidden heads
+  case "$paper_model" in
+    335m) layers=24 hidden=1024 heads=16 ;;
+    2.5b) layers=52 hidden=1920 heads=24 ;;
+    8.3b) layers=72 hidden=3072 heads=24 ;;
+  esac
+  export NUM_LAYERS="${NUM_LAYERS:-$layers}" HIDDEN_SIZE="${HIDDEN_SIZE:-$hidden}" NUM_HEADS="${NUM_HEADS:-$heads}"
+  export SEQ_LENGTH="${SEQ_LENGTH:-1024}"
+  export MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-8}" GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-512}"
+  export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-8}"
+  if [[ "$paper_model" == 335m ]]; then
+    # The artifact's functionality check, for one machine of 8 GPUs.
+    export TENSOR_PARALLEL="${TENSOR_PARALLEL:-2}" PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-2}"
+  else
+    export TENSOR_PARALLEL="${TENSOR_PARALLEL:-8}" PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-4}"
+    [[ -n "${NODE_LIST:-}" ]] || export NODES="${NODES:-16}"
+  fi
+  export DATA_PATH="${DATA_PATH:-$paper_root/data/gpt2_text_document}"
+  export VOCAB_FILE="${VOCAB_FILE:-$paper_root/data/gpt2-vocab.json}"
+  export MERGE_FILE="${MERGE_FILE:-$paper_root/data/gpt2-merges.txt}"
+  export TRAIN_ITERS="${TRAIN_ITERS:-$paper_iterations}" LR="${LR:-0.00015}"
+  compression_rank=16 dp_compression_rank=128
+  schedule=(--lr-decay-iters 320000 --eval-interval 100 --eval-iters 10)
+}
+
+# As small as it can be with every technique still at work: matrices larger than their factors, an epilogue shorter
+# than the iteration, a learning rate whose warm-up ends within the run.
+_tiny_scale() {
+  local layers hidden
+  case "$paper_model" in
+    335m) layers=4 hidden=64 ;;
+    2.5b) layers=4 hidden=96 ;;
+    8.3b) layers=8 hidden=96 ;;
+  esac
+  export NUM_LAYERS=$layers HIDDEN_SIZE=$hidden NUM_HEADS=4 SEQ_LENGTH=64
+  export MICRO_BATCH_SIZE=2 GLOBAL_BATCH_SIZE=16
+  export TENSOR_PARALLEL=1 PIPELINE_PARALLEL=$tiny_stages PROCESSES_PER_NODE=4 NODES=1
+  unset NODE_LIST NODE_RANK
+  # Its shape is spelled out above; the preset gives the vocabulary of the made-up tokens.
+  export MODEL=tiny DATA_PATH="${DATA_PATH:-mock}"
+  export TRAIN_ITERS="${TRAIN_ITERS:-$tiny_iterations}" LR=0.001
+  compression_rank=4 dp_compression_rank=16
+  schedule=(--lr-decay-iters 320 --eval-interval 4 --eval-iters 1 --num-workers 0)
+}
+
+_technique_flags() {
+  local technique lazy=--no-lazy-error-propagation
+  [[ " ${paper_techniques[*]} " != *" lep "* ]] || lazy=--lazy-error-propagation
+  for technique in "${paper_techniques[@]}"; do
+    case "$technique" in
+      cb)
+        flags+=(--compressed-backprop --compressed-backprop-rank "$compression_rank")
+        flags+=(--compressed-backprop-messages "$paper_messages" "$lazy" --residual-across-iterations carry)
+        ;;
+      lep) ;; # a property of cb
+      fe) flags+=(--fused-embedding-sync) ;;
+      sc)
+        # The first 75 % of the stages: 3 of 4, 2 of 2.
+        flags+=(--dp-compression --dp-compression-rank "$dp_compression_rank" --dp-compression-warmup 0.0)
+        flags+=(--dp-error-feedback --dp-compression-stages $(((3 * PIPELINE_PARALLEL + 3) / 4)))
+        ;;
+      *) _refuse "$technique" "not a technique" "Give some of cb, lep, fe, sc" ;;
+    esac
+  done
+}
+
+run() { # the experiment's command line
+  local scale="${SCALE:-paper}" dry_run=false experiment folder log command
+  local further=() flags=() schedule=() compression_rank dp_compression_rank watched=()
+  while [[ $# -gt 0 ]]; do
+    case "$1" in
+      --scale)
+        [[ $# -ge 2 ]] || _refuse --scale "it needs a value" "Give paper or tiny"
+        scale="$2"
+        shift
+        ;;
+      --scale=*) scale="${1#*=}" ;;
+      --dry-run) dry_run=true ;;
+      --help | -h)
+        sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$paper_root/scripts/paper/common.sh"
+        exit 0
+        ;;
+      *) further+=("$1") ;;
+    esac
+    shift
+  done
+  experiment="$(basename "$(dirname "$0")")/$(basename "$0" .sh)"
+  export MODEL="$paper_model"
+  case "$scale" in
+    paper) _paper_scale ;;
+    tiny) _tiny_scale ;;
+    *) _refuse --scale "'$scale' is not known" "Give paper or tiny" ;;
+  esac
+  RESULTS="${RESULTS:-$paper_root/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
+  folder="$RESULTS/$experiment"
+
+  flags=("${schedule[@]}" --lr-decay-style cosine --min-lr 1.0e-5 --lr-warmup-fraction .01)
+  flags+=(--weight-decay 1e-2 --clip-grad 1.0 --log-interval 1)
+  flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+  _technique_flags
+  flags+=("${paper_flags[@]}" "${further[@]}")
+
+  if [[ "$paper_kind" == pretraining ]]; then
+    export CHECKPOINT_DIR="${CHECKPOINT_DIR:-$folder/checkpoints}"
+  else
+    # A few iterations from the start, every time.
+    export CHECKPOINT_DIR=none
+  fi
+  if $dry_run; then
+    # A command can be looked at without a cluster.
+    [[ "$scale" == tiny || -n "${NODE_LIST:-}" ]] || export MASTER_ADDR="${MASTER_ADDR:-node0}"
+    exec "$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}"
+  fi
+  # Before a folder is made: it ends the script if a variable cannot be used.
+  command="$("$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}" 2>/dev/null)" ||
+    exec "$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}"
+
+  mkdir -p "$folder"
+  log="$folder/log$([[ "${NODES:-1}" == 1 && -z "${NODE_LIST:-}" ]] || echo "-$(uname -n)").txt"
+  # A run that resumes goes on with its log.
+  [[ "$paper_kind" == pretraining ]] || : >"$log"
+  printf '$ %s\n' "$command" >>"$log"
+  if [[ "$paper_kind" == memory ]]; then
+    watched=("$(find_python "$paper_root")" "$paper_root/scripts/paper/peak_memory.py")
+  fi
+  # exec: signals of the cluster reach the training, and so does its exit status.
+  exec "${watched[@]}" "$paper_root/scripts/pretrain_gpt.sh" "${flags[@]}" > >(tee -a "$log") 2>&1
+}

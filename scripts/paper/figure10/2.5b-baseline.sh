@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Figure 10: GPT-2.5B, without compression (Baseline).
+# shellcheck source=scripts/paper/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+model 2.5b
+breakdown
+run "$@"

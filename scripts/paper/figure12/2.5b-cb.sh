@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Figure 12: GPT-2.5B, compressed backpropagation without lazy error propagation (CB).
+# shellcheck source=scripts/paper/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+model 2.5b
+memory
+techniques cb
+run "$@"

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Table 2, figure 9, table 4: GPT-2.5B, compressed backpropagation with lazy error propagation,
+# fused embedding synchronisation (CB+FE).
+# shellcheck source=scripts/paper/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+model 2.5b
+pretraining
+techniques cb lep fe
+run "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Table 2, figure 9, table 4: GPT-2.5B, compressed backpropagation without lazy error propagation (CB without LEP).
+# shellcheck source=scripts/paper/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+model 2.5b
+pretraining
+techniques cb
+run "$@"

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Table 2, figure 9, table 4: GPT-8.3B, without compression (Baseline).
+# shellcheck source=scripts/paper/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+model 8.3b
+pretraining
+run "$@"

@@ -1,0 +1,293 @@
+#!/usr/bin/env bash
+# GPT pretraining with Megatron and Optimus-CC, from one process to many nodes.
+#
+#   [VARIABLE=value ...] scripts/pretrain_gpt.sh [--dry-run] [flags of Megatron and of Optimus-CC ...]
+#
+# What follows is passed on unchanged; a flag wins over the variable of the same meaning. For example
+#
+#   MODEL=tiny TRAIN_ITERS=20 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --optimus-cc
+#
+# --dry-run prints the exact command, one line that can be pasted, and starts nothing. --help prints this text.
+#
+# model
+#   MODEL               tiny, 125m, 335m, 2.5b or 8.3b (125m)
+#   NUM_LAYERS  HIDDEN_SIZE  NUM_HEADS  SEQ_LENGTH     the model's own unless given
+#   TRAIN_ITERS         iterations (1000)
+#   MICRO_BATCH_SIZE    sequences of one forward pass (8; tiny: 2)
+#   GLOBAL_BATCH_SIZE   sequences of one iteration, all replicas together (512; tiny: 16)
+#   LR                  peak of the learning rate (1.5e-4), decayed by a cosine to --min-lr 1e-5
+# data
+#   DATA_PATH           prefix of Megatron's indexed dataset, or a blend as Megatron writes it; "mock" for made-up
+#                       tokens (mock)
+#   TOKENIZER_MODEL     folder of a Hugging Face tokenizer, such as `python -m optimus_cc_ext.data` makes; or
+#   VOCAB_FILE  MERGE_FILE                             of GPT-2's tokenizer
+# checkpoints
+#   CHECKPOINT_DIR      saved to, and resumed from if it holds a checkpoint; "none" to save nothing
+#                       (checkpoints/gpt-MODEL, in the current folder)
+#   SAVE_INTERVAL       iterations between two checkpoints (1000)
+# layout; data parallelism takes what tensor and pipeline parallelism leave
+#   TENSOR_PARALLEL     (1)
+#   PIPELINE_PARALLEL   (1)
+#   PROCESSES_PER_NODE  (the GPUs of this machine; without any, as many as one replica of the model takes)
+#   NODES               (the length of NODE_LIST, else 1)
+# several nodes: start the same script on each of them, with
+#   NODE_LIST           "host1 host2 ...", or with commas: gives NODES, MASTER_ADDR (the first) and NODE_RANK (the place
+#                       of this host's name); or
+#   MASTER_ADDR         the first node; MASTER_PORT (6000) a free port there
+#   NODE_RANK           this node's number from 0; left out, torchrun's rendezvous gives the numbers out
+# program
+#   MEGATRON_LM         a Megatron-LM checkout, whose pretrain_gpt.py is run; without it the package's own entry
+#
+# Python is the one in .venv (scripts/setup_env.sh makes it), else `python` on PATH. Without a GPU, or with
+# OPTIMUS_CC_DEVICE=cpu, it trains on the CPU.
+set -euo pipefail
+# No cd: paths are the caller's.
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+# shellcheck source=scripts/find_python.sh
+source "$root/scripts/find_python.sh"
+
+refuse() { # VARIABLE REASON CURE
+  printf 'pretrain_gpt.sh: error: %s: %s. %s.\n' "$1" "$2" "$3" >&2
+  exit 2
+}
+
+say() { printf 'pretrain_gpt.sh: %s\n' "$*" >&2; }
+
+whole_number() { # VARIABLE LEAST [MOST]
+  local value="${!1}"
+  # Ten digits are more than anything here can be, and less than bash's arithmetic overflows at.
+  [[ "$value" =~ ^(0|[1-9][0-9]{0,9})$ ]] || refuse "$1" "'$value' is not a whole number" "Give one, such as $1=$2"
+  ((value >= $2)) || refuse "$1" "$value is too small" "Give at least $2"
+  [[ -z "${3:-}" ]] || ((value <= $3)) || refuse "$1" "$value is too large" "Give at most $3"
+}
+
+# --- the command line: two flags are ours, all others are passed on
+dry_run=false
+flags=()
+for argument in "$@"; do
+  case "$argument" in
+    --dry-run) dry_run=true ;;
+    --help | -h)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    *) flags+=("$argument") ;;
+  esac
+done
+case "${flags[0]:---}" in
+  -*) ;;
+  *) refuse "${flags[0]}" "a flag was expected" "The script to run is chosen with MEGATRON_LM=/path/to/checkout" ;;
+esac
+
+given() { # FLAG...: whether one of them is among the user's flags
+  local flag argument
+  for flag in "$@"; do
+    for argument in "${flags[@]}"; do
+      [[ "$argument" != "$flag" && "$argument" != "$flag="* ]] || return 0
+    done
+  done
+  return 1
+}
+
+arguments=()
+default() { # FLAG VALUE...: unless the user gave the flag
+  given "$1" || arguments+=("$@")
+}
+
+# --- model
+MODEL="${MODEL:-125m}"
+case "$MODEL" in
+  tiny) shape=(4 64 4 64 2 16 500) ;;
+  125m) shape=(12 768 12 1024 8 512 50256) ;;
+  335m) shape=(24 1024 16 1024 8 512 50256) ;;
+  2.5b) shape=(52 1920 24 1024 8 512 50256) ;;
+  8.3b) shape=(72 3072 24 1024 8 512 50256) ;;
+  *) refuse MODEL "'$MODEL' is not known" \
+    "Give tiny, 125m, 335m, 2.5b or 8.3b, and NUM_LAYERS, HIDDEN_SIZE, NUM_HEADS for another shape" ;;
+esac
+NUM_LAYERS="${NUM_LAYERS:-${shape[0]}}"
+HIDDEN_SIZE="${HIDDEN_SIZE:-${shape[1]}}"
+NUM_HEADS="${NUM_HEADS:-${shape[2]}}"
+SEQ_LENGTH="${SEQ_LENGTH:-${shape[3]}}"
+MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-${shape[4]}}"
+GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-${shape[5]}}"
+TRAIN_ITERS="${TRAIN_ITERS:-1000}"
+for name in NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS; do
+  whole_number "$name" 1
+done
+((HIDDEN_SIZE % NUM_HEADS == 0)) ||
+  refuse NUM_HEADS "$NUM_HEADS heads do not divide HIDDEN_SIZE=$HIDDEN_SIZE" "Give a divisor"
+LR="${LR:-1.5e-4}"
+[[ "$LR" =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
+  refuse LR "'$LR' is not a positive number" "Give one, such as LR=1.5e-4"
+
+# --- layout
+TENSOR_PARALLEL="${TENSOR_PARALLEL:-1}"
+PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-1}"
+whole_number TENSOR_PARALLEL 1
+whole_number PIPELINE_PARALLEL 1
+model_processes=$((TENSOR_PARALLEL * PIPELINE_PARALLEL))
+
+gpus() {
+  if [[ "${OPTIMUS_CC_DEVICE:-}" == cpu ]]; then
+    echo 0
+  elif [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+    # Empty or negative: none.
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+  elif command -v nvidia-smi >/dev/null; then
+    nvidia-smi -L 2>/dev/null </dev/null | grep -c '^GPU' || true
+  else
+    echo 0
+  fi
+}
+PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-$(gpus)}"
+[[ "$PROCESSES_PER_NODE" != 0 ]] || PROCESSES_PER_NODE=$model_processes
+whole_number PROCESSES_PER_NODE 1
+
+# --- nodes
+NODE_LIST="${NODE_LIST:-}"
+read -r -a nodes <<<"${NODE_LIST//[,$'\n']/ }"
+NODES="${NODES:-${#nodes[@]}}"
+[[ "$NODES" != 0 || ${#nodes[@]} -ne 0 ]] || NODES=1
+whole_number NODES 1
+if [[ ${#nodes[@]} -gt 0 ]]; then
+  ((NODES == ${#nodes[@]})) ||
+    refuse NODES "it is $NODES, but NODE_LIST names ${#nodes[@]}" "Leave one of the two out"
+  MASTER_ADDR="${MASTER_ADDR:-${nodes[0]}}"
+  if [[ -z "${NODE_RANK:-}" && ${#nodes[@]} -gt 1 ]]; then
+    here="$(uname -n)"
+    for index in "${!nodes[@]}"; do
+      [[ "${nodes[index]}" != "$here" && "${nodes[index]%%.*}" != "${here%%.*}" ]] || NODE_RANK="${NODE_RANK:-$index}"
+    done
+    [[ -n "${NODE_RANK:-}" ]] || refuse NODE_LIST "this host, $here, is not in it" "Add it, or set NODE_RANK"
+  fi
+fi
+MASTER_PORT="${MASTER_PORT:-6000}"
+whole_number MASTER_PORT 1 65535
+if ((NODES == 1)); then
+  [[ "${NODE_RANK:-0}" == 0 ]] || refuse NODE_RANK "it is '$NODE_RANK', but there is one node" "Set NODES or NODE_LIST"
+  # A rendezvous on a free port of this machine: several runs can share it.
+  rendezvous=(--standalone)
+else
+  [[ -n "${MASTER_ADDR:-}" ]] ||
+    refuse MASTER_ADDR "it is not set, and there are $NODES nodes" "Give the first node's name, or NODE_LIST"
+  rendezvous=(--nnodes "$NODES")
+  if [[ -n "${NODE_RANK:-}" ]]; then
+    whole_number NODE_RANK 0 $((NODES - 1))
+    rendezvous+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+  else
+    rendezvous+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id optimus-cc)
+  fi
+fi
+
+if ! given --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size; then
+  processes=$((NODES * PROCESSES_PER_NODE))
+  ((processes % model_processes == 0)) ||
+    refuse PROCESSES_PER_NODE \
+      "$NODES x $PROCESSES_PER_NODE processes cannot hold replicas of $TENSOR_PARALLEL x $PIPELINE_PARALLEL each" \
+      "Make it, or NODES, a multiple; or change TENSOR_PARALLEL and PIPELINE_PARALLEL"
+  replicas=$((processes / model_processes))
+  given --micro-batch-size --global-batch-size || ((GLOBAL_BATCH_SIZE % (MICRO_BATCH_SIZE * replicas) == 0)) ||
+    refuse GLOBAL_BATCH_SIZE \
+      "$GLOBAL_BATCH_SIZE is not a multiple of $replicas replicas x MICRO_BATCH_SIZE=$MICRO_BATCH_SIZE" \
+      "Give a multiple of $((replicas * MICRO_BATCH_SIZE))"
+fi
+
+# --- program
+program=(-m optimus_cc_ext)
+if [[ -n "${MEGATRON_LM:-}" ]]; then
+  [[ -f "$MEGATRON_LM/pretrain_gpt.py" ]] ||
+    refuse MEGATRON_LM "there is no pretrain_gpt.py in '$MEGATRON_LM'" \
+      "Give a Megatron-LM checkout, or unset it for the package's own entry"
+  program+=("$MEGATRON_LM/pretrain_gpt.py")
+fi
+python="$(find_python "$root")" ||
+  refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
+
+# --- flags
+default --tensor-model-parallel-size "$TENSOR_PARALLEL"
+default --pipeline-model-parallel-size "$PIPELINE_PARALLEL"
+default --num-layers "$NUM_LAYERS"
+default --hidden-size "$HIDDEN_SIZE"
+default --num-attention-heads "$NUM_HEADS"
+default --seq-length "$SEQ_LENGTH"
+default --max-position-embeddings "$SEQ_LENGTH"
+default --micro-batch-size "$MICRO_BATCH_SIZE"
+default --global-batch-size "$GLOBAL_BATCH_SIZE"
+given --train-samples || default --train-iters "$TRAIN_ITERS"
+default --lr "$LR"
+default --min-lr 1.0e-5
+default --lr-decay-style cosine
+given --lr-warmup-iters --lr-warmup-samples || default --lr-warmup-fraction .01
+default --weight-decay 1e-2
+default --clip-grad 1.0
+default --log-interval 1
+default --eval-interval 100
+default --eval-iters 10
+
+missing=()
+needed() { # VARIABLE FILE
+  [[ -e "$2" ]] || missing+=("$1" "$2")
+}
+
+DATA_PATH="${DATA_PATH:-mock}"
+if ! given --mock-data --data-path --data-args-path --train-data-path --per-split-data-args-path; then
+  if [[ "$DATA_PATH" == mock ]]; then
+    say "made-up tokens are trained on (DATA_PATH=mock)"
+    arguments+=(--mock-data)
+    given --tokenizer-type || arguments+=(--tokenizer-type NullTokenizer --vocab-size "${shape[6]}")
+  else
+    read -r -a prefixes <<<"$DATA_PATH"
+    for prefix in "${prefixes[@]}"; do
+      # A blend has weights between the prefixes.
+      [[ "$prefix" =~ ^[0-9.]+$ ]] || needed DATA_PATH "$prefix.idx"
+    done
+    arguments+=(--data-path "${prefixes[@]}")
+    default --split 949,50,1
+  fi
+fi
+if [[ "$DATA_PATH" != mock ]] && ! given --tokenizer-type; then
+  if [[ -n "${TOKENIZER_MODEL:-}" ]]; then
+    needed TOKENIZER_MODEL "$TOKENIZER_MODEL"
+    arguments+=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+  elif [[ -n "${VOCAB_FILE:-}" && -n "${MERGE_FILE:-}" ]]; then
+    needed VOCAB_FILE "$VOCAB_FILE"
+    needed MERGE_FILE "$MERGE_FILE"
+    arguments+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+  else
+    refuse TOKENIZER_MODEL "DATA_PATH is set, but no tokenizer" \
+      "Give it, or VOCAB_FILE and MERGE_FILE, or --tokenizer-type with its own flags"
+  fi
+fi
+
+CHECKPOINT_DIR="${CHECKPOINT_DIR:-$PWD/checkpoints/gpt-$MODEL}"
+if [[ "$CHECKPOINT_DIR" != none ]]; then
+  SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"
+  whole_number SAVE_INTERVAL 1
+  [[ ! -e "$CHECKPOINT_DIR" || -d "$CHECKPOINT_DIR" ]] ||
+    refuse CHECKPOINT_DIR "'$CHECKPOINT_DIR' is not a folder" "Give a folder, or 'none' to save nothing"
+  # The same folder twice: Megatron starts afresh where it finds no checkpoint in it, and goes on where it finds one.
+  default --save "$CHECKPOINT_DIR"
+  default --load "$CHECKPOINT_DIR"
+  default --save-interval "$SAVE_INTERVAL"
+fi
+
+command=(env "PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
+# Megatron's overlap of communication relies on the order in which kernels were launched.
+command+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
+command+=("$python" -m torch.distributed.run --nproc-per-node "$PROCESSES_PER_NODE" "${rendezvous[@]}")
+command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
+
+if $dry_run; then
+  [[ ${#missing[@]} -eq 0 ]] || say "${missing[0]}: ${missing[1]} does not exist on this machine"
+  printf -v line ' %q' "${command[@]}"
+  printf '%s\n' "${line# }"
+  exit 0
+fi
+[[ ${#missing[@]} -eq 0 ]] ||
+  refuse "${missing[0]}" "${missing[1]} does not exist" "Give an existing one (DATA_PATH is without .bin and .idx)"
+if [[ "$CHECKPOINT_DIR" != none && -f "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]]; then
+  say "resuming after iteration $(<"$CHECKPOINT_DIR/latest_checkpointed_iteration.txt") from $CHECKPOINT_DIR"
+fi
+# exec: signals reach torchrun itself.
+exec "${command[@]}"
