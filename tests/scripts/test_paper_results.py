@@ -190,24 +190,38 @@ def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(
     assert memory["peak, MB"] == "900.5" and memory["measured"].startswith("CPU: resident memory")
 
 
+VALIDATIONS = """\
+ validation loss at iteration 4 | lm loss value: 5.0E+00 | lm loss PPL: 1.484132E+02 |
+ validation loss at iteration 8 | lm loss value: 4.0E+00 | lm loss PPL: 5.459815E+01 |
+ validation loss at iteration 8 on validation set | lm loss value: 4.5E+00 | lm loss PPL: 9.001713E+01 |
+ validation loss at iteration 8 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
+ validation loss at iteration 9 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
+"""
+
+
+def test_perplexity_is_that_of_validation_within_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log.txt").write_text(VALIDATIONS)
+    assert load("run_logs", monkeypatch).read_run(tmp_path).validation == {4: 5.0, 8: 4.0}
+
+
 def test_nothing_to_collect_is_said(tmp_path: Path) -> None:
     for results, reason in ((tmp_path / "none", "no such folder"), (tmp_path, "no log with an iteration in it")):
         ended = run_python("collect.py", "--results", str(results))
         assert ended.returncode == 2 and reason in ended.stderr
 
 
-HUNGRY = "import time; held = bytearray({mb} << 20); time.sleep({seconds})"
+HUNGRY = "import mmap, time; unused = mmap.mmap(-1, 500 << 20); bytearray({mb} << 20); time.sleep(2)"
+"""Asks for 500 MB that it never touches, and gives `mb` back at once."""
 
 
 def test_peak_memory_is_that_of_each_rank_and_the_exit_status_is_the_commands() -> None:
-    ranks = [
-        f"RANK={rank} {sys.executable} -c '{HUNGRY.format(mb=mb, seconds=2)}' &" for rank, mb in ((0, 60), (1, 160))
-    ]
+    ranks = [f"RANK={rank} {sys.executable} -c '{HUNGRY.format(mb=mb)}' &" for rank, mb in ((0, 60), (1, 160))]
     ended = run_python("peak_memory.py", "bash", "-c", " ".join([*ranks, "wait; exit 7"]))
     assert ended.returncode == 7
     peaks = [float(mb) for mb in re.findall(r"\[Rank \d\] peak resident memory \(MB\) \| (\S+)", ended.stdout)]
     assert len(peaks) == 2
-    assert peaks[1] - peaks[0] == pytest.approx(100, abs=5), "two interpreters, alike but for what they hold"
+    assert peaks[1] - peaks[0] == pytest.approx(100, abs=5), "two interpreters, alike but for what they held"
+    assert peaks[0] < 60 + 100, "an interpreter without anything takes about 10 MB"
 
 
 def test_a_signal_to_the_watcher_ends_what_it_watches() -> None:
