@@ -41,7 +41,8 @@ def draw_learning_curves(table: Table, path: Path) -> None:
             axes.yaxis.set_major_formatter("{x:.4g}")
             axes.yaxis.set_minor_formatter("{x:.4g}")
             _tidy(axes, f"{model}: validation perplexity" if place == 2 else "")
-        grid[0][column].xaxis.set_major_locator(MaxNLocator(integer=True))
+        grid[0][column].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        grid[1][column].xaxis.set_major_locator(MaxNLocator(5))
         grid[0][column].legend(frameon=False, fontsize=8)
     _save(figure, path)
 
@@ -52,7 +53,7 @@ def draw_breakdown(table: Table, path: Path) -> None:
     def parts(row: tuple[Cell, ...]) -> list[tuple[str, float]]:
         return [("CB", _value(row[4])), ("SC", _value(row[5]))]
 
-    _bars(table, path, "ms per iteration", value=2, parts=parts, remark=_as_speedup)
+    _bars(table, path, "ms per iteration (dark: compressing)", value=2, parts=parts, remark=_as_speedup)
 
 
 def draw_memory(table: Table, path: Path) -> None:
@@ -62,29 +63,26 @@ def draw_memory(table: Table, path: Path) -> None:
 
 def draw_error_statistics(table: Table, path: Path) -> None:
     """Figure 11: cosine and averages by iteration, a line for each stage."""
-    figure, ((above,), (below,)) = _grid(2, 1, 7.2, 2.7)
-    for number, stage in enumerate(_in_order(row[2] for row in table.rows)):
-        rows = [row for row in table.rows if row[2] == stage]
-        iterations = [_value(row[1]) for row in rows]
-        colour, few = _OTHER[number % len(_OTHER)], "o" if len(rows) < 30 else ""
-        above.plot(
-            iterations, [_value(row[3]) for row in rows], color=colour, lw=1.3, marker=few, ms=3, label=f"stage {stage}"
-        )
-        below.plot(iterations, [_value(row[4]) for row in rows], color=colour, lw=1.3, marker=few, ms=3)
-        below.plot(iterations, [_value(row[5]) for row in rows], color=colour, lw=1.0, ls=":")
-    above.set_ylim(-1, 1)
-    # Errors are of gradients, differences of activations: they lie orders of magnitude apart.
-    largest = max((abs(_value(row[4])) for row in table.rows), default=0.0)
-    below.set_yscale("symlog", linthresh=max(largest / 10, 1e-30))
-    below.set_xlabel("iteration")
-    for axes, title in (
-        (above, "Cosine between errors and activation differences"),
-        (below, "Averages: errors (solid), activation differences (dotted)"),
-    ):
+    # Errors are of gradients, differences of activations: they lie orders of magnitude apart, hence a panel for each.
+    panels = (
+        (3, "Cosine between errors and activation differences"),
+        (4, "Average of the errors"),
+        (5, "Average of the activation differences"),
+    )
+    figure, grid = _grid(3, 1, 7.2, 2.3)
+    for (axes,), (place, title) in zip(grid, panels, strict=True):
+        for number, stage in enumerate(_in_order(row[2] for row in table.rows)):
+            rows = [row for row in table.rows if row[2] == stage]
+            iterations, values = ([_value(row[index]) for row in rows] for index in (1, place))
+            colour, few = _OTHER[number % len(_OTHER)], "o" if len(rows) < 30 else ""
+            axes.plot(iterations, values, color=colour, lw=1.3, marker=few, ms=3, label=f"stage {stage}")
         axes.axhline(0, color=_INK, lw=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _tidy(axes, title)
-    above.legend(frameon=False, fontsize=8, ncols=4)
+    # The whole range: what is nearly nothing must look like nothing.
+    grid[0][0].set_ylim(-1, 1)
+    grid[0][0].legend(frameon=False, fontsize=8, ncols=4)
+    grid[2][0].set_xlabel("iteration")
     _save(figure, path)
 
 
@@ -129,6 +127,7 @@ def _bars(
                 axes.bar(place, part, bottom=foot, color=_INK, alpha=0.55, width=0.66)
                 foot += part
             axes.text(place, height, f"{height:,.4g}\n{remark(row)}", ha="center", va="bottom", fontsize=8, color=_INK)
+        axes.set_xlim(-0.6, max(3, len(rows) - 1) + 0.6)
         axes.set_xticks(range(len(rows)), [str(row[1]).replace("+", "+\n", 1) for row in rows], fontsize=8)
         axes.set_ylim(0, 1.22 * max((_value(row[value]) for row in rows), default=1.0) or 1.0)
         axes.set_ylabel(label)
