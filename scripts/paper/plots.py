@@ -145,7 +145,7 @@ def _as_increase(row: tuple[Cell, ...]) -> str:
 
 def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Sequence[Sequence[Axes]]]:
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, figure.subplots(rows, columns, squeeze=False).tolist()
 
 
 def _save(figure: Figure, path: Path) -> None:

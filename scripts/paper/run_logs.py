@@ -142,6 +142,6 @@ def _take(run: Run, line: str, iteration: int) -> int:
     for pattern, peaks in ((_ALLOCATED, run.allocated), (_RESIDENT, run.resident)):
         for match in pattern.finditer(line):
             peaks[int(match["rank"])] = max(float(match["mb"]), peaks.get(int(match["rank"]), 0.0))
-    if match := _STATE.search(line):
-        run.state = float(match["mb"])
+    if state := _STATE.search(line):
+        run.state = float(state["mb"])
     return iteration
