@@ -8,7 +8,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside this script, installed or not
 
-from optimus_cc_ext.quickstart.log_lines import parse_progress  # noqa: E402
+from optimus_cc_ext.quickstart.log_lines import parse_progress
 
 __all__ = ["MODELS", "Run", "read_run", "read_runs"]
 
@@ -52,7 +52,7 @@ class Run:
     """Class to (sent, raw) in MB, all ranks together."""
 
     compression_ms: dict[int, dict[str, float]] = field(default_factory=dict)
-    """"CB" and "SC" to milliseconds, on the stage where it takes longest."""
+    """Technique, CB or SC, to milliseconds on the stage where it takes longest."""
 
     statistics: dict[int, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
     """Stage to (cosine, mean error, mean activation difference)."""
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def typical_compression_ms(self) -> dict[str, float]:
-        """ "CB" and "SC" to the median of their milliseconds, the first iteration left out."""
+        """Technique, CB or SC, to the median of their milliseconds, the first iteration left out."""
         later = [parts for iteration, parts in self.compression_ms.items() if iteration > 1]
         names = {name for parts in later for name in parts}
         return {name: median(parts[name] for parts in later if name in parts) for name in sorted(names)}
@@ -94,7 +94,9 @@ def read_runs(results: Path, experiment: str) -> list[Run]:
     """All runs of `experiment` that have a log with an iteration in it, in the paper's order."""
     runs = []
     for model in MODELS:
-        folders = {folder.name.removeprefix(model + "-"): folder for folder in (results / experiment).glob(f"{model}-*")}
+        folders = {
+            folder.name.removeprefix(model + "-"): folder for folder in (results / experiment).glob(f"{model}-*")
+        }
         places = {name: place for place, name in enumerate(_ORDER)}
         for variant in sorted(folders, key=lambda name: (places.get(name, len(places)), name)):
             run = read_run(folders[variant], model, variant)
@@ -140,6 +142,6 @@ def _take(run: Run, line: str, iteration: int) -> int:
     for pattern, peaks in ((_ALLOCATED, run.allocated), (_RESIDENT, run.resident)):
         for match in pattern.finditer(line):
             peaks[int(match["rank"])] = max(float(match["mb"]), peaks.get(int(match["rank"]), 0.0))
-    if match := _STATE.search(line):
-        run.state = float(match["mb"])
+    if state := _STATE.search(line):
+        run.state = float(state["mb"])
     return iteration

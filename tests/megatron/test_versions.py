@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.forked_ranks import run_ranks
 from tests.launches import launch
 from tests.megatron import minimal_entry
 from tests.megatron.optimus_runs import PP2_DP2, relative_gap, run_optimus
+from tests.megatron.test_compressed_messages import _ends, _expected, _install_recording
 from tests.megatron.test_distributed_optimizer import INTERLEAVED, OVERLAPPED
 from tests.megatron.test_lossless_limits import FE, LOSSLESS_CB, LOSSLESS_SC, TOLERANCE
 from tests.megatron_runs import last_stage_losses, run_megatron
@@ -81,6 +83,39 @@ def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(layout, 
         embedding_raw, embedding_sent = facts["traffic"]["embedding"]
         assert 0 < embedding_sent < embedding_raw, "the tied embedding must have been reduced our way"
     assert len({copy for run in runs for copy in run.probed["tied"]}) == 1
+
+
+# 4 sequences more after each 24 of the first 48, in pairs on 2 replicas: M = 2, then 3, then 4.
+GROWING = ("--rampup-batch-size", "8", "4", "48", "--train-samples", "96", "--lr-decay-samples", "96")
+MICRO_BATCHES = [2, 2, 2, 3, 3, 4, 4, 4]
+
+
+def _in_samples() -> None:
+    at = sys.argv.index("--train-iters")
+    del sys.argv[at : at + 2]
+
+
+def _in_samples_and_recording() -> None:
+    _in_samples()
+    _install_recording()
+
+
+@pytest.mark.skipif(
+    not VERSION.startswith("0.17."), reason=f"megatron-core {VERSION} parses --rampup-batch-size, and ignores it"
+)
+def test_messages_follow_a_batch_size_that_ramps_up():
+    flags = [*PP2_DP2[1], *GROWING]
+    vanilla = last_stage_losses(run_megatron(PP2_DP2[0], flags, before=_in_samples, entry=ENTRY))
+    epilogue = [flag.replace("all", "epilogue") for flag in LOSSLESS_CB]
+    layout = (PP2_DP2[0], flags)
+    runs = run_optimus(
+        layout, [*epilogue, *LOSSLESS_SC, *FE], before=_in_samples_and_recording, probe=_ends, entry=ENTRY
+    )
+    rule = [_expected(2, micro_batches, 0) for micro_batches in MICRO_BATCHES]
+    ends = [end for run in runs for end in (run.probed["sent"], run.probed["received"]) if end]
+    assert len(ends) == 4
+    assert [history for history, _ in ends] == [rule] * 4
+    assert relative_gap(last_stage_losses(runs), vanilla) < TOLERANCE
 
 
 def test_without_a_script_it_trains_or_says_which_script_to_give():

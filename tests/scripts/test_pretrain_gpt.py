@@ -1,0 +1,170 @@
+"""scripts/pretrain_gpt.sh: the command that it would run. Nothing is started here."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.shell_scripts import ROOT, Ended, run_script
+
+
+def dry_run(*flags: str, cwd: Path = ROOT, **env: str) -> Ended:
+    return run_script("pretrain_gpt.sh", "--dry-run", *flags, env=env, cwd=cwd)
+
+
+def test_without_any_variable_it_is_one_process_on_made_up_tokens() -> None:
+    ended = dry_run()
+    launch = ended.launch
+    assert launch.torchrun == ["--nproc-per-node", "1", "--standalone"]
+    assert launch.program == ["-m", "optimus_cc_ext"]
+    assert [launch.value(f"--{name}") for name in ("num-layers", "hidden-size", "num-attention-heads")] == [
+        "12", "768", "12",
+    ]  # fmt: skip
+    assert "--mock-data" in launch.flags and "made-up tokens" in ended.errors
+    assert launch.value("--save") == launch.value("--load") == str(ROOT / "checkpoints/gpt-125m")
+
+
+def test_variables_choose_the_model_the_layout_and_the_data() -> None:
+    launch = dry_run(
+        MODEL="2.5b", NUM_LAYERS="26", TENSOR_PARALLEL="2", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="8",
+        SEQ_LENGTH="2048", MICRO_BATCH_SIZE="4", GLOBAL_BATCH_SIZE="64", TRAIN_ITERS="77", LR="3e-4",
+        DATA_PATH="0.3 /data/a 0.7 /data/b", TOKENIZER_MODEL="/data/tokenizer",
+        CHECKPOINT_DIR="/runs/one", SAVE_INTERVAL="5",
+    ).launch  # fmt: skip
+    expected = {
+        "num-layers": "26", "hidden-size": "1920", "num-attention-heads": "24", "seq-length": "2048",
+        "max-position-embeddings": "2048", "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "2",
+        "micro-batch-size": "4", "global-batch-size": "64", "train-iters": "77", "lr": "3e-4",
+        "tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "/data/tokenizer",
+        "save": "/runs/one", "load": "/runs/one", "save-interval": "5",
+    }  # fmt: skip
+    assert {name: launch.value(f"--{name}") for name in expected} == expected
+    blend = launch.flags.index("--data-path")
+    assert launch.flags[blend + 1 : blend + 5] == ["0.3", "/data/a", "0.7", "/data/b"]
+    assert launch.torchrun[:2] == ["--nproc-per-node", "8"]
+
+
+def test_gpt2_vocabulary_files_choose_its_tokenizer() -> None:
+    launch = dry_run(DATA_PATH="/data/a", VOCAB_FILE="/v.json", MERGE_FILE="/m.txt").launch
+    assert launch.value("--tokenizer-type") == "GPT2BPETokenizer"
+    assert (launch.value("--vocab-file"), launch.value("--merge-file")) == ("/v.json", "/m.txt")
+
+
+def test_flags_are_passed_on_unchanged_and_win_over_variables_and_defaults() -> None:
+    given = [
+        "--optimus-cc",
+        "--lr=1e-2",
+        "--lr-warmup-iters",
+        "3",
+        "--train-samples",
+        "9",
+        "--note",
+        "a b'c\"d $(e)*",
+    ]
+    launch = dry_run(*given, LR="5", TRAIN_ITERS="6").launch
+    assert launch.flags[-len(given) :] == given
+    for default in ("--lr", "--lr-warmup-fraction", "--train-iters"):
+        assert default not in launch.flags
+
+
+def test_the_printed_line_can_be_pasted_into_a_shell() -> None:
+    """A stand-in python prints what it was given; the words that come through are those that were asked for."""
+    ended = dry_run("--note", "a b'c\"d $(e)\n*")
+    line = ended.output.strip().replace(f"{ROOT}/.venv/bin/python", "python")
+    shown = subprocess.run(
+        ["bash", "-c", 'python() { printf "%s\\0" "$@"; }; env() { shift 2; "${@/#*\\/python/python}"; }; ' + line],
+        text=True, capture_output=True, check=True,
+    ).stdout  # fmt: skip
+    assert shown.split("\0")[-3:-1] == ["--note", "a b'c\"d $(e)\n*"]
+
+
+def test_nothing_is_saved_when_checkpoints_are_switched_off() -> None:
+    flags = dry_run(CHECKPOINT_DIR="none").launch.flags
+    assert not {"--save", "--load", "--save-interval"} & set(flags)
+
+
+def test_a_checkouts_own_script_is_run_where_one_is_named(tmp_path: Path) -> None:
+    checkout = tmp_path / "Megatron LM"
+    checkout.mkdir()
+    (checkout / "pretrain_gpt.py").touch()
+    program = dry_run(MEGATRON_LM=str(checkout)).launch.program
+    assert program == ["-m", "optimus_cc_ext", f"{checkout}/pretrain_gpt.py"]
+
+
+@pytest.mark.parametrize("separator", [" ", ",", ", ", "\n"])
+def test_a_list_of_nodes_gives_their_number_the_master_and_this_hosts_rank(separator: str) -> None:
+    nodes = separator.join(["first.example", platform.node(), "third"])
+    launch = dry_run(NODE_LIST=nodes, PROCESSES_PER_NODE="8", GLOBAL_BATCH_SIZE="192").launch
+    assert launch.torchrun == [
+        "--nproc-per-node", "8", "--nnodes", "3", "--node-rank", "1",
+        "--master-addr", "first.example", "--master-port", "6000",
+    ]  # fmt: skip
+
+
+def test_nodes_without_a_rank_get_theirs_from_torchruns_rendezvous() -> None:
+    launch = dry_run(NODES="2", MASTER_ADDR="first", MASTER_PORT="7000").launch
+    assert launch.torchrun[2:] == [
+        "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:7000", "--rdzv-id", "optimus-cc",
+    ]  # fmt: skip
+
+
+def test_visible_gpus_are_counted_and_without_any_one_replica_is_run() -> None:
+    on_gpus = {"OPTIMUS_CC_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": "0,3"}
+    assert dry_run(**on_gpus).launch.torchrun[:2] == ["--nproc-per-node", "2"]
+    hidden = {"OPTIMUS_CC_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    for none in (hidden, {}):
+        launch = dry_run(PIPELINE_PARALLEL="2", TENSOR_PARALLEL="2", **none).launch
+        assert launch.torchrun[:2] == ["--nproc-per-node", "4"]
+
+
+BAD = {
+    "MODEL=3b": "MODEL: '3b' is not known. Give tiny,",
+    "NUM_LAYERS=": None,
+    "NUM_LAYERS=twelve": "NUM_LAYERS: 'twelve' is not a whole number. Give one, such as NUM_LAYERS=1.",
+    "TRAIN_ITERS=0": "TRAIN_ITERS: 0 is too small. Give at least 1.",
+    "NUM_HEADS=7": "NUM_HEADS: 7 heads do not divide HIDDEN_SIZE=768. Give a divisor.",
+    "LR=fast": "LR: 'fast' is not a positive number.",
+    "PROCESSES_PER_NODE=4;TENSOR_PARALLEL=3": "PROCESSES_PER_NODE: 1 x 4 processes cannot hold replicas of 3 x 1 each.",
+    "GLOBAL_BATCH_SIZE=100": "GLOBAL_BATCH_SIZE: 100 is not a multiple of 1 replicas x MICRO_BATCH_SIZE=8.",
+    "NODES=2": "MASTER_ADDR: it is not set, and there are 2 nodes. Give the first node's name, or NODE_LIST.",
+    "NODES=-1": "NODES: '-1' is not a whole number.",
+    "NODES=2;NODE_LIST=a b c": "NODES: it is 2, but NODE_LIST names 3. Leave one of the two out.",
+    "NODE_LIST=a b": "is not in it. Add it, or set NODE_RANK.",
+    "NODE_RANK=1": "NODE_RANK: it is '1', but there is one node.",
+    "NODES=2;MASTER_ADDR=a;NODE_RANK=2": "NODE_RANK: 2 is too large. Give at most 1.",
+    "MASTER_PORT=99999": "MASTER_PORT: 99999 is too large. Give at most 65535.",
+    "MEGATRON_LM=/nowhere": "MEGATRON_LM: there is no pretrain_gpt.py in '/nowhere'. Give a Megatron-LM checkout,",
+    "DATA_PATH=/data/a": "TOKENIZER_MODEL: DATA_PATH is set, but no tokenizer. Give it, or VOCAB_FILE and MERGE_FILE",
+    "CHECKPOINT_DIR=setup.py": "CHECKPOINT_DIR: 'setup.py' is not a folder.",
+    "SAVE_INTERVAL=1.5": "SAVE_INTERVAL: '1.5' is not a whole number.",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.items(), ids=list(BAD))
+def test_a_bad_value_is_refused_with_the_variable_the_reason_and_the_cure(given: str, message: str | None) -> None:
+    ended = dry_run(**dict(pair.split("=", 1) for pair in given.split(";")))
+    if message is None:  # empty is as good as not set
+        assert ended.code == 0
+        return
+    assert ended.code == 2 and ended.output == ""
+    assert message in ended.errors and ended.errors.count("error: ") == 1
+
+
+def test_a_script_in_the_place_of_a_flag_is_refused() -> None:
+    ended = run_script("pretrain_gpt.sh", "pretrain_gpt.py")
+    assert ended.code == 2 and "MEGATRON_LM=/path/to/checkout" in ended.errors
+
+
+def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() -> None:
+    env = {"DATA_PATH": "/data/a", "TOKENIZER_MODEL": "/data/tokenizer"}
+    assert "DATA_PATH: /data/a.idx does not exist" in dry_run(**env).errors and dry_run(**env).code == 0
+    ended = run_script("pretrain_gpt.sh", env=env)
+    assert ended.code == 2 and "error: DATA_PATH: /data/a.idx does not exist. Give an existing one" in ended.errors
+
+
+def test_help_names_every_variable_that_the_script_reads() -> None:
+    shown = run_script("pretrain_gpt.sh", "--help")
+    assert shown.code == 0
+    for variable in {pair.split("=")[0] for given in BAD for pair in given.split(";")} | {"VOCAB_FILE", "MERGE_FILE"}:
+        assert variable in shown.output, variable

@@ -1,0 +1,64 @@
+"""The repository's shell scripts, run as a person runs them, with nothing of the tests' own environment in the way."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ROOT", "Ended", "Launch", "run_script"]
+
+ROOT = Path(__file__).resolve().parent.parent
+_KEPT = ("HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A printed command, taken apart as a shell would."""
+
+    torchrun: list[str]
+    """What torchrun is told."""
+
+    program: list[str]
+    """`-m optimus_cc_ext`, and a script if there is one."""
+
+    flags: list[str]
+
+    def value(self, flag: str) -> str:
+        """What follows `flag`; it is given once."""
+        assert self.flags.count(flag) == 1, f"{flag} is given {self.flags.count(flag)} times"
+        return self.flags[self.flags.index(flag) + 1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def launch(self) -> Launch:
+        """The command that --dry-run printed: one line, which a shell takes apart as we do."""
+        assert self.code == 0, self.errors
+        [line] = self.output.splitlines()
+        words = shlex.split(line)
+        start = words.index("torch.distributed.run") + 1
+        module = words.index("-m", start)
+        end = next(place for place in range(module, len(words)) if words[place].startswith("--"))
+        return Launch(words[start:module], words[module:end], words[end:])
+
+
+def run_script(
+    script: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, limit: float = 30.0
+) -> Ended:
+    """scripts/`script` with `env` and little else in its environment, on the CPU."""
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    environment |= {"PATH": path, "OPTIMUS_CC_DEVICE": "cpu", "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+    command: Sequence[str] = (str(ROOT / "scripts" / script), *arguments)
+    ended = subprocess.run(command, env=environment, cwd=cwd, text=True, capture_output=True, timeout=limit)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
