@@ -1,5 +1,6 @@
 """The sbatch files in a real Slurm of two nodes: what is preempted or requeued ends as if it had been left alone."""
 
+import json
 import os
 import re
 import shutil
@@ -90,19 +91,21 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Training:
     """A job of pretrain.sbatch in a folder of its own: a tiny GPT, one pipeline stage on each of two nodes."""
 
-    def __init__(self, slurm: Slurm, folder: Path, partition: str = "main") -> None:
+    def __init__(self, slurm: Slurm, folder: Path, data: dict[str, str], partition: str = "main") -> None:
         self.slurm, self.folder = slurm, folder
         folder.mkdir()
         self.number = slurm.run(
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
+            # A part of the corpus without a document would be waited for without an end.
+            *("--split", "90,5,5"),
             *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
             "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1",
             *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0"),
             *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
             *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
             cwd=folder, MODEL="tiny", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="1", TRAIN_ITERS=str(ITERATIONS),
-            CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1",
+            CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1", **data,
         )  # fmt: skip
 
     @property
@@ -147,13 +150,31 @@ class Training:
         return found
 
 
+def prepare_data(slurm: Slurm, folder: Path) -> dict[str, str]:
+    """A corpus made by prepare_data.sbatch: the variables of pretrain_gpt.sh that name it."""
+    words = (ROOT / "README.md").read_text().split()
+    with (folder / "corpus.jsonl").open("w") as corpus:
+        for start in range(200):
+            corpus.write(json.dumps({"text": " ".join(words[start : start + 200])}) + "\n")
+    slurm.run(
+        *("sbatch", "--wait", "--output=data.log", str(ROOT / "scripts/slurm/prepare_data.sbatch")),
+        *("--input", "corpus.jsonl", "--output", str(folder / "corpus"), "--vocab-size", "500", "--workers", "1"),
+        cwd=folder,
+    )
+    said = (folder / "data.log").read_text()
+    prefix, tokenizer = (re.search(rf"{flag} (\S+)", said) for flag in ("--data-path", "--tokenizer-model"))
+    assert prefix and tokenizer, said
+    return {"DATA_PATH": prefix[1], "TOKENIZER_MODEL": tokenizer[1]}
+
+
 @pytest.mark.timeout(900)
 def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alone(
     slurm: Slurm, tmp_path: Path
 ) -> None:  # fmt: skip
+    data = prepare_data(slurm, tmp_path)
     # Nothing preempts the partition "urgent". Both run at the same time.
-    alone = Training(slurm, tmp_path / "alone", "urgent")
-    job = Training(slurm, tmp_path / "requeued")
+    alone = Training(slurm, tmp_path / "alone", data, "urgent")
+    job = Training(slurm, tmp_path / "requeued", data)
 
     job.wait_for_iteration(5)
     slurm.run("scontrol", "requeue", job.number)
