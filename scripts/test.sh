@@ -56,11 +56,12 @@ if [[ -n "$version" ]]; then
   fetch_megatron "$version"
   export PYTHONPATH="$PWD/.megatron/$version${PYTHONPATH:+:$PYTHONPATH}" OPTIMUS_CC_TEST_MEGATRON="$version"
 else
-  mapfile -t shell_files < <(find scripts .ci patches -name '*.sh' -o -path .ci/run | sort)
+  mapfile -t shell_files < <(find scripts .ci patches tests -name '*.sh' -o -name '*.sbatch' -o -path .ci/run | sort)
   check "ruff check" ruff check .
   check "ruff format" ruff format --check .
   check "mypy" mypy optimus_cc_ext
   check "shellcheck" shellcheck -x "${shell_files[@]}"
+  check "hadolint" hadolint Dockerfile
 fi
 
 echo "== pytest"

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# One node's share of a Slurm step: runs COMMAND, and makes Slurm's signals Megatron's "save, then end".
+#   on_node.sh MARK COMMAND [ARGUMENTS...]          (pretrain.sbatch starts one on each node)
+# MARK is a file that node 0 makes when it was told to stop, so that the batch script can tell that from the end.
+# Exit status: COMMAND's.
+#
+# Slurm sends SIGTERM on preemption, requeueing and cancelling, SIGUSR1 some minutes ahead of the time limit. With
+# proctrack/cgroup only this script receives it, with other plugins every process of the step. Three things follow:
+# - Only the ranks may act on it. torchrun would hand SIGTERM on and kill the ranks 30 seconds later, a checkpoint
+#   half written; so it and everything else is started with both signals ignored, and Megatron's own handler
+#   (--exit-signal-handler) makes the exception in the ranks and their data loaders.
+# - The ranks have to be sent SIGTERM from here. Twice does no harm: the handler only sets a flag.
+# - Before that handler is in place the signal is lost, and so is nothing else: no iteration was trained yet.
+set -euo pipefail
+mark="$1"
+shift
+export NODES="${SLURM_NNODES:-1}" NODE_RANK="${SLURM_NODEID:-0}"
+# What marks this node's ranks among all processes of the machine.
+export OPTIMUS_CC_STEP="${SLURM_JOB_ID:-0}.${SLURM_STEP_ID:-0}.$NODE_RANK.$$"
+# torchrun's option --signals-to-handle: without SIGTERM. Older ones without the option must be spared the signal.
+export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
+
+signalled=""
+# shellcheck disable=SC2329  # by the trap
+save_and_end() {
+  signalled=yes
+  [[ "$NODE_RANK" != 0 ]] || touch "$mark"
+  local environment
+  while IFS= read -r environment; do
+    # torchrun gives LOCAL_RANK to the ranks, and has none itself.
+    if grep -qzsx 'LOCAL_RANK=[0-9]*' "$environment"; then
+      environment="${environment%/environ}"
+      kill -TERM "${environment#/proc/}" 2>/dev/null || true
+    fi
+  done < <(grep -lzsx "OPTIMUS_CC_STEP=$OPTIMUS_CC_STEP" /proc/[0-9]*/environ)
+}
+
+# What is ignored here is ignored in all that is started from here; the trap after it is this shell's alone.
+trap '' TERM USR1
+"$@" &
+command_pid=$!
+trap save_and_end TERM USR1
+
+# A signal ends `wait` before the command has ended: once more, then.
+while
+  signalled="" status=0
+  wait "$command_pid" || status=$?
+  [[ -n "$signalled" ]]
+do :; done
+exit "$status"

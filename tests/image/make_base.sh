@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# A small image that stands in for an NGC PyTorch image: Debian, Python and the locked torch, nothing else.
+#   make_base.sh NAME LOCK WORK
+# Needs root, buildah and debootstrap. Debian's mirror is the one that this machine's apt uses; certificates and pip's
+# settings are this machine's too. They are read now, and end up in this throw-away image only.
+set -euo pipefail
+name="$1" lock="$2" work="$3"
+suite=trixie # the first Debian with Python >= 3.12
+
+# shellcheck disable=SC2016  # $(SITE) is for apt
+mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep -E '/debian/?$' | head -n 1)"
+[[ -n "$mirror" ]] || { echo "make_base.sh: error: apt on this machine knows no mirror of Debian" >&2; exit 2; }
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/root" "$mirror"
+rm -rf "$work"/root/var/cache/apt/archives/*.deb "$work"/root/var/lib/apt/lists/*
+
+container="$(buildah from scratch)"
+buildah add --quiet "$container" "$work/root" /
+rm -rf "$work/root"
+buildah copy --quiet "$container" /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/
+[[ ! -f /etc/pip.conf ]] || buildah copy --quiet "$container" /etc/pip.conf /etc/
+buildah config --env PATH=/opt/python/bin:/usr/bin:/bin:/usr/sbin:/sbin --env LANG=C.UTF-8 "$container"
+buildah run --isolation chroot "$container" -- python3 -m venv /opt/python
+# pip's variables of this machine go along by name, without their values in any command line.
+mapfile -t settings < <(compgen -e PIP_ || true)
+mapfile -t packages < <(grep -E '^(torch|numpy)==' "$lock")
+buildah run --isolation chroot "${settings[@]/#/--env=}" "$container" -- \
+  pip install --no-cache-dir --quiet "${packages[@]}"
+buildah commit --quiet --rm "$container" "$name"

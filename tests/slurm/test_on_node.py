@@ -1,0 +1,55 @@
+"""One node's share of a job, without Slurm: told to stop as proctrack/cgroup does it, on_node.sh alone."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDLESS = 100_000
+FLAGS = [
+    *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0", "--num-workers", "1"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
+    *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--exit-signal-handler"),
+]
+
+
+@pytest.mark.timeout(400)
+def test_a_signal_to_on_node_alone_makes_every_rank_save_and_end_with_status_0(tmp_path: Path) -> None:
+    mark, log = tmp_path / "interrupted", tmp_path / "log"
+    environment = {
+        **os.environ,
+        **{"MODEL": "tiny", "PIPELINE_PARALLEL": "2", "TRAIN_ITERS": str(ENDLESS), "OPTIMUS_CC_DEVICE": "cpu"},
+        **{"CHECKPOINT_DIR": str(tmp_path / "checkpoints"), "SAVE_INTERVAL": str(ENDLESS), "OMP_NUM_THREADS": "1"},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    command = [ROOT / "scripts/slurm/on_node.sh", mark, ROOT / "scripts/pretrain_gpt.sh", *FLAGS]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def trained() -> int:
+        return max(map(int, re.findall(r"iteration +(\d+)/", log.read_text())), default=0)
+
+    try:
+        end = time.monotonic() + 240
+        while trained() < 2:
+            assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.2)
+        # The signal of a time limit; what torchrun and the ranks would do with it by default is to die.
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            # The ranks have sessions of their own, but torchrun ends them when it is interrupted.
+            os.killpg(process.pid, signal.SIGQUIT)
+            process.wait(timeout=60)
+    assert mark.exists()
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(trained())
+    assert trained() < ENDLESS

@@ -1,0 +1,185 @@
+"""The sbatch files in a real Slurm of two nodes: what is preempted or requeued ends as if it had been left alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
+ITERATIONS = 80
+
+
+def _missing() -> str:
+    """Why the tests of this file cannot run; empty if they can."""
+    if os.geteuid() != 0:
+        return "slurmd and its jobs need root"
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    absent = [program for program in NEEDED if shutil.which(program, path=path) is None]
+    return f"not installed: {', '.join(absent)} (Debian: slurm-wlm, munge)" if absent else ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
+    """Poll; the test fails where it takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"after {seconds:.0f} s still not: {what}"
+        time.sleep(0.2)
+
+
+class Slurm:
+    """The commands of a user, in the Slurm whose configuration is in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "OPTIMUS_CC_ROOT": str(ROOT),
+            "OPTIMUS_CC_DEVICE": "cpu",
+            # Both nodes are this machine, and their names nobody resolves.
+            "MASTER_ADDR": "127.0.0.1",
+            "NETWORK_INTERFACE": "lo",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+
+    def run(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
+        """What the command printed. Raises CalledProcessError where it fails."""
+        done = subprocess.run(
+            command, cwd=cwd, env=self.environment | environment, capture_output=True, text=True, timeout=60
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """The fields of `scontrol show job`."""
+        line = self.run("scontrol", "--oneliner", "show", "job", number)
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    up = folder / "up"
+    # It ends with this process however that ends, and takes its daemons and jobs with it.
+    process = subprocess.Popen(
+        [
+            *("setpriv", "--pdeathsig", "TERM", str(ROOT / "tests/slurm/with_slurm.sh"), str(folder)),
+            *("sh", "-c", f"touch {up}; exec sleep 1200"),
+        ],
+        env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: up.exists() or process.poll() is not None, "Slurm is up", 60)
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        yield Slurm(folder)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+class Training:
+    """A job of pretrain.sbatch in a folder of its own: a tiny GPT, one pipeline stage on each of two nodes."""
+
+    def __init__(self, slurm: Slurm, folder: Path, partition: str = "main") -> None:
+        self.slurm, self.folder = slurm, folder
+        folder.mkdir()
+        self.number = slurm.run(
+            *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
+            str(ROOT / "scripts/slurm/pretrain.sbatch"),
+            *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
+            "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1",
+            *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0"),
+            *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
+            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+            cwd=folder, MODEL="tiny", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="1", TRAIN_ITERS=str(ITERATIONS),
+            CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1",
+        )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration that the log has."""
+        return max(map(int, re.findall(r"iteration +(\d+)/", self.log)), default=0)
+
+    @property
+    def state(self) -> str:
+        return self.slurm.job(self.number)["JobState"]
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        wait_until(lambda: self.iteration >= iteration or self.state == "FAILED", f"iteration {iteration}", 180)
+        assert self.state == "RUNNING", self.log
+
+    def wait_for_start(self, restarts: int) -> None:
+        ended = ("PENDING", "COMPLETED", "FAILED")
+        wait_until(lambda: self.state in ended, "back in the queue", 150)
+        assert self.state == "PENDING", self.log
+        # Slurm puts off the start of what was requeued by two minutes.
+        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        wait_until(lambda: f"start {restarts} of job" in self.log, f"start {restarts}", 120)
+
+    def wait_for_end(self) -> None:
+        wait_until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), "the end", 240)
+        assert self.state == "COMPLETED", self.log
+
+    def losses(self) -> dict[int, set[float]]:
+        """By iteration: every loss that was written, as exactly as fp32 is."""
+        found: dict[int, set[float]] = {}
+        for events in (self.folder / "tensorboard").glob("*tfevents*"):
+            accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0})
+            accumulator.Reload()
+            if "lm loss" in accumulator.Tags()["scalars"]:
+                for event in accumulator.Scalars("lm loss"):
+                    found.setdefault(event.step, set()).add(event.value)
+        return found
+
+
+@pytest.mark.timeout(900)
+def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alone(
+    slurm: Slurm, tmp_path: Path
+) -> None:  # fmt: skip
+    # Nothing preempts the partition "urgent". Both run at the same time.
+    alone = Training(slurm, tmp_path / "alone", "urgent")
+    job = Training(slurm, tmp_path / "requeued")
+
+    job.wait_for_iteration(5)
+    slurm.run("scontrol", "requeue", job.number)
+    job.wait_for_start(1)
+    first_stop = job.iteration
+
+    alone.wait_for_end()
+    job.wait_for_iteration(first_stop + 5)
+    # It wants both nodes, which are the job's alone now.
+    urgent = slurm.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=srun hostname", cwd=tmp_path
+    )
+    job.wait_for_start(2)
+    second_stop = job.iteration
+    job.wait_for_end()
+
+    accounting = slurm.run("sacct", "--completion", "--format=JobID,JobName,Partition,State,NodeList")
+    print(f"stopped after iterations {first_stop} and {second_stop} of {ITERATIONS}", accounting, sep="\n")
+    print(slurm.run("scontrol", "show", "job", job.number))
+    lost = [loss for losses in (alone.losses(), job.losses()) for loss in losses[ITERATIONS]]
+    print("last losses, left alone and requeued:", lost)
+
+    assert slurm.job(urgent)["JobState"] == "COMPLETED"
+    assert slurm.job(job.number)["Restarts"] == "2"
+    assert 5 <= first_stop < second_stop < ITERATIONS
+    # Nothing was trained twice, and nothing left out: each stop saved the iteration that it came in.
+    assert job.log.count(f"iteration {first_stop:8d}/") == 1
+    assert job.losses() == alone.losses()
+    assert {len(values) for values in job.losses().values()} == {1} and len(job.losses()) == ITERATIONS
