@@ -2,7 +2,8 @@
 
 Every token is predicted once, from at most `sequence_length` tokens before it: window i predicts the tokens from
 i x sequence_length to (i + 1) x sequence_length, as GPTDataset cuts them. Only the last window is cut otherwise:
-Megatron drops what does not fill one, and here it begins earlier instead, as in lm-evaluation-harness.
+Megatron drops what does not fill one, and here it begins earlier instead, as in lm-evaluation-harness. Megatron's
+softmax also spans the padding of the vocabulary, to which a trained model gives next to nothing.
 """
 
 import math
@@ -104,8 +105,8 @@ def _batches(stream: torch.Tensor, length: int, batch_size: int) -> Iterator[tup
         rows.append((stream[begin:end], targets))
     # All are of one length: a stream shorter than that has one window only.
     for at in range(0, len(rows), batch_size):
-        tokens, targets = zip(*rows[at : at + batch_size], strict=True)
-        yield torch.stack(tokens), torch.stack(targets)
+        batch = rows[at : at + batch_size]
+        yield torch.stack([tokens for tokens, _ in batch]), torch.stack([targets for _, targets in batch])
 
 
 def _checked_length(asked: int | None, positions: int) -> int:

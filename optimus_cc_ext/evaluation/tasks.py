@@ -74,7 +74,9 @@ def run_tasks(
 def _check(folder: Path, include_path: str | Path | None, output: str | Path | None) -> None:
     if find_spec("lm_eval") is None:
         raise FlagError(
-            "tasks", "lm-evaluation-harness is not installed", "Install it: pip install -r requirements-eval.lock"
+            "tasks",
+            "lm-evaluation-harness is not installed",
+            "Run scripts/eval/tasks.sh, which fetches it, or install it: pip install 'lm_eval[hf]'",
         )
     if not (folder / "config.json").is_file():
         cure = "Give a folder that python -m optimus_cc_ext.evaluation convert made"

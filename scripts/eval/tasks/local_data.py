@@ -1,4 +1,4 @@
-"""The questions that lie beside the task files: lm-evaluation-harness looks for relative paths in the working folder."""
+"""The questions that lie beside the task files; lm-evaluation-harness takes paths from the working folder."""
 
 from pathlib import Path
 from typing import Any
