@@ -1,7 +1,6 @@
 """Zero-shot tasks by lm-evaluation-harness, which does all of the work; here is what it is called with."""
 
 import json
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,13 +35,15 @@ def run_tasks(
     """
     folder = Path(model)
     _check(folder, include_path, output)
-    # The harness asks the hub even for what is on this machine, unless it is told otherwise.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    own = None if include_path is None else str(include_path)
+    # Reading the harness's own thousands of task files takes longer than evaluating a small model.
+    manager = TaskManager(include_path=own, include_defaults=False)
+    if _unknown(tasks, manager):
+        manager = TaskManager(include_path=own)
     _check_names(tasks, manager)
     try:
         results = lm_eval.simple_evaluate(
@@ -89,9 +90,13 @@ def _check(folder: Path, include_path: str | Path | None, output: str | Path | N
 
 
 def _check_names(tasks: Sequence[str], manager: Any) -> None:
-    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+    if unknown := _unknown(tasks, manager):
         raise FlagError(
             "--tasks",
             f"no task is called {', '.join(unknown)}",
             "Take names that 'lm-eval ls tasks' lists, or give the folder of your own task files: --include-path",
         )
+
+
+def _unknown(tasks: Sequence[str], manager: Any) -> list[str]:
+    return [task for task in tasks if not manager.match_tasks([task])]
