@@ -157,10 +157,11 @@ FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 def everything_is_installed() -> None:
     """Megatron's validation looks for packages that a CPU has no use for; what is refused must not depend on them."""
+    from megatron.core import msc_utils
     from megatron.training import arguments
 
     arguments.is_te_min_version = lambda *version, **rest: True
-    arguments.MultiStorageClientFeature.is_enabled = staticmethod(lambda: True)
+    msc_utils.msc = types.ModuleType("multistorageclient")
     manager = types.ModuleType("local_manager")
     manager.LocalCheckpointManager = None  # type: ignore[attr-defined]
     sys.modules["nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"] = manager
