@@ -204,3 +204,24 @@ def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alo
     assert job.log.count(f"iteration {first_stop:8d}/") == 1
     assert job.losses() == alone.losses()
     assert {len(values) for values in job.losses().values()} == {1} and len(job.losses()) == ITERATIONS
+
+    # The other end of the way: what was trained becomes a model of transformers, and has a perplexity.
+    (tmp_path / "held_out.txt").write_text((ROOT / "CHANGELOG.md").read_text())
+    slurm.run(
+        *("sbatch", "--wait", "--output=evaluation.log", str(ROOT / "scripts/slurm/evaluate.sbatch")),
+        cwd=tmp_path, CHECKPOINT=str(job.folder / "checkpoints"), MODEL_OUTPUT="model", TEXT="held_out.txt",
+    )  # fmt: skip
+    said = (tmp_path / "evaluation.log").read_text()
+    perplexity = re.search(r"perplexity\D*([\d.]+)", said)
+    # 500 words: a model that knew nothing would be at 500.
+    assert perplexity and 1 < float(perplexity[1]) < 500, said
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_evaluation_without_a_checkpoint_says_what_to_give(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/slurm/evaluate.sbatch")], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OPTIMUS_CC_ROOT": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "CHECKPOINT: it is not set" in done.stderr
