@@ -7,7 +7,9 @@ PyTorch and Megatron back.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from typing import Any, Literal
 
 import torch
@@ -79,6 +81,7 @@ def activate() -> str:
         patches.undo()
         raise
     _installed.append(patches)
+    atexit.register(_leave_in_order)
     return line
 
 
@@ -86,6 +89,18 @@ def deactivate() -> None:
     """Undo :func:`activate`: every replaced attribute and environment variable is what it was before."""
     while _installed:
         _installed.pop().undo()
+    atexit.unregister(_leave_in_order)
+
+
+def _leave_in_order() -> None:
+    """End the process groups while the interpreter is whole.
+
+    Megatron leaves them to the interpreter's end. A thread of gloo's that is still at work then, on a collective whose
+    slowest rank is not through, aborts the process, and a run that was trained to its end has failed.
+    """
+    # After an exception a peer may be gone, and would be waited for.
+    if getattr(sys, "last_exc", None) is None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _install(patches: Patches) -> None:
