@@ -1,5 +1,6 @@
 """Text -> tokenizer -> indexed dataset: what is written is the text, all of it or nothing."""
 
+import functools
 import json
 import os
 import signal
@@ -305,7 +306,9 @@ def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     source = write_jsonl(tmp_path / "in.jsonl", texts * 2000)
     command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(source), "--workers", "2"]
     command += ["--output", str(tmp_path / "out"), "--vocab-size", "300"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    # A shell starts what runs in the background with SIGINT ignored, and this test may run there.
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=listening)
     try:
         # The .bin file appears when Megatron is imported and the tokenizing processes are about to start.
         wait_until(lambda: list(tmp_path.glob(".out.partial/corpus.bin")) and child_pids(process.pid), 60)
