@@ -10,12 +10,12 @@ suite=trixie # the first Debian with Python >= 3.12
 # shellcheck disable=SC2016  # $(SITE) is for apt
 mirror="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' | grep -E '/debian/?$' | head -n 1)"
 [[ -n "$mirror" ]] || { echo "make_base.sh: error: apt on this machine knows no mirror of Debian" >&2; exit 2; }
-debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/root" "$mirror"
-rm -rf "$work"/root/var/cache/apt/archives/*.deb "$work"/root/var/lib/apt/lists/*
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/tree" "$mirror"
+rm -rf "$work"/tree/var/cache/apt/archives/*.deb "$work"/tree/var/lib/apt/lists/*
 
 container="$(buildah from scratch)"
-buildah add --quiet "$container" "$work/root" /
-rm -rf "$work/root"
+buildah add --quiet "$container" "$work/tree" /
+rm -rf "$work/tree"
 buildah copy --quiet "$container" /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/
 [[ ! -f /etc/pip.conf ]] || buildah copy --quiet "$container" /etc/pip.conf /etc/
 buildah config --env PATH=/opt/python/bin:/usr/bin:/bin:/usr/sbin:/sbin --env LANG=C.UTF-8 "$container"

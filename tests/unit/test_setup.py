@@ -1,6 +1,7 @@
 """scripts/setup_env.sh: which Python it takes, and when it takes .venv for finished.
 
-Nothing is downloaded here: the interpreter is a stub that writes down how it was called.
+Nothing is downloaded here: the interpreter that is found writes down how it was called. The real one is set up by
+the run that these tests belong to.
 """
 
 import os
@@ -19,13 +20,13 @@ TOOLS = "awk bash cat chmod cp cut df dirname env flock mkdir mv rm sha256sum sl
 CONDA_ROOTS = ("/opt/conda", "/opt/miniforge3", "/opt/miniconda3", "/opt/anaconda3")
 
 # Answers setup_env.sh's questions, makes a "virtual environment" that holds itself, logs installations.
-STUB = """#!/usr/bin/env bash
+RECORDER = """#!/usr/bin/env bash
 case "$1 $2" in
   "-I -c") echo "{answer}" ;;
-  "-I -S") echo "3.12 (stub)" ;;
-  "-m venv") echo venv >>"$STUB_LOG"; rm -rf "$4"
+  "-I -S") echo "3.12 (recorder)" ;;
+  "-m venv") echo venv >>"$RECORDER_LOG"; rm -rf "$4"
     mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-  "-m pip") echo "pip $*" >>"$STUB_LOG"; sleep "${{STUB_SLEEP:-0}}"; exit "${{STUB_EXIT:-0}}" ;;
+  "-m pip") echo "pip $*" >>"$RECORDER_LOG"; sleep "${{RECORDER_SLEEP:-0}}"; exit "${{RECORDER_EXIT:-0}}" ;;
   *) exit 99 ;;
 esac
 """
@@ -51,12 +52,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
         assert found is not None, name
         (tools / name).symlink_to(found)
     (tmp_path / "home").mkdir()
-    return {"PATH": str(tools), "HOME": str(tmp_path / "home"), "STUB_LOG": str(tmp_path / "log")}
+    return {"PATH": str(tools), "HOME": str(tmp_path / "home"), "RECORDER_LOG": str(tmp_path / "log")}
 
 
-def write_stub(path: Path, answer: str = "ok $0") -> Path:
+def write_recorder(path: Path, answer: str = "ok $0") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(STUB.format(answer=answer))
+    path.write_text(RECORDER.format(answer=answer))
     path.chmod(0o755)
     return path
 
@@ -73,7 +74,7 @@ def run_setup(clone: Path, environment: dict[str, str], *flags: str) -> subproce
 
 
 def count_builds(environment: dict[str, str]) -> int:
-    log = Path(environment["STUB_LOG"])
+    log = Path(environment["RECORDER_LOG"])
     return log.read_text().splitlines().count("venv") if log.exists() else 0
 
 
@@ -81,8 +82,8 @@ def count_builds(environment: dict[str, str]) -> int:
 def test_without_a_fitting_python_the_message_says_what_to_install(
     clone: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    write_stub(tmp_path / "bin" / "python3", answer="is Python 3.9")
-    write_stub(tmp_path / "home" / ".pyenv" / "versions" / "3.12.1" / "bin" / "python3", answer="lacks: ssl")
+    write_recorder(tmp_path / "bin" / "python3", answer="is Python 3.9")
+    write_recorder(tmp_path / "home" / ".pyenv" / "versions" / "3.12.1" / "bin" / "python3", answer="lacks: ssl")
     result = run_setup(clone, environment)
     assert result.returncode == 1
     assert "no usable Python 3.12 or 3.13" in result.stderr
@@ -121,16 +122,16 @@ def test_real_interpreter_is_judged_by_its_version_and_modules(
     ],
 )
 def test_python_is_found_wherever_it_is(place: str, clone: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    stub = write_stub(tmp_path / place)
-    write_stub(tmp_path / "bin" / "python3.12", answer="lacks: ensurepip")
+    recorder = write_recorder(tmp_path / place)
+    write_recorder(tmp_path / "bin" / "python3.12", answer="lacks: ensurepip")
     result = run_setup(clone, environment, "--find-python")
-    assert result.stdout.strip() == str(stub), result.stderr
+    assert result.stdout.strip() == str(recorder), result.stderr
 
 
 def test_python_asked_for_by_name_is_not_replaced_silently(
     clone: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    write_stub(tmp_path / "bin" / "python3.12")
+    write_recorder(tmp_path / "bin" / "python3.12")
     result = run_setup(clone, {**environment, "OPTIMUS_CC_PYTHON": str(tmp_path / "absent")})
     assert result.returncode == 1
     assert f"OPTIMUS_CC_PYTHON={tmp_path}/absent cannot be used: it does not run" in result.stderr
@@ -139,7 +140,7 @@ def test_python_asked_for_by_name_is_not_replaced_silently(
 @pytest.fixture
 def ready(clone: Path, environment: dict[str, str], tmp_path: Path) -> Path:
     """A clone whose set-up has been done once."""
-    write_stub(tmp_path / "bin" / "python3.12")
+    write_recorder(tmp_path / "bin" / "python3.12")
     result = run_setup(clone, environment)
     assert result.returncode == 0, result.stderr
     assert count_builds(environment) == 1
@@ -167,7 +168,7 @@ def append_line(path: Path) -> None:
         pytest.param(lambda root: append_line(root / ".venv" / ".optimus_cc_stamp"), id="stamp"),
         pytest.param(lambda root: (root / ".venv" / "bin" / "python").unlink(), id="interpreter gone"),
         pytest.param(
-            lambda root: (root / ".venv/bin/python").write_text(STUB.format(answer="").replace("3.12 (", "3.13 (")),
+            lambda root: (root / ".venv/bin/python").write_text(RECORDER.format(answer="").replace("3.12 (", "3.13 (")),
             id="another interpreter",
         ),
     ],
@@ -191,8 +192,8 @@ def test_moved_repository_makes_the_environment_anew(ready: Path, environment: d
 def test_failed_installation_is_said_and_not_taken_for_finished(
     clone: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    write_stub(tmp_path / "bin" / "python3.12")
-    result = run_setup(clone, {**environment, "STUB_EXIT": "1"})
+    write_recorder(tmp_path / "bin" / "python3.12")
+    result = run_setup(clone, {**environment, "RECORDER_EXIT": "1"})
     assert result.returncode == 1
     assert "installing requirements.lock failed" in result.stderr
     assert run_setup(clone, environment).returncode == 0
@@ -202,16 +203,16 @@ def test_failed_installation_is_said_and_not_taken_for_finished(
 def test_killed_installation_is_not_taken_for_finished(
     clone: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    write_stub(tmp_path / "bin" / "python3.12")
+    write_recorder(tmp_path / "bin" / "python3.12")
     process = subprocess.Popen(
         ["bash", str(clone / "scripts" / "setup_env.sh")],
-        env={**environment, "STUB_SLEEP": "60"},
+        env={**environment, "RECORDER_SLEEP": "60"},
         start_new_session=True,
         stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 20
-        while "pip" not in (Path(environment["STUB_LOG"]).read_text() if count_builds(environment) else ""):
+        while "pip" not in (Path(environment["RECORDER_LOG"]).read_text() if count_builds(environment) else ""):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
@@ -223,8 +224,8 @@ def test_killed_installation_is_not_taken_for_finished(
 
 
 def test_two_runs_at_once_make_it_once(clone: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    write_stub(tmp_path / "bin" / "python3.12")
-    slow = {**environment, "STUB_SLEEP": "0.5"}
+    write_recorder(tmp_path / "bin" / "python3.12")
+    slow = {**environment, "RECORDER_SLEEP": "0.5"}
     command = ["bash", str(clone / "scripts" / "setup_env.sh")]
     runs = [
         subprocess.Popen(command, env=slow, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
