@@ -1,12 +1,10 @@
 """`python -m optimus_cc_ext.data`: the command line of prepare()."""
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from optimus_cc_ext.data.documents import DataError
+from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.data.prepare import PreparedData, default_workers, prepare
 
 __all__ = ["main"]
@@ -50,36 +48,22 @@ def _report(prepared: PreparedData) -> None:
         )
 
 
-def _end(signum: int, _frame: FrameType | None) -> None:
-    # As an exception, so that what was half made is removed on the way out.
-    raise SystemExit(128 + signum)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 (the system refused), 2 (bad input), 130 (Ctrl-C)."""
+    """Run the command line; return the exit code that `run_command` gives."""
     options = _build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _end)
-    try:
-        prepared = prepare(
-            options.input,
-            options.output or Path("optimus-cc-data") / options.input.resolve().name,
-            vocab_size=options.vocab_size,
-            workers=options.workers,
-            pattern=options.pattern,
-            max_mb=options.max_mb,
-            json_key=options.json_key,
-        )
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
-        return 130
-    _report(prepared)
-    return 0
+    return run_command(lambda: _report(_prepare(options)))
+
+
+def _prepare(options: argparse.Namespace) -> PreparedData:
+    return prepare(
+        options.input,
+        options.output or Path("optimus-cc-data") / options.input.resolve().name,
+        vocab_size=options.vocab_size,
+        workers=options.workers,
+        pattern=options.pattern,
+        max_mb=options.max_mb,
+        json_key=options.json_key,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """`python -m optimus_cc_ext.evaluation`: the command line of convert(), perplexity() and run_tasks()."""
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.evaluation.convert import convert
 from optimus_cc_ext.evaluation.perplexity import perplexity
 from optimus_cc_ext.evaluation.tasks import PAPER_TASKS, run_tasks
@@ -96,27 +94,10 @@ def _tasks(options: argparse.Namespace) -> None:
     print(table)
 
 
-def _end(signum: int, _frame: FrameType | None) -> None:
-    # As an exception, so that what was half made is removed on the way out.
-    raise SystemExit(128 + signum)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 1 (the system refused), 2 (bad input), 130 (Ctrl-C)."""
+    """Run the command line; return the exit code that `run_command` gives."""
     options = _build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _end)
-    try:
-        options.run(options)
-    except OptimusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(lambda: options.run(options))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,19 @@ import torch
 import optimus_cc_ext
 from tests.megatron_runs import MegatronRun, hash_of, run_megatron
 
-__all__ = ["PP2_DP2", "TP2_PP2_DP2", "install", "relative_gap", "run_optimus", "session_facts"]
+__all__ = ["LOSSY", "PP2_DP2", "TP2_PP2_DP2", "install", "relative_gap", "run_optimus", "session_facts"]
 
 PP2_DP2 = (4, ("--pipeline-model-parallel-size", "2"))
+LOSSY = (
+    "--optimus-cc",
+    "--compressed-backprop-rank",
+    "4",
+    "--dp-compression-rank",
+    "4",
+    "--dp-compression-stages",
+    "all",
+)
+"""Everything on, at a rank at which all of it leaves something out."""
 TP2_PP2_DP2 = (8, ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
+from tests.megatron.optimus_runs import LOSSY, PP2_DP2, install, run_optimus
 from tests.megatron_runs import hash_of
 
 INF_AT, NAN_AT, ITERATIONS = 1, 3, 6
@@ -14,16 +14,6 @@ INF_AT, NAN_AT, ITERATIONS = 1, 3, 6
 
 RESUME_TO_DISAMBIGUATE = 16
 """Megatron's exit code for this (core/rerun_state_machine.py)."""
-
-LOSSY = (
-    "--optimus-cc",
-    "--compressed-backprop-rank",
-    "4",
-    "--dp-compression-rank",
-    "4",
-    "--dp-compression-stages",
-    "all",
-)
 
 _notes: list[dict[str, Any]] = []
 _ended: list[Any] = []

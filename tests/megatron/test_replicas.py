@@ -1,16 +1,6 @@
 """Law: parameters that Megatron keeps equal across ranks stay bit-identical under lossy compression."""
 
-from tests.megatron.optimus_runs import TP2_PP2_DP2, run_optimus
-
-LOSSY = [
-    "--optimus-cc",
-    "--compressed-backprop-rank",
-    "4",
-    "--dp-compression-rank",
-    "4",
-    "--dp-compression-stages",
-    "all",
-]
+from tests.megatron.optimus_runs import LOSSY, TP2_PP2_DP2, run_optimus
 
 
 def test_replicas_stay_bit_identical_with_everything_on_at_rank_4():
