@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,16 +130,11 @@ class Training:
         ended = ("PENDING", "COMPLETED", "FAILED")
         wait_until(lambda: self.state in ended, "back in the queue", 150)
         assert self.state == "PENDING", self.log
-        wait_until(lambda: self._started(restarts), f"start {restarts}", 240)
-
-    def _started(self, restarts: int) -> bool:
-        if f"start {restarts} of job" in self.log:
-            return True
-        # Slurm puts off the start of what was requeued by two minutes, and may do so after it has called it pending:
-        # so this is asked for again, until it is refused because the job runs.
-        with suppress(AssertionError):
-            self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-        return False
+        try:
+            wait_until(lambda: f"start {restarts} of job" in self.log, f"start {restarts}", 240)
+        except AssertionError as late:
+            said = (Path(self.slurm.environment["SLURM_CONF"]).parent / "slurmctld.log").read_text()
+            raise AssertionError(f"{late}\n{self.slurm.run('squeue', '--long')}\n{said[-4000:]}") from None
 
     def wait_for_end(self) -> None:
         wait_until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), "the end", 240)

@@ -24,13 +24,14 @@ free_ports() { # COUNT: ports that nobody listens on; neither the kernel nor pre
 mapfile -t ports < <(free_ports $((1 + ${#nodes[@]})))
 
 # linuxproc: like cgroups, and unlike pgid, it finds torchrun's ranks, which have sessions of their own.
+# cred_expire, in seconds, is also how long what was requeued waits before it starts again; Slurm's own value is 120.
 cat >"$folder/slurm.conf" <<END
 ClusterName=tests
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket
+AuthInfo=socket=$folder/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation=$folder/state
 SlurmctldPidFile=$folder/slurmctld.pid
@@ -47,7 +48,7 @@ JobCompLoc=$folder/completed.txt
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
-SchedulerParameters=batch_sched_delay=0,requeue_delay=0
+SchedulerParameters=batch_sched_delay=0,requeue_delay=0,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=120
