@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from optimus_cc_ext.cpu_runtime import (
+    collectives,
     devices,
     megatron_patches,
     random_state,
@@ -111,7 +112,7 @@ def _install(patches: Patches) -> None:
     # Megatron insists on it for tensor parallelism, although it only means something to a GPU.
     patches.set_default_env("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    for part in (devices, tensor_types, random_state, streams):
+    for part in (devices, tensor_types, random_state, streams, collectives):
         part.install(patches)
     refusals.install(patches)
     megatron_patches.check_not_too_late()
