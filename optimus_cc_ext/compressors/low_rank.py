@@ -45,6 +45,10 @@ class LowRank(Protocol):
         """P Q^T: (B, n, r), (B, m, r) -> (B, n, m). Equal factors give equal bits, on both ends of a link."""
         ...
 
+    def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
+        """M -= share * P Q^T, in place, all of one dtype, fp32 or fp64: what the factors leave out."""
+        ...
+
 
 class FastLowRank:
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
@@ -67,6 +71,10 @@ class FastLowRank:
 
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         return self._product(p, q.mT, out)
+
+    @torch.no_grad()
+    def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
+        matrices.baddbmm_(p, q.mT, alpha=-share)
 
     @torch.no_grad()
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

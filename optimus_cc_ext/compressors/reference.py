@@ -28,6 +28,10 @@ class ReferenceLowRank:
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         return _deliver([_exact(p_i) @ _exact(q_i).T for p_i, q_i in zip(p, q, strict=True)], out)
 
+    @torch.no_grad()
+    def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
+        matrices.sub_(self.reconstruct(p, q), alpha=share)
+
 
 def _exact(matrix: Tensor) -> Tensor:
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))

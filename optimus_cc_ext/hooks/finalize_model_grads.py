@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
@@ -66,8 +67,7 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
             "--fused-embedding-sync: the tied embedding shares a bucket with other parameters, so the shards of the "
             "first and the last stage are not alike. Leave it out with this optimizer"
         )
-    shards = bucket_group.intra_distributed_optimizer_instance_size
-    return bucket.grad_data.view(shards, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
+    return own_shard(bucket_group, bucket)
 
 
 def _count(session: Session, nbytes: int, sharded: bool) -> None:

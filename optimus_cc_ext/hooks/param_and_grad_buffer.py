@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.config import OptimusConfig
@@ -22,7 +23,7 @@ from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer,
 from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 
-__all__ = ["attach"]
+__all__ = ["attach", "own_shard"]
 
 
 def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any] = ()) -> None:
@@ -65,7 +66,7 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        handle = _Reduction(reducers, side)
+        handle = _Reduction(reducers, side, whole=bool(force_all_reduce))
         if overlapped:
             bucket_group.grad_reduce_handle = handle
         else:
@@ -76,15 +77,22 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
     bucket_group.start_grad_sync = start_grad_sync
 
 
+def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
+    """The flat part of a bucket that this rank's distributed optimizer reads."""
+    shards: torch.Tensor = bucket.grad_data.view(bucket_group.intra_distributed_optimizer_instance_size, -1)
+    return shards[bucket_group.intra_distributed_optimizer_instance_rank]
+
+
 class _Reduction:
     """A bucket group's reduction: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
 
     Args:
         side: where it runs, if the backward pass goes on meanwhile.
+        whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
     """
 
-    def __init__(self, reducers: list[BucketReducer], side: SideStream | None) -> None:
-        self._reducers, self._side = reducers, side
+    def __init__(self, reducers: list[BucketReducer], side: SideStream | None, *, whole: bool) -> None:
+        self._reducers, self._side, self._whole = reducers, side, whole
         with self._beside():
             for reducer in reducers:
                 reducer.start()
@@ -92,7 +100,7 @@ class _Reduction:
     def wait(self) -> None:
         with self._beside():
             for reducer in self._reducers:
-                reducer.finish()
+                reducer.finish(self._whole)
         if self._side is not None:
             self._side.join()
 
@@ -108,7 +116,7 @@ def _reducers(
     session: Session, bucket_group: Any, compressible: Callable[[Any], bool], *, leave_out_tied: bool
 ) -> list[BucketReducer]:
     """One reducer per bucket: what is `compressible` compressed, a tied embedding left out or not."""
-    config = session.config
+    config, sharded = session.config, bucket_group.ddp_config.use_distributed_optimizer
 
     def make(bucket: Any) -> Callable[[str], BucketReducer]:
         if bucket.params_with_extra_main_grads:
@@ -129,6 +137,7 @@ def _reducers(
         return lambda salt: BucketReducer(
             matrices,
             dense,
+            shard=own_shard(bucket_group, bucket) if sharded else None,
             group=_group(bucket_group),
             compressor=session.bucket_compressor,
             config=config,

@@ -10,15 +10,15 @@ The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d
 mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and everything is
 divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
 
-Every replica rebuilds the whole of G, also where its optimizer reads only a shard: E_d needs all of it, and so does
-Megatron where it asks for whole gradients (`--save-wgrads-interval`). Writing only the shard into the bucket would
-save a part of one pass of the eight or so over the matrices.
+G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
+shard, unless Megatron asks for whole gradients (`--save-wgrads-interval`). E_d, which lacks all of G, is computed from
+the factors without rebuilding it.
 
 In a bf16 bucket P and Q travel in bf16 as well: bytes are what a bf16 bucket is for, and with fp32 factors the
 compression rank at which anything is saved would halve. It costs no accuracy that bf16 sums would not cost: the basis
 that Q is computed with is orthogonalised from the received sum, in fp32, on every replica alike, so rounding P only
-turns it a little; what rounding Q and rounding G into the bucket lose goes into the residual, which is computed from
-what the optimizer will read.
+turns it a little; what rounding Q loses goes into the residual with all else that G lacks, and what rounding G into the
+bucket loses goes into the residuals of those who read it there.
 """
 
 from collections import defaultdict
@@ -73,6 +73,7 @@ class BucketReducer:
     Args:
         matrices: views into the bucket, each of two dimensions or more, fp32 or bf16; they are compressed.
         dense: flat views into the bucket; they are summed as they are.
+        shard: the flat view into the bucket that this replica's optimizer reads; None: all of it.
         group: the bucket's data-parallel group.
         salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
             tensor-parallel ranks, whose replicated parameters must stay equal.
@@ -86,6 +87,7 @@ class BucketReducer:
         matrices: Sequence[torch.Tensor],
         dense: Sequence[torch.Tensor],
         *,
+        shard: torch.Tensor | None = None,
         group: dist.ProcessGroup,
         compressor: LowRank,
         config: DataParallelCompressionConfig,
@@ -103,7 +105,7 @@ class BucketReducer:
             flat = matrix.view(matrix.shape[0], -1)
             by_shape[flat.shape[0], flat.shape[1]].append(flat)
         self._groups = [
-            _SameShape(views, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
+            _SameShape(views, shard, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
             for (rows, columns), views in by_shape.items()
         ]
         runs = _contiguous_runs(dense)
@@ -112,10 +114,10 @@ class BucketReducer:
         self._pending: list[PendingSum] = []
         self._allocate_wire()
 
-    def reduce(self) -> None:
-        """Replace every view of the bucket by its sum over the group; nothing is left outstanding."""
+    def reduce(self, whole: bool = False) -> None:
+        """Replace the views of the bucket by their sums over the group; nothing is left outstanding."""
         self.start()
-        self.finish()
+        self.finish(whole)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -132,8 +134,11 @@ class BucketReducer:
         self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for what `start` began, do the second phase, and write the sums into the bucket."""
+    def finish(self, whole: bool = False) -> None:
+        """Wait for what `start` began, do the second phase, and write the sums into the bucket.
+
+        With a shard, matrices outside of it keep what they held, unless they are wanted `whole`.
+        """
         for pending in self._pending:
             pending.wait()
         if not self._groups:
@@ -150,7 +155,7 @@ class BucketReducer:
         all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
         with self._gauge.timed(device):
             for same in self._groups:
-                same.scatter(self._compressor, self._group.size(), self._scratch)
+                same.scatter(self._compressor, self._group.size(), self._scratch, whole)
         for run, slot in zip(self._packed, self._dense_slots, strict=True):
             run.copy_(slot)
 
@@ -250,12 +255,14 @@ class _SameShape:
     def __init__(
         self,
         views: list[torch.Tensor],
+        shard: torch.Tensor | None,
         config: DataParallelCompressionConfig,
         seed: int,
         salt: str,
         state_dtype: torch.dtype,
     ) -> None:
         self.views = views
+        self._shards = None if shard is None else [_overlap(view, shard) for view in views]
         self._feedback = config.dp_error_feedback
         rows, columns = views[0].shape
         rank = effective_rank(rows, columns, config.dp_compression_rank)
@@ -288,20 +295,51 @@ class _SameShape:
         """What `gather` returned before a collective: still there, or, where scratch memory held it, made again."""
         return self.residual.workspace(scratch) if self.residual.is_wide else self.gather(scratch)
 
-    def scatter(self, compressor: LowRank, ranks: int, scratch: Scratch) -> None:
-        """Write the reduced gradients back into the bucket, and remember what they lack."""
+    def scatter(self, compressor: LowRank, ranks: int, scratch: Scratch, whole: bool) -> None:
+        """Rebuild the reduced gradients in the bucket, where they are read, and remember what they lack."""
         _put(self.q_wire, self.q)
-        matrices = self.gathered(scratch)
-        reduced = scratch.take("reduced", matrices.shape, torch.float32, matrices.device)
-        compressor.reconstruct(self.p, self.q, out=reduced)
-        for view, gradient in zip(self.views, reduced, strict=True):
-            view.copy_(gradient)
-            _put(view, gradient)
+        residual = None
         if self._feedback:
-            self.residual.write(matrices.sub_(reduced, alpha=1.0 / ranks))
-        start = scratch.take("start", self.q_shape, torch.float32, matrices.device)
+            residual = self.gathered(scratch)
+            compressor.deflate(residual, self.p, self.q, share=1.0 / ranks)
+        shards = None if whole else self._shards
+        for index, view in enumerate(self.views):
+            part = shards[index] if shards else slice(0, view.numel())
+            lost = self._rebuild(compressor, index, part, scratch)
+            if lost is not None and residual is not None:
+                # What was rounded away goes back once: to its only reader, or in equal shares to all.
+                residual[index].view(-1)[part].add_(lost, alpha=1.0 if shards else 1.0 / ranks)
+        if residual is not None:
+            self.residual.write(residual)
+        start = scratch.take("start", self.q_shape, torch.float32, self.p.device)
         next_warm_start(self.q, self.fresh_directions, compressor, out=start, scratch=scratch)
         self.warm_start.write(start)
+
+    def _rebuild(self, compressor: LowRank, index: int, part: slice, scratch: Scratch) -> torch.Tensor | None:
+        """Write a part of one reduced gradient into the bucket; in fp32 the rows that it touches.
+
+        Returns what rounding to the bucket's dtype took from that part, flat, if it rounds.
+        """
+        view = self.views[index]
+        columns = view.shape[1]
+        rows = slice(part.start // columns, -(-part.stop // columns))
+        if rows.start >= rows.stop:
+            return None
+        p, q = self.p[index : index + 1, rows], self.q[index : index + 1]
+        if view.dtype == self.p.dtype:
+            compressor.reconstruct(p, q, out=view[rows].unsqueeze(0))
+            return None
+        rebuilt = scratch.take("rebuilt", (1, rows.stop - rows.start, columns), torch.float32, view.device)
+        compressor.reconstruct(p, q, out=rebuilt)
+        exact = rebuilt.view(-1)[part.start - rows.start * columns : part.stop - rows.start * columns]
+        return exact.sub_(view.view(-1)[part].copy_(exact))
+
+
+def _overlap(view: torch.Tensor, shard: torch.Tensor) -> slice:
+    """Which of a view's elements, numbered flat, lie in a shard of the same storage."""
+    first = shard.storage_offset() - view.storage_offset()
+    start, stop = (min(max(end, 0), view.numel()) for end in (first, first + shard.numel()))
+    return slice(start, stop)
 
 
 def _put(values: torch.Tensor, into: torch.Tensor) -> None:
