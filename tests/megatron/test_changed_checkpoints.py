@@ -2,12 +2,13 @@
 
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 from tests.megatron.checkpoint_runs import CB_FE_SC, SHORT, Tee, install_and_watch, run
 from tests.megatron_runs import TINY_GPT, MegatronRun, run_megatron
@@ -85,8 +86,12 @@ def test_compression_is_switched_off_and_on_again_between_checkpoints(saved: Pat
     assert "written again without Optimus-CC" in line
 
 
-def _refused(argv: list[str]) -> tuple[Any, list[str], int]:
-    """How a rank ends that loads: its exit status, our lines, and how many steps it made."""
+def _refused(argv: list[str], on_rank_1: Callable[[], list[str]] | None = None) -> tuple[Any, list[str], int]:
+    """How a rank ends: its exit status or our error, our lines, and how many steps it made.
+
+    `on_rank_1` spoils something there, and returns further flags.
+    """
+    import os
     import sys
 
     from megatron.training import training
@@ -103,6 +108,8 @@ def _refused(argv: list[str]) -> tuple[Any, list[str], int]:
 
     training.train_step = counting
     sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
+    if on_rank_1 is not None and os.environ["RANK"] == "1":
+        sys.argv += on_rank_1()
     install_and_watch()
     sys.stderr = sys.stdout
     code: Any = None
@@ -110,6 +117,8 @@ def _refused(argv: list[str]) -> tuple[Any, list[str], int]:
         pretrain_gpt.main()
     except SystemExit as ended:
         code = ended.code
+    except OptimusError as error:
+        code = str(error)
     return code, [line for line in Tee.printed if line.startswith("optimus-cc: error")], len(steps)
 
 
@@ -128,3 +137,44 @@ def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(sav
     shutil.rmtree(damaged.parent)
     (line,) = resumed(folder, CB_FE_SC)
     assert "the checkpoint has no state of it" in line
+
+
+def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(saved: Path, tmp_path: Path) -> None:
+    # Each folder is right by itself: another save of the same run, as a node sees it that did not mount the shared one.
+    run([*CB_FE_SC, *TORCH_DIST, "--train-iters", str(STEPS), "--save", str(tmp_path), "--save-interval", str(STEPS)])
+    flags = [*PP2, *SHORT, *CB_FE_SC, *TORCH_DIST, "--load", str(saved), "--train-iters", str(STEPS + 1)]
+    ended = run_ranks(4, _refused, flags, functools.partial(list, ["--load", str(tmp_path)]), timeout=60)
+    assert [(code, steps) for code, _, steps in ended] == [(2, 0)] * 4
+    (line,) = [line for _, lines, _ in ended for line in lines]
+    assert "ranks find different files" in line
+
+
+def _no_large_files() -> list[str]:
+    import resource
+    import signal
+
+    # As on a full disk: the first large file that this rank writes is its share of the state.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return []
+
+
+def test_where_one_rank_cannot_write_its_state_all_end_and_no_checkpoint_counts(tmp_path: Path) -> None:
+    flags = [
+        *PP2,
+        *SHORT,
+        *CB_FE_SC,
+        *TORCH_DIST,
+        "--train-iters",
+        "1",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1",
+    ]
+    ended = run_ranks(4, _refused, flags, _no_large_files, timeout=60)
+    for error, _, steps in ended:
+        assert steps == 1
+        assert "rank 1: writing the state of compression failed: " in str(error)
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    assert not list(tmp_path.glob("iter_*/*.distcp"))
