@@ -16,6 +16,7 @@ IN_BACKGROUND = ["--async-save", "--use-persistent-ckpt-worker", "--async-strate
     ("ckpt_format", "flags"),
     [
         ("torch", ["--deterministic-mode"]),
+        ("torch", ["--use-distributed-optimizer"]),
         ("torch", ["--bf16", "--use-distributed-optimizer", *INTERLEAVED]),
         ("torch_dist", INTERLEAVED),
         ("torch_dist", ["--bf16", *SHARDED]),
@@ -24,6 +25,7 @@ IN_BACKGROUND = ["--async-save", "--use-persistent-ckpt-worker", "--async-strate
     ],
     ids=[
         "torch, fp32, deterministic",
+        "torch, fp32, distributed optimizer",
         "torch, bf16, distributed optimizer, interleaved",
         "torch_dist, fp32, interleaved",
         "torch_dist, bf16, distributed optimizer, overlapped",
