@@ -63,8 +63,7 @@ class Gauge:
     def note_projection(self, matrix: torch.Tensor, kept: torch.Tensor) -> None:
         """`matrix` is projected on orthonormal columns, `kept` its coordinates: |error|^2 = |matrix|^2 - |kept|^2."""
         if self.on:
-            self._add(1, matrix, 1.0)
-            self._add(0, matrix, 1.0)
+            self._add(slice(0, 2), matrix, 1.0)
             self._add(0, kept, -1.0)
 
     def squares(self) -> tuple[float, float]:
@@ -80,7 +79,7 @@ class Gauge:
             end.synchronize()
         return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
 
-    def _add(self, index: int, tensor: torch.Tensor, sign: float) -> None:
+    def _add(self, index: int | slice, tensor: torch.Tensor, sign: float) -> None:
         if self._squares is None:
             self._squares = torch.zeros(2, dtype=torch.float64, device=tensor.device)
         norm = self._scratch.take("norm", (), torch.float64, tensor.device)

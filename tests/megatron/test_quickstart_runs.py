@@ -76,7 +76,7 @@ def assert_all_gone(tree: list[psutil.Process], seconds: float = 10.0) -> None:
     assert not alive, [process.cmdline()[:6] for process in alive]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_interrupted_it_ends_every_process_and_keeps_nothing_unfinished(folder: Path, signum: int) -> None:
     with training(folder) as (quickstart, tree):
         if signum == signal.SIGINT:  # the folder is taken as long as it runs

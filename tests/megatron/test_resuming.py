@@ -15,17 +15,15 @@ IN_BACKGROUND = ["--async-save", "--use-persistent-ckpt-worker", "--async-strate
 @pytest.mark.parametrize(
     ("ckpt_format", "flags"),
     [
-        ("torch", ["--deterministic-mode"]),
-        ("torch", ["--use-distributed-optimizer"]),
+        ("torch", ["--deterministic-mode", "--use-distributed-optimizer"]),
         ("torch", ["--bf16", "--use-distributed-optimizer", *INTERLEAVED]),
-        ("torch_dist", INTERLEAVED),
+        pytest.param("torch_dist", INTERLEAVED, marks=pytest.mark.full),
         ("torch_dist", ["--bf16", *SHARDED]),
         ("torch_dist", [*IN_BACKGROUND, *SHARDED, *INTERLEAVED]),
         ("torch_dist", [*IN_BACKGROUND, "--bf16", "--compression-state-dtype", "bf16"]),
     ],
     ids=[
-        "torch, fp32, deterministic",
-        "torch, fp32, distributed optimizer",
+        "torch, fp32, deterministic, distributed optimizer",
         "torch, bf16, distributed optimizer, interleaved",
         "torch_dist, fp32, interleaved",
         "torch_dist, bf16, distributed optimizer, overlapped",

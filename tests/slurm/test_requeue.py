@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
-ITERATIONS = 80
+ITERATIONS = 50
 
 
 def _missing() -> str:

@@ -297,7 +297,7 @@ def child_pids(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
 def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals
 ) -> None:
