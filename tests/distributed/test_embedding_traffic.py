@@ -146,6 +146,7 @@ def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded, log
     assert unfused_bytes(V, D, sharded=sharded) == logical[0] * V
     assert fused_bytes(V, D, sharded=sharded) == logical[1] * V
     for sent in run_ranks(2 * D, _synchronise, hosts, sharded, timeout=120):
+        print(f"kernel's counters, V = {V / 2**20:.0f} MiB: {sent.unfused / V:.3f} V -> {sent.fused / V:.3f} V")
         assert sent.right
         assert sent.unfused / V == pytest.approx(in_the_kernel[0], rel=0.02)
         assert sent.fused / V == pytest.approx(in_the_kernel[1], rel=0.02)
