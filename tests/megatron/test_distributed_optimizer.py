@@ -59,7 +59,7 @@ def _saved_gradients(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_asked_for_whole_gradients_it_gives_them_and_not_its_shard(tmp_path):
     # Megatron writes what replica 0 holds, and all-reduces in that iteration where else it reduce-scatters. With
-    # --overlap-grad-reduce its own files hold gradients of one replica here and there, so that is left out.
+    # --overlap-grad-reduce its own files differ from those of a run without, so that is left out.
     flags = [*SHARDED, "--train-iters", "2", "--save-wgrads-interval", "2", "--save-interval", "100"]
     run_megatron(4, [*PP2_DP2[1], *flags, "--save", str(tmp_path / "vanilla")])
     run_optimus(PP2_DP2, [*flags, *LOSSLESS_SC, *FE, "--save", str(tmp_path / "ours")])
