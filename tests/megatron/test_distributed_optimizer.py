@@ -8,15 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.optimus_runs import PP2_DP2, TP2_PP2_DP2, relative_gap, run_optimus
+from tests.megatron.optimus_runs import PP2_DP2, TP2_PP2_DP2, relative_gap, run_optimus, session_facts
 from tests.megatron.test_lossless_limits import FE, LOSSLESS_CB, LOSSLESS_SC, TOLERANCE, TWENTY
-from tests.megatron_runs import last_stage_losses, run_megatron
+from tests.megatron_runs import MegatronRun, hash_of, last_stage_losses, run_megatron
 
 SHARDED = ("--use-distributed-optimizer",)
 OVERLAPPED = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
 INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1")
 # Small enough that the first stage, which Megatron splits into buckets, gets several of them.
 SMALL_BUCKETS = ("--ddp-bucket-size", "60000")
+
+
+def _facts_and_gradients(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    """`session_facts`, and what the buckets hold for every compressed matrix after the last iteration."""
+    gradients = {
+        f"{index}.{name}": hash_of(parameter.main_grad)
+        for index, chunk in enumerate(model)
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("weight") and "linear" in name
+    }
+    return {**session_facts(model, optimizer), "gradients": gradients}
 
 
 @pytest.mark.parametrize(
@@ -33,12 +44,26 @@ SMALL_BUCKETS = ("--ddp-bucket-size", "60000")
 def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(layout, flags):
     world_size, layout_flags = layout
     vanilla = last_stage_losses(run_megatron(world_size, [*layout_flags, *flags, *TWENTY]))
-    runs = run_optimus(layout, [*flags, *TWENTY, *LOSSLESS_CB, *LOSSLESS_SC, *FE])
+    runs = run_optimus(layout, [*flags, *TWENTY, *LOSSLESS_CB, *LOSSLESS_SC, *FE], probe=_facts_and_gradients)
     assert relative_gap(last_stage_losses(runs), vanilla) < TOLERANCE
+    _assert_rebuilt_where_it_is_read(runs, sharded="--use-distributed-optimizer" in flags)
     assert all(run.probed["compressed_matrices"] >= 8 for run in runs)
     for tensor_rank in {run.probed["tensor_rank"] for run in runs}:
         copies = [run.probed["tied"] for run in runs if run.probed["tensor_rank"] == tensor_rank]
         assert len({copy for (copy,) in copies}) == 1, "first and last stage, all replicas: one embedding"
+
+
+def _assert_rebuilt_where_it_is_read(runs: list[MegatronRun], *, sharded: bool) -> None:
+    places = itertools.groupby(sorted(runs, key=_place), _place)
+    for _, (one, other) in places:
+        equal = [one.probed["gradients"][name] == other.probed["gradients"][name] for name in one.probed["gradients"]]
+        assert len(equal) >= 8
+        # Whatever a replica does not read, it leaves as its own gradient: so no matrix is alike on both.
+        assert not any(equal) if sharded else all(equal)
+
+
+def _place(run: MegatronRun) -> tuple[int, int]:
+    return run.probed["stage"], run.probed["tensor_rank"]
 
 
 @pytest.mark.parametrize("flags", [SHARDED, OVERLAPPED], ids=["sharded", "sharded and overlapped"])
