@@ -79,8 +79,9 @@ class DataParallelCompressionConfig:
     dp_error_feedback: bool = True
     """Add what compression left out to the next iteration's gradient."""
 
-    dp_compression_stages: int | Literal["all"] = "all"
-    """Compress on the first N pipeline stages only; `all` compresses on every stage."""
+    dp_compression_stages: int | Literal["all", "auto"] = "all"
+    """Compress on the first N pipeline stages only; `all` compresses on every stage, `auto` on those whose dense
+    reduction holds up the iteration, by what the first iterations measure."""
 
     def __post_init__(self) -> None:
         _require_rank("--dp-compression-rank", self.dp_compression_rank)
@@ -91,17 +92,11 @@ class DataParallelCompressionConfig:
                 "Give a number from 0 to 1",
             )
         stages = self.dp_compression_stages
-        if stages == "auto":
-            raise FlagError(
-                "--dp-compression-stages",
-                "'auto' (stages picked from measured times) is not supported yet",
-                "Give 'all' or a number of stages",
-            )
-        if stages != "all" and (not isinstance(stages, int) or stages < 1):
+        if stages not in ("all", "auto") and (not isinstance(stages, int) or stages < 1):
             raise FlagError(
                 "--dp-compression-stages",
                 f"{stages!r} names no stages",
-                "Give 'all' or a number of at least 1",
+                "Give 'all', 'auto' or a number of at least 1",
             )
 
 
@@ -121,6 +116,9 @@ class OptimusConfig(CompressedBackpropConfig, FusedEmbeddingSyncConfig, DataPara
 
     compression_metrics: bool = True
     """Log bytes by traffic class, raw and sent, compression errors, residuals and times at the logging interval."""
+
+    compression_forecast: bool = True
+    """Measure links and times in the first iterations, and say what each technique will gain or lose."""
 
     compression_error_statistics: bool = False
     """Log how errors of compressed backpropagation relate to activations (paper, figure 11)."""

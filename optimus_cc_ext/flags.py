@@ -148,13 +148,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     flag("--dp-error-feedback", "Add the error to the next iteration's gradient (on).", action=on_off)
     flag(
         "--dp-compression-stages",
-        "Compress on the first N pipeline stages (all).",
+        "Compress on the first N pipeline stages, or on those where measured times say that it pays (all).",
         type=_stages,
         metavar="{all,auto,N}",
     )
     flag("--compression-seed", "Seed of the compressors (Megatron's --seed).", type=int, metavar="S")
     flag("--compression-state-dtype", "What residuals and factors are kept in (fp32).", choices=("fp32", "bf16"))
     flag("--compression-metrics", "Log traffic, errors, residuals and times (on).", action=on_off)
+    flag("--compression-forecast", "Measure the links, and say what will not pay (on).", action=on_off)
     flag("--compression-error-statistics", "Log errors against activation differences (off).", action=on_off)
     group.add_argument(
         "--force-compression", dest=_PREFIX + "force_compression", action="store_true", default=None,

@@ -6,7 +6,7 @@ the first model is wrapped, and told about steps and iterations:
     begin_step -> (begin_iteration -> end_iteration) once, or again where a step is repeated -> end_step
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,12 +25,12 @@ from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import (
     BucketReducer,
-    compresses_stage,
+    stages_to_compress,
     warmup_iterations,
 )
 from optimus_cc_ext.traffic import Traffic
 
-__all__ = ["Grid", "Session"]
+__all__ = ["Buckets", "Grid", "Session"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,35 @@ class Grid:
 
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
+
+
+class Buckets(Protocol):
+    """A group of gradient buckets that is reduced together, as far as the session deals with it."""
+
+    dense_bytes: int
+    """What vanilla Megatron moves to reduce them, without a tied embedding, as in `traffic`."""
+
+    tied_bytes: int
+    """Of the gradient of a tied embedding among them."""
+
+    overlapping: int
+    """How many buckets are reduced while the backward pass goes on."""
+
+    group: dist.ProcessGroup
+    """The replicas that they are reduced over."""
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What is moved if they are compressed; where they cannot be, that of `dense_bytes`."""
+        ...
+
+    @property
+    def matrices(self) -> Sequence[torch.Tensor]:
+        """The gradients that can be compressed."""
+        ...
+
+    def compress(self) -> None:
+        """Be compressed from now on."""
 
 
 class _Stateful(Protocol):
@@ -102,8 +131,14 @@ class Session:
     alone: dist.ProcessGroup | None = None
     """A group of this rank only; see `hooks.param_and_grad_buffer`."""
 
+    buckets: list[Buckets] = field(default_factory=list)
+    """All of this rank's, in the order in which Megatron made them."""
+
     reducers: list[BucketReducer] = field(default_factory=list)
-    """Of this rank's gradient buckets, in the order in which they were made."""
+    """Of those that we reduce, in the order in which they were made."""
+
+    compressed_stages: frozenset[int] | None = None
+    """Whose gradients are compressed; None: not decided yet."""
 
     link_gauge: Gauge = field(default_factory=Gauge)
     bucket_gauge: Gauge = field(default_factory=Gauge)
@@ -123,6 +158,7 @@ class Session:
             return
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
+        self.compressed_stages = stages_to_compress(self.config, grid.stages)
         # Also where this rank has nothing switched on: another one may have, and would wait for it.
         places = self._agree(grid.place)
         self._make_links(grid)
@@ -222,7 +258,24 @@ class Session:
     def compresses_this_stage(self) -> bool:
         """Whether selective stage compression covers the stage that this rank belongs to."""
         assert self.grid is not None, "the session has no place in the grid yet"
-        return compresses_stage(self.config, self.grid.place.stage, self.grid.stages)
+        return self.grid.place.stage in (self.compressed_stages or ())
+
+    @property
+    def stages_are_open(self) -> bool:
+        """Whether it is still to be decided which stages compress their gradients."""
+        return self.grid is not None and self.compressed_stages is None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model as this one."""
+        return self.buckets[0].group if self.buckets else None
+
+    def choose_stages(self, stages: Collection[int]) -> None:
+        """Decide which stages compress their gradients, between two iterations, on all ranks alike."""
+        self.compressed_stages = frozenset(stages)
+        if self.compresses_this_stage:
+            for buckets in self.buckets:
+                buckets.compress()
 
     def in_warmup(self) -> bool:
         """Whether this iteration comes before data-parallel compression begins."""
@@ -313,6 +366,8 @@ class Session:
             state["compressed_backprop"] = self.sending.state_dict()
         if self.config.dp_compression:
             state["dp_compression"] = {"buckets": [reducer.state_dict() for reducer in self._remembering]}
+            if self.config.dp_compression_stages == "auto" and self.compressed_stages is not None:
+                state["dp_compression"]["stages"] = sorted(self.compressed_stages)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -331,7 +386,12 @@ class Session:
                 reducer.load_state_dict(loaded)
 
     def mismatches(self, state: dict[str, Any]) -> dict[str, str]:
-        """By technique: why `load_state_dict` would refuse `state`."""
+        """By technique: why `load_state_dict` would refuse `state`.
+
+        Where the run that saved it had chosen its stages, they are taken over: its buckets are compared with ours.
+        """
+        if self.stages_are_open and (stages := state.get("dp_compression", {}).get("stages")) is not None:
+            self.choose_stages(stages)
         reasons: dict[str, str] = {}
         if "compressed_backprop" in state:
             links = state["compressed_backprop"]

@@ -248,7 +248,8 @@ def _resume(session: Session, found: _Found, args: Any) -> None:
         resumption = decide(settings, _words(args, _TOPOLOGY), manifest, checkpoint=found.mark, unwanted=unwanted)
         if manifest is not None and resumption.restored:
             _check_same_save(found, manifest)
-            state = read_rank_file(found.iteration_folder, manifest, dist.get_rank())
+            everything = read_rank_file(found.iteration_folder, manifest, dist.get_rank())
+            state = {name: part for name, part in everything.items() if name not in resumption.reset}
     except DamagedState as damage:
         failure = str(damage)
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -85,7 +85,8 @@ def describe(config: OptimusConfig) -> str:
         parts.append("fused embedding sync")
     if config.dp_compression:
         stages = config.dp_compression_stages
-        where = "all stages" if stages == "all" else f"the first {stages} stages"
+        named = {"all": "all stages", "auto": "the stages where measured times say that it pays"}
+        where = named.get(str(stages), f"the first {stages} stages")
         parts.append(f"data-parallel compression (rank {config.dp_compression_rank}, {where})")
     return ", ".join(parts) or "every technique is off"
 

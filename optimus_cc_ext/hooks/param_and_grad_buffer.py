@@ -19,7 +19,7 @@ import torch.distributed as dist
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, worth_compressing
+from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 
@@ -31,50 +31,86 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
 
     `never_compressed` holds parameters whose gradients stay dense.
     """
+    buckets = _Buckets(session, bucket_group, never_compressed)
+    session.buckets.append(buckets)
+    if session.compresses_this_stage:
+        buckets.compress()
+    bucket_group.start_grad_sync = buckets.start_grad_sync
 
-    def compressible(parameter: Any) -> bool:
-        return parameter not in never_compressed and _compressible(parameter, session.config)
 
-    original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
-    sharded = bucket_group.ddp_config.use_distributed_optimizer
-    overlapped = bucket_group.ddp_config.overlap_grad_reduce
-    tied_bytes = _tied_bytes(bucket_group)
-    # The distributed optimizer reduces a tied embedding over the replicas as ever, and only its shard over the stages.
-    left_out = session.embedding is not None and tied_bytes > 0 and not sharded
-    uncompressed = _reducers(session, bucket_group, _none, leave_out_tied=True) if left_out else []
-    compressed = []
-    if session.compresses_this_stage and any(map(compressible, bucket_group.params)):
-        compressed = _reducers(session, bucket_group, compressible, leave_out_tied=left_out)
-    ranks = _group(bucket_group).size()
-    vanilla_bytes = reduce_scatter_bytes if sharded else all_reduce_bytes
-    # The tied embedding is a traffic class of its own, also where it travels with its bucket.
-    raw = vanilla_bytes(sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets) - tied_bytes, ranks)
+class _Buckets:
+    """A bucket group of Megatron's, and how its gradients are reduced; see `session.Buckets`."""
 
-    side = SideStream(bucket_group.buckets[0].grad_data.device) if overlapped else None
+    def __init__(self, session: Session, bucket_group: Any, never_compressed: Collection[Any]) -> None:
+        self._session, self._bucket_group, self._never_compressed = session, bucket_group, never_compressed
+        self._original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
+        self._sharded = bucket_group.ddp_config.use_distributed_optimizer
+        overlapped = bucket_group.ddp_config.overlap_grad_reduce
+        self._side = SideStream(bucket_group.buckets[0].grad_data.device) if overlapped else None
+        self.overlapping = len(bucket_group.buckets) if overlapped else 0
+        self.group = _group(bucket_group)
+        self.tied_bytes = _tied_bytes(bucket_group)
+        # The tied embedding is a traffic class of its own, also where it travels with its bucket.
+        nbytes = sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets) - self.tied_bytes
+        self.dense_bytes = (reduce_scatter_bytes if self._sharded else all_reduce_bytes)(nbytes, self.group.size())
+        # The distributed optimizer reduces a tied embedding over the replicas as ever, and its shard over the stages.
+        self._left_out = session.embedding is not None and self.tied_bytes > 0 and not self._sharded
+        self._uncompressed: list[BucketReducer] = []
+        self._compressed: list[BucketReducer] = []
+        if self._left_out:
+            self._uncompressed = _reducers(session, bucket_group, _none, leave_out_tied=True)
 
-    def start_grad_sync(force_all_reduce: bool | None = False) -> None:
-        reducers = uncompressed if not compressed or session.in_warmup() else compressed
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """The gradients that can be compressed."""
+        return [p.main_grad for p in self._bucket_group.params if self._compressible(p)]
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What is moved to reduce all gradients but a tied embedding's, if they are compressed."""
+        matrices = self.matrices
+        if not matrices:
+            return self.dense_bytes
+        dense = [p.main_grad for p in self._bucket_group.params if not self._compressible(p) and not _is_tied(p)]
+        nbytes = reduced_bytes(matrices, dense, self._session.config.dp_compression_rank)
+        return all_reduce_bytes(nbytes, self.group.size())
+
+    def compress(self) -> None:
+        """From now on, and after the warm-up of compression, gradients that can be compressed are."""
+        if self.matrices:
+            self._compressed = _reducers(
+                self._session, self._bucket_group, self._compressible, leave_out_tied=self._left_out
+            )
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """In place of `_ParamAndGradBucketGroup.start_grad_sync`."""
+        session, bucket_group = self._session, self._bucket_group
+        compressing = bool(self._compressed) and not session.in_warmup()
+        reducers = self._compressed if compressing else self._uncompressed
         started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
         if not session.active or not reducers or started_already:
-            original(force_all_reduce)
+            self._original(force_all_reduce)
             if session.active and not started_already:
-                session.traffic.add(TrafficClass.DP_GRADIENTS, raw=raw, sent=raw)
+                session.traffic.add(TrafficClass.DP_GRADIENTS, raw=self.dense_bytes, sent=self.dense_bytes)
             return
         assert session.alone is not None, "the session was placed without a group of its own"
         with _lent_group(bucket_group, session.alone):
-            original(force_all_reduce)
+            self._original(force_all_reduce)
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        handle = _Reduction(reducers, side, whole=bool(force_all_reduce))
-        if overlapped:
+        handle = _Reduction(reducers, self._side, whole=bool(force_all_reduce))
+        if self._side is not None:
             bucket_group.grad_reduce_handle = handle
         else:
             handle.wait()
-        sent = all_reduce_bytes(sum(r.reduced_bytes for r in reducers) - (0 if left_out else tied_bytes), ranks)
-        session.traffic.add(TrafficClass.DP_GRADIENTS, raw=raw, sent=sent)
+        nbytes = sum(r.reduced_bytes for r in reducers) - (0 if self._left_out else self.tied_bytes)
+        session.traffic.add(
+            TrafficClass.DP_GRADIENTS, raw=self.dense_bytes, sent=all_reduce_bytes(nbytes, self.group.size())
+        )
 
-    bucket_group.start_grad_sync = start_grad_sync
+    def _compressible(self, parameter: Any) -> bool:
+        return parameter not in self._never_compressed and _compressible(parameter, self._session.config)
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.forecaster import Forecaster
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import device_of_collectives
 from optimus_cc_ext.session import Session
@@ -21,6 +22,8 @@ _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_
 
 def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
+
+    forecaster = Forecaster(session)
 
     def wrap(name: str) -> Callable[[Any], Any]:
         def factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +42,10 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
                     schedule = interleaved_schedule(
                         session.grid.stages, len(rest["model"]), num_microbatches, group_size
                     )
-                if session.expect(schedule, _gradient(model_config, rest)):
+                gradient = _gradient(model_config, rest)
+                if session.expect(schedule, gradient):
                     _announce_memory(session)
+                forecaster.before_pass(schedule, gradient, device_of_collectives())
                 with session.iteration(schedule, _loss_scale(model_config)):
                     return original(num_microbatches=num_microbatches, forward_only=False, **rest)
 
@@ -48,9 +53,22 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
 
         return factory
 
+    def computing(kind: str) -> Callable[[Any], Any]:
+        def factory(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                with forecaster.computing(kind, device_of_collectives()):
+                    return original(*args, **kwargs)
+
+            return step
+
+        return factory
+
     return [
-        (Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")), wrap(name)) for name in _SCHEDULES
-    ]
+        *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")), wrap(name))
+          for name in _SCHEDULES),
+        *((Seam(f"{_MODULE}:{kind}_step"), computing(kind)) for kind in ("forward", "backward")),
+    ]  # fmt: skip
 
 
 def _chunks(model: Any) -> list[Any]:

@@ -1,15 +1,16 @@
-"""Which gradient messages pass over a link in one iteration, in order, for both of Megatron's 1F1B schedules.
+"""What happens in one iteration, in order, for both of Megatron's 1F1B schedules: passes and gradient messages.
 
 Both ends of a link derive the same list from the same numbers, so that they agree on every message without asking
 each other. A message belongs to the epilogue if it arrives in the *receiver's* cooldown: the receiver then has no
 forward pass left whose computation could hide the transfer.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Interleaved", "Message", "NonInterleaved", "Schedule", "is_epilogue"]
+__all__ = ["Interleaved", "Message", "NonInterleaved", "Pass", "Schedule", "is_epilogue"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,31 @@ class Message:
     epilogue: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch's way through one model chunk of a stage, forward or backward."""
+
+    forward: bool
+    chunk: int
+    micro_batch: int
+
+
 class Schedule(Protocol):
-    """An iteration's schedule, as far as gradients between stages go."""
+    """An iteration's schedule."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages P."""
+        ...
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per stage."""
+        ...
+
+    def passes(self, stage: int) -> Sequence[Pass]:
+        """What `stage` computes, in its order."""
+        ...
 
     def messages(self, receiving_stage: int) -> Sequence[Message]:
         """What the stage `receiving_stage` receives from the next one, in the order of sending and receiving."""
@@ -51,6 +75,12 @@ class NonInterleaved:
 
     stages: int
     micro_batches: int
+    chunks: int = 1
+
+    def passes(self, stage: int) -> tuple[Pass, ...]:
+        """See `Schedule.passes`."""
+        warmups = min(self.stages - 1 - stage, self.micro_batches)
+        return tuple(_one_forward_one_backward((0,) * self.micro_batches, (0,) * self.micro_batches, warmups))
 
     def messages(self, receiving_stage: int) -> tuple[Message, ...]:
         """See `Schedule.messages`."""
@@ -76,6 +106,10 @@ class Interleaved:
     warmups: tuple[int, ...]
     """Forward passes before the first backward pass, by stage: the numbers that Megatron computes."""
 
+    def passes(self, stage: int) -> tuple[Pass, ...]:
+        """See `Schedule.passes`."""
+        return tuple(_one_forward_one_backward(self.forward_order, self.backward_order(), self.warmups[stage]))
+
     def messages(self, receiving_stage: int) -> tuple[Message, ...]:
         """See `Schedule.messages`."""
         steady_ends = len(self.forward_order) - self.warmups[receiving_stage]
@@ -89,3 +123,27 @@ class Interleaved:
     def backward_order(self) -> tuple[int, ...]:
         """The model chunk of each backward pass: the forward order, from the last chunk to the first."""
         return tuple(self.chunks - 1 - chunk for chunk in self.forward_order)
+
+
+def _one_forward_one_backward(forward: Sequence[int], backward: Sequence[int], warmups: int) -> Iterator[Pass]:
+    """`warmups` forward passes, then a forward and a backward one by turns, then the backward passes that are left.
+
+    Args:
+        forward: the model chunk of each forward pass; a chunk takes its micro-batches in their order.
+        backward: the same of the backward passes.
+        warmups: how many forward passes come first.
+    """
+    forwards, backwards = _numbered(forward, forward=True), _numbered(backward, forward=False)
+    for _ in range(warmups):
+        yield next(forwards)
+    for following in forwards:
+        yield following
+        yield next(backwards)
+    yield from backwards
+
+
+def _numbered(chunks: Sequence[int], *, forward: bool) -> Iterator[Pass]:
+    seen: Counter[int] = Counter()
+    for chunk in chunks:
+        yield Pass(forward, chunk, seen[chunk])
+        seen[chunk] += 1

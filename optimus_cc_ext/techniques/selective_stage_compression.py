@@ -34,6 +34,7 @@ from optimus_cc_ext.compressors import (
     effective_rank,
     initial_factor,
     next_warm_start,
+    packed_numel,
     pays,
     private_generator,
 )
@@ -42,16 +43,19 @@ from optimus_cc_ext.techniques.collective import PendingSum, all_reduce_sum
 from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
-__all__ = ["BucketReducer", "compresses_stage", "warmup_iterations", "worth_compressing"]
+__all__ = ["BucketReducer", "reduced_bytes", "stages_to_compress", "warmup_iterations", "worth_compressing"]
 
 PACKED_UP_TO_BYTES = 1 << 20
 """Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
 
 
-def compresses_stage(config: DataParallelCompressionConfig, stage: int, stages: int) -> bool:
-    """Whether the gradients of `stage` (0 .. stages - 1) are compressed."""
-    first = stages if config.dp_compression_stages == "all" else config.dp_compression_stages
-    return config.dp_compression and stage < int(first)
+def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
+    """Which of the stages 0 .. stages - 1 compress their gradients; None: that is to be found out (`auto`)."""
+    if not config.dp_compression:
+        return frozenset()
+    if config.dp_compression_stages == "auto":
+        return None
+    return frozenset(range(stages if config.dp_compression_stages == "all" else config.dp_compression_stages))
 
 
 def warmup_iterations(config: DataParallelCompressionConfig, train_iters: int | None) -> int:
@@ -65,6 +69,17 @@ def worth_compressing(gradient: torch.Tensor, compression_rank: int, force: bool
         return False
     rows = gradient.shape[0]
     return force or pays(rows, gradient.numel() // rows, compression_rank)
+
+
+def reduced_bytes(matrices: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], compression_rank: int) -> int:
+    """Bytes that a `BucketReducer` of these gradients sums, before there is one: all P, all Q, and what is dense."""
+    factors = 0
+    for matrix in matrices:
+        rows = matrix.shape[0]
+        columns = matrix.numel() // rows
+        wire = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32
+        factors += packed_numel(rows, columns, effective_rank(rows, columns, compression_rank)) * wire.itemsize
+    return factors + sum(gradient.nbytes for gradient in dense)
 
 
 class BucketReducer:

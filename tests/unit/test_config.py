@@ -77,16 +77,10 @@ def test_a_warmup_that_is_a_fraction_is_accepted(fraction: float) -> None:
 def test_stages_that_name_none_are_refused(stages: object) -> None:
     error = refused(dp_compression_stages=stages)
     assert error.flag == "--dp-compression-stages"
-    assert "names no stages" in str(error) and "'all' or a number" in str(error)
+    assert "names no stages" in str(error) and "'all', 'auto' or a number" in str(error)
 
 
-def test_automatic_stages_are_refused_as_not_supported_yet() -> None:
-    error = refused(dp_compression_stages="auto")
-    assert error.flag == "--dp-compression-stages"
-    assert "not supported yet" in str(error) and "'all' or a number" in str(error)
-
-
-@pytest.mark.parametrize("stages", ["all", 1, 64])
+@pytest.mark.parametrize("stages", ["all", "auto", 1, 64])
 def test_stages_that_name_some_are_accepted(stages: object) -> None:
     assert OptimusConfig(dp_compression_stages=stages).dp_compression_stages == stages  # type: ignore[arg-type]
 

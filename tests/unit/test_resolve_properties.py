@@ -32,6 +32,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression_seed": st.integers(0, 2**31),
     "compression_state_dtype": st.sampled_from(["fp32", "bf16"]),
     "compression_metrics": st.booleans(),
+    "compression_forecast": st.booleans(),
     "compression_error_statistics": st.booleans(),
 }
 """Every field that has a flag, with values in and out of range."""

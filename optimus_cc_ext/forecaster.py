@@ -1,0 +1,143 @@
+"""When the forecast is made, from what, and what follows from it: measures the first iterations of a session.
+
+The first pass warms up, the second is timed; before the third, all ranks try their links and compressors, exchange what
+they found, and reach the same forecast from it. With `--dp-compression-stages auto` that decides which stages compress.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Forecast, Measured, forecast
+from optimus_cc_ext.techniques.probe import probe_collective, probe_link
+from optimus_cc_ext.techniques.rehearsal import rehearse_gradients, rehearse_message
+from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.stopwatch import Stopwatch
+from optimus_cc_ext.traffic import all_reduce_bytes, reduce_scatter_bytes
+
+__all__ = ["Forecaster"]
+
+_TIMED_PASS = 1
+"""Counted from 0. The one before allocates, compiles and connects."""
+
+
+class Forecaster:
+    """Of one session on one rank. Every method is called on all ranks alike."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._stopwatch = Stopwatch()
+        self._passes = 0
+
+    def before_pass(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
+        """An iteration's forward-backward pass is about to begin.
+
+        Args:
+            schedule: of this pass.
+            gradient: like every gradient between stages; None where that is not known beforehand.
+            device: where collectives take their tensors.
+
+        Raises:
+            OptimusError: a link failed while it was measured.
+        """
+        config = self._session.config
+        wanted = config.any_technique and (config.compression_forecast or self._session.stages_are_open)
+        self._stopwatch.on = wanted and self._passes == _TIMED_PASS
+        if wanted and self._passes == _TIMED_PASS + 1:
+            self._forecast(schedule, gradient, device)
+        self._passes += 1
+
+    @contextmanager
+    def computing(self, name: str, device: torch.device) -> Iterator[None]:
+        """A forward or a backward pass of one micro-batch through one model chunk."""
+        with self._stopwatch.timed(name, device):
+            yield
+
+    def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._measure(gradient, device))
+        session = self._session
+        found = forecast(everyone, schedule, session.config, session.compressed_stages)
+        if session.stages_are_open:
+            session.choose_stages(found.compressed_stages)
+        if dist.get_rank() == 0:
+            _say(session, found)
+
+    def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
+        session = self._session
+        assert session.grid is not None, "the session has no place in the grid yet"
+        replicas, sharded = session.replicas, session.layout is not None and session.layout.distributed_optimizer
+        link = probe_link(session.grid.pipeline_group, device)
+        factor_sum = dense_sum = None
+        if replicas is not None:
+            factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
+            if sharded:
+                dense_sum = probe_collective(replicas, device, scattered=True)
+        compress = decompress = 0.0
+        message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
+        ends = session.sending or session.receiving
+        if (
+            ends is not None
+            and gradient is not None
+            and ends.plan.compresses(Message(0, epilogue=True), gradient.shape)
+        ):
+            compressed_bytes = ends.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
+            compress, decompress = rehearse_message(ends.plan, gradient, session.link_compressor)
+        return Measured(
+            stage=session.grid.place.stage,
+            forward=self._stopwatch.median("forward"),
+            backward=self._stopwatch.median("backward"),
+            link=link,
+            dense_sum=dense_sum,
+            factor_sum=factor_sum,
+            message_bytes=message_bytes,
+            compressed_message_bytes=compressed_bytes,
+            compress=compress,
+            decompress=decompress,
+            dense_bytes=sum(buckets.dense_bytes for buckets in session.buckets),
+            compressed_bytes=sum(buckets.compressed_bytes for buckets in session.buckets),
+            compress_gradients=self._gradients(),
+            buckets=sum(buckets.overlapping for buckets in session.buckets) or 1,
+            embedding=_embedding(session, sharded),
+            embedding_is_sharded=sharded,
+        )
+
+    def _gradients(self) -> float:
+        session = self._session
+        matrices = [matrix for buckets in session.buckets for matrix in buckets.matrices]
+        if not session.config.dp_compression or session.alone is None:
+            return 0.0
+        return rehearse_gradients(
+            matrices,
+            alone=session.alone,
+            compressor=session.bucket_compressor,
+            config=session.config,
+            state_dtype=session.state_dtype,
+        )
+
+
+def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
+    assert session.grid is not None
+    nbytes = sum(buckets.tied_bytes for buckets in session.buckets)
+    replicas = session.grid.data_parallel
+    over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
+    if not nbytes or session.grid.stages == 1:
+        return EmbeddingBytes(with_replicas=over_replicas(nbytes, replicas))
+    return EmbeddingBytes(
+        with_replicas=over_replicas(nbytes, replicas),
+        with_pair=all_reduce_bytes(nbytes, 2),
+        fused=all_reduce_bytes(nbytes // replicas, 2) if sharded else all_reduce_bytes(nbytes, 2 * replicas),
+    )
+
+
+def _say(session: Session, found: Forecast) -> None:
+    if session.config.dp_compression_stages == "auto":
+        chosen = ", ".join(map(str, sorted(found.compressed_stages))) or "none"
+        print(f"optimus-cc: --dp-compression-stages auto: of {found.stages} stages compressed: {chosen}", flush=True)
+    if session.config.compression_forecast:
+        for line in found.lines():
+            print(f"optimus-cc: {line}", flush=True)

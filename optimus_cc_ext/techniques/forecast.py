@@ -1,0 +1,248 @@
+"""What compression will gain on this run's links, from what every rank measured: rules only, the same on every rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.techniques.probe import Rate
+from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.timeline import (
+    INDIFFERENT,
+    MessageCost,
+    StageCost,
+    iteration_seconds,
+    last_backward_ends,
+    left_after_backward,
+    smallest_useful,
+)
+
+__all__ = ["EmbeddingBytes", "Forecast", "Measured", "forecast"]
+
+_FREE = Rate(0.0, float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingBytes:
+    """What the tied embedding's reduction moves on a rank of the first or the last stage, as in `traffic`."""
+
+    with_replicas: int = 0
+    """Among the replicas, where that is not fused with the pair of stages."""
+
+    with_pair: int = 0
+    """Then between the first and the last stage."""
+
+    fused: int = 0
+    """Instead of both, or, with the distributed optimizer, instead of the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's times in seconds and sizes in bytes."""
+
+    stage: int
+    forward: float
+    """One pass through one model chunk."""
+
+    backward: float
+    link: Rate | None
+    """To the next stage; None with one stage."""
+
+    dense_sum: Rate | None
+    """Vanilla Megatron's gradient reduction over the replicas, in the bytes that a ring moves; None: one replica."""
+
+    factor_sum: Rate | None
+    """An all-reduce over the replicas."""
+
+    message_bytes: int = 0
+    """An activation, or its gradient as it is."""
+
+    compressed_message_bytes: int = 0
+    """The same gradient as P and Q; that of `message_bytes` where nothing would be saved."""
+
+    compress: float = 0.0
+    decompress: float = 0.0
+    """Of one message."""
+
+    dense_bytes: int = 0
+    """The gradients, without the tied embedding, as vanilla Megatron reduces them."""
+
+    compressed_bytes: int = 0
+    """The same, compressed."""
+
+    compress_gradients: float = 0.0
+    """Compressing and decompressing all of them."""
+
+    buckets: int = 1
+    """How many buckets are reduced while the backward pass goes on; 1: the reduction begins after it."""
+
+    embedding: EmbeddingBytes = EmbeddingBytes()
+    embedding_is_sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted seconds from the beginning of an iteration to its reduced gradients."""
+
+    plain: float
+    """Nothing compressed or fused."""
+
+    ours: float
+    without: dict[str, float]
+    """Ours, but without one technique, by the name of its flag."""
+
+    compressed_stages: frozenset[int]
+    """Whose gradients are compressed."""
+
+    stages: int
+    link: float
+    """Bytes per second between stages; 0 with one stage."""
+
+    replicas: float
+    """Bytes per second of sums over replicas; 0 with one replica."""
+
+    def lines(self) -> list[str]:
+        """For the terminal: the links, what is gained, class by class, and what does not pay."""
+        links = [f"{rate / 1e6:.1f} MB/s {where}" for rate, where in
+                 ((self.link, "between stages"), (self.replicas, "among replicas")) if rate]  # fmt: skip
+        lines = [
+            f"forecast from measured times ({', '.join(links)}): the gradients of an iteration are reduced after "
+            f"{1e3 * self.ours:.0f} ms instead of {1e3 * self.plain:.0f} ms ({_change(self.ours, self.plain)})"
+        ]
+        for flag, title in _TITLES.items():
+            if flag in self.without:
+                lines.append(f"forecast: {title}: {self._verdict(flag)}")
+        return lines
+
+    def _verdict(self, flag: str) -> str:
+        without, stages = self.without[flag], sorted(self.compressed_stages)
+        if flag == "--dp-compression" and not stages:
+            return "no stage's reduction is worth compressing"
+        where = f" on stages {', '.join(map(str, stages))} of {self.stages}" if flag == "--dp-compression" else ""
+        change = f"{1e3 * (self.ours - without):+.0f} ms ({_change(self.ours, without)}){where}"
+        if self.ours > without * (1 + INDIFFERENT):
+            return f"{change}. It does not pay here: leave out {flag}{_CURES.get(flag, '')}"
+        return change if self.ours < without * (1 - INDIFFERENT) else f"{change}, nothing to speak of"
+
+
+_TITLES = {
+    "--compressed-backprop": "pipeline backward, compressed",
+    "--fused-embedding-sync": "embedding, fused",
+    "--dp-compression": "DP gradients, compressed",
+}
+_CURES = {"--dp-compression": ", or give --dp-compression-stages auto"}
+
+
+def forecast(
+    everyone: Sequence[Measured],
+    schedule: Schedule,
+    config: OptimusConfig,
+    stages: frozenset[int] | None,
+) -> Forecast:
+    """What an iteration takes, with and without each technique that is switched on.
+
+    Args:
+        everyone: what all ranks measured.
+        schedule: of an iteration.
+        config: what is switched on.
+        stages: whose gradients are compressed; None: choose them.
+    """
+    grid = [[m for m in everyone if m.stage == stage] for stage in range(schedule.stages)]
+    costs = [_stage_cost(ranks) for ranks in grid]
+
+    def compresses(message: Message) -> bool:
+        return config.compressed_backprop_messages == "all" or message.epilogue
+
+    def seconds(backprop: bool, fused: bool, compressed: frozenset[int]) -> float:
+        ends = last_backward_ends(schedule, costs, compresses if backprop else _nothing)
+        reductions = [_reduction(grid[s], s in compressed, fused) for s in range(len(grid))]
+        return iteration_seconds(ends, reductions, _embedding(everyone, fused))
+
+    backprop, fused = config.compressed_backprop, config.fused_embedding_sync
+    if not config.dp_compression:
+        stages = frozenset()
+    elif stages is None:
+        stages = smallest_useful(
+            last_backward_ends(schedule, costs, compresses if backprop else _nothing),
+            [_reduction(ranks, False, fused) for ranks in grid],
+            [_reduction(ranks, True, fused) for ranks in grid],
+            _embedding(everyone, fused),
+        )
+    without = {}
+    if backprop:
+        without["--compressed-backprop"] = seconds(False, fused, stages)
+    if fused:
+        without["--fused-embedding-sync"] = seconds(backprop, False, stages)
+    if config.dp_compression:
+        without["--dp-compression"] = seconds(backprop, fused, frozenset())
+    return Forecast(
+        plain=seconds(False, False, frozenset()),
+        ours=seconds(backprop, fused, stages),
+        without=without,
+        compressed_stages=stages,
+        stages=schedule.stages,
+        link=_mean_rate(everyone, lambda m: m.link),
+        replicas=_mean_rate(everyone, lambda m: m.factor_sum),
+    )
+
+
+def _nothing(message: Message) -> bool:
+    return False
+
+
+def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
+    """Computation is what the stage's ranks take on average, transfers what the slowest of them takes."""
+
+    def mean(value: Callable[[Measured], float]) -> float:
+        return fmean(map(value, ranks))
+
+    def slowest(nbytes: Callable[[Measured], int]) -> float:
+        return max((m.link or _FREE).seconds(nbytes(m)) for m in ranks)
+
+    travel = slowest(lambda m: m.message_bytes)
+    return StageCost(
+        forward=mean(lambda m: m.forward),
+        backward=mean(lambda m: m.backward),
+        activation=travel,
+        gradient=MessageCost(travel=travel),
+        compressed_gradient=MessageCost(
+            travel=slowest(lambda m: m.compressed_message_bytes),
+            compress=mean(lambda m: m.compress),
+            decompress=mean(lambda m: m.decompress),
+        ),
+    )
+
+
+def _reduction(ranks: Sequence[Measured], compressed: bool, fused: bool) -> float:
+    """What is left of the slowest rank's reduction over its replicas after its last backward pass."""
+    return max(
+        left_after_backward(
+            (
+                (m.factor_sum or _FREE).seconds(m.compressed_bytes) + m.compress_gradients
+                if compressed
+                else (m.dense_sum or _FREE).seconds(m.dense_bytes)
+            )
+            + (0.0 if fused and not m.embedding_is_sharded else
+               (m.dense_sum or _FREE).seconds(m.embedding.with_replicas)),
+            m.backward,
+            m.buckets,
+        )
+        for m in ranks
+    )  # fmt: skip
+
+
+def _embedding(everyone: Sequence[Measured], fused: bool) -> float:
+    """What comes after the first and the last stage have reduced their gradients."""
+    return max(
+        (m.factor_sum or m.link or _FREE).seconds(m.embedding.fused if fused else m.embedding.with_pair)
+        for m in everyone
+    )
+
+
+def _mean_rate(everyone: Sequence[Measured], which: Callable[[Measured], Rate | None]) -> float:
+    rates = [rate.bytes_per_second for m in everyone if (rate := which(m)) is not None]
+    return fmean(rates) if rates else 0.0
+
+
+def _change(new: float, old: float) -> str:
+    return f"{100 * (new / old - 1):+.1f} %" if old else "0.0 %"

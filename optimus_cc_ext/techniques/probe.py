@@ -1,0 +1,128 @@
+"""How fast this run's own links are: a few transfers on the groups that training uses, on all ranks at once."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.errors import OptimusError
+
+__all__ = ["Rate", "probe_collective", "probe_link"]
+
+_SMALL = 1 << 14
+_LARGE = 1 << 18
+_LARGEST = {"cpu": 1 << 22, "cuda": 1 << 26}
+_LONG_ENOUGH = 0.02
+"""Seconds that the timed transfer takes at least, unless the largest is faster."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A transfer of n bytes takes latency + n / bytes_per_second seconds."""
+
+    latency: float
+    bytes_per_second: float
+
+    def seconds(self, nbytes: float) -> float:
+        """How long `nbytes` take; nothing takes no time."""
+        return self.latency + nbytes / self.bytes_per_second if nbytes else 0.0
+
+
+def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
+    """The rate from each stage to the next one. Collective over all ranks of the run; None with one stage.
+
+    Args:
+        group: this rank's pipeline.
+        device: where the group's transfers take their tensors.
+    """
+    stage, stages, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
+    if stages == 1:
+        return _probed(None, device, "")
+
+    def exchange(nbytes: int) -> float:
+        # To the next and from the one before: on a full-duplex link the two do not disturb each other.
+        sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        operations = []
+        if stage < stages - 1:
+            operations.append(dist.P2POp(dist.isend, sent, ranks[stage + 1], group))
+        if stage > 0:
+            operations.append(dist.P2POp(dist.irecv, received, ranks[stage - 1], group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return nbytes
+
+    return _probed(exchange, device, f"a transfer between the stages on ranks {ranks}")
+
+
+def probe_collective(group: dist.ProcessGroup, device: torch.device, *, scattered: bool) -> Rate | None:
+    """The rate of a sum over `group`, in the bytes that a ring moves. Collective over all ranks of the run.
+
+    Args:
+        group: the replicas of this rank.
+        device: where the group's collectives take their tensors.
+        scattered: a reduce-scatter instead of an all-reduce.
+
+    Returns:
+        None where the group is one rank.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return _probed(None, device, "")
+
+    def exchange(nbytes: int) -> float:
+        values = torch.zeros(nbytes // 4 // ranks * ranks, dtype=torch.float32, device=device)
+        if scattered:
+            dist.reduce_scatter_tensor(values[: values.numel() // ranks], values, group=group)
+        else:
+            dist.all_reduce(values, group=group)
+        return values.nbytes * (ranks - 1) / ranks * (1 if scattered else 2)
+
+    return _probed(exchange, device, f"a sum over ranks {dist.get_process_group_ranks(group)}")
+
+
+def _probed(exchange: Callable[[int], float] | None, device: torch.device, purpose: str) -> Rate | None:
+    """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank."""
+    _timed(exchange, _SMALL, device, purpose)  # connects
+    small, quick = _timed(exchange, _SMALL, device, purpose)
+    nbytes = _LARGE
+    while True:
+        large, slow = _timed(exchange, nbytes, device, purpose)
+        if nbytes >= _LARGEST[device.type] or _slowest(slow, device) > _LONG_ENOUGH:
+            break
+        nbytes *= 4
+    if exchange is None:
+        return None
+    # Noise can make the small one the slower one; then latency is all that is known of it.
+    rate = (large - small) / max(slow - quick, slow / 10)
+    return Rate(max(quick - small / rate, 0.0), rate)
+
+
+def _timed(
+    exchange: Callable[[int], float] | None, nbytes: int, device: torch.device, purpose: str
+) -> tuple[float, float]:
+    """(bytes moved, seconds) of the second of two exchanges: the first uses up what a shaped link has saved up."""
+    _slowest(0.0, device)  # all begin together
+    if exchange is None:
+        return 0.0, 0.0
+    try:
+        exchange(nbytes)
+        _finish(device)
+        began = time.perf_counter()
+        moved = exchange(nbytes)
+        _finish(device)
+    except RuntimeError as error:
+        raise OptimusError(f"rank {dist.get_rank()}: {purpose} failed, which measures the links: {error}") from error
+    return moved, time.perf_counter() - began
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,84 @@
+"""How long compression takes on this device, tried on tensors of its own before anything depends on it."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors import LowRank, private_generator
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+
+__all__ = ["rehearse_gradients", "rehearse_message"]
+
+_SAMPLE_BYTES = 1 << 26
+"""Gradients that a rehearsal copies at most; what it did not try takes as long as the rest, byte for byte."""
+
+
+@torch.no_grad()
+def rehearse_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tuple[float, float]:
+    """(seconds to compress, seconds to decompress) one gradient of the shape, dtype and device of `like`."""
+    sending, receiving = SendingLink(plan, compressor, 0, 0), ReceivingLink(plan, compressor, 0, 0)
+    gradient = _noise(like.shape, like.dtype, like.device)
+    seconds = []
+    for _ in range(2):  # the first time allocates
+        schedule = NonInterleaved(plan.receiving_stage + 2, 1)
+        for link in (sending, receiving):
+            link.begin_iteration(schedule)
+        compress = _seconds(lambda: sending.send(gradient)[1](), like.device)
+        buffer, finish = receiving.receive(torch.empty_like(gradient))
+        buffer.zero_()
+        seconds = [compress, _seconds(finish, like.device)]
+    return seconds[0], seconds[1]
+
+
+@torch.no_grad()
+def rehearse_gradients(
+    matrices: Sequence[torch.Tensor],
+    *,
+    alone: dist.ProcessGroup,
+    compressor: LowRank,
+    config: DataParallelCompressionConfig,
+    state_dtype: torch.dtype,
+) -> float:
+    """Seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
+
+    Args:
+        matrices: what would be compressed, unchanged.
+        alone: a group of this rank alone.
+    """
+    sample: list[torch.Tensor] = []
+    for matrix in matrices:
+        if sum(copied.nbytes for copied in sample) + matrix.nbytes <= _SAMPLE_BYTES or not sample:
+            sample.append(_noise(matrix.shape, matrix.dtype, matrix.device))
+    if not sample:
+        return 0.0
+    reducer = BucketReducer(
+        sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="rehearsal",
+        state_dtype=state_dtype,
+    )  # fmt: skip
+    seconds = 0.0
+    for _ in range(2):  # the first time allocates
+        seconds = _seconds(reducer.reduce, sample[0].device) + _seconds(reducer.commit, sample[0].device)
+    return seconds * sum(matrix.nbytes for matrix in matrices) / sum(copied.nbytes for copied in sample)
+
+
+def _noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = private_generator(0, "rehearsal", device=device)
+    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _finish(device)
+    began = time.perf_counter()
+    work()
+    _finish(device)
+    return time.perf_counter() - began
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

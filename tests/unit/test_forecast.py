@@ -1,0 +1,81 @@
+"""What is forecast from measurements: gains by technique, what does not pay, and the stages that `auto` chooses."""
+
+from dataclasses import replace
+
+import pytest
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Forecast, Measured, forecast
+from optimus_cc_ext.techniques.probe import Rate
+from optimus_cc_ext.techniques.schedule import NonInterleaved
+
+ALL = OptimusConfig(compressed_backprop=True, fused_embedding_sync=True, dp_compression=True)
+AUTO = ALL.replace(dp_compression_stages="auto")
+SCHEDULE = NonInterleaved(2, 4)
+
+
+def cluster(bytes_per_second: float, **changes: object) -> list[Measured]:
+    """PP2 x DP2: a pass of 10 and 20 ms, messages of 1 MB, gradients of 10 MB, an embedding of 1 MB."""
+    rate = Rate(0.0, bytes_per_second)
+    rank = Measured(
+        stage=0, forward=0.01, backward=0.02, link=rate, dense_sum=rate, factor_sum=rate,
+        message_bytes=1_000_000, compressed_message_bytes=50_000, compress=0.001, decompress=0.0005,
+        dense_bytes=10_000_000, compressed_bytes=1_000_000, compress_gradients=0.02,
+        embedding=EmbeddingBytes(with_replicas=1_000_000, with_pair=1_000_000, fused=1_500_000),
+    )  # fmt: skip
+    return [replace(rank, stage=stage, **changes) for stage in (0, 0, 1, 1)]
+
+
+def both(found: Forecast) -> str:
+    return "\n".join(found.lines())
+
+
+def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -> None:
+    found = forecast(cluster(6e6), SCHEDULE, AUTO, None)
+    assert found.compressed_stages == {0, 1}
+    assert found.ours < found.plain / 1.5
+    assert all(found.ours < without for without in found.without.values())
+    assert "does not pay" not in both(found)
+
+
+def test_on_fast_links_each_loser_is_named_with_its_flag_and_auto_compresses_nothing() -> None:
+    slow_compressors = cluster(1e12, compress=0.05)
+    fixed = forecast(slow_compressors, SCHEDULE, ALL, frozenset({0, 1}))
+    assert "It does not pay here: leave out --compressed-backprop" in both(fixed)
+    assert "leave out --dp-compression, or give --dp-compression-stages auto" in both(fixed)
+    assert "leave out --fused" not in both(fixed)
+    chosen = forecast(slow_compressors, SCHEDULE, AUTO, None)
+    assert chosen.compressed_stages == frozenset()
+    assert "no stage's reduction is worth compressing" in both(chosen)
+
+
+def test_bytes_and_rates_make_the_seconds_of_a_reduction() -> None:
+    # One stage: nothing but passes and the reduction, over replicas of different speed.
+    ranks = [replace(m, stage=0, link=None, embedding=EmbeddingBytes()) for m in cluster(1e6)[:2]]
+    ranks[1] = replace(ranks[1], dense_sum=Rate(0.5, 2e6))
+    config = OptimusConfig(dp_compression=True)
+    found = forecast(ranks, NonInterleaved(1, 4), config, frozenset({0}))
+    passes = 4 * 0.03
+    assert found.plain == pytest.approx(passes + 10.0), "the slower replica is what is waited for"
+    assert found.ours == pytest.approx(passes + 1.0 + 0.02)
+    assert found.without == {"--dp-compression": pytest.approx(found.plain)}
+
+
+def test_a_fused_embedding_no_longer_travels_with_its_replicas() -> None:
+    config = OptimusConfig(fused_embedding_sync=True)
+    found = forecast(cluster(1e6), SCHEDULE, config, frozenset())
+    assert found.plain - found.ours == pytest.approx(1.0 + 1.0 - 1.5)
+    sharded = forecast(cluster(1e6, embedding_is_sharded=True), SCHEDULE, config, frozenset())
+    assert sharded.plain - sharded.ours == pytest.approx(1.0 - 1.5), "only the sum over the pair is another one"
+
+
+def test_overlapped_reductions_count_only_what_the_backward_pass_does_not_hide() -> None:
+    plain = forecast(cluster(1e9), SCHEDULE, OptimusConfig(dp_compression=True), frozenset())
+    hidden = forecast(cluster(1e9, buckets=10), SCHEDULE, OptimusConfig(dp_compression=True), frozenset())
+    assert hidden.plain < plain.plain
+
+
+def test_only_the_classes_that_are_switched_on_have_a_line() -> None:
+    found = forecast(cluster(1e6), SCHEDULE, OptimusConfig(fused_embedding_sync=True), frozenset())
+    assert len(found.lines()) == 2 and "embedding, fused" in both(found)
+    assert "1.0 MB/s between stages, 1.0 MB/s among replicas" in found.lines()[0]

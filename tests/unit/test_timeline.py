@@ -1,0 +1,148 @@
+"""The simulated iteration: how long the passes take together, what messages delay, and which stages gain anything."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext.techniques.schedule import Interleaved, Message, NonInterleaved, Pass
+from optimus_cc_ext.techniques.timeline import (
+    INDIFFERENT,
+    MessageCost,
+    StageCost,
+    iteration_seconds,
+    last_backward_ends,
+    left_after_backward,
+    smallest_useful,
+)
+
+FREE = MessageCost(travel=0.0)
+
+
+def alike(
+    stages: int, *, gradient: MessageCost = FREE, compressed: MessageCost = FREE, **cost: float
+) -> list[StageCost]:
+    known = {"forward": 1.0, "backward": 2.0, "activation": 0.0} | cost
+    return [StageCost(**known, gradient=gradient, compressed_gradient=compressed)] * stages
+
+
+def never(message: Message) -> bool:
+    return False
+
+
+def always(message: Message) -> bool:
+    return True
+
+
+def in_epilogue(message: Message) -> bool:
+    return message.epilogue
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 8), (4, 2), (4, 8)])
+def test_on_free_links_1f1b_takes_m_plus_p_minus_1_passes_and_later_stages_end_earlier(
+    stages: int, micro_batches: int
+) -> None:
+    ends = last_backward_ends(NonInterleaved(stages, micro_batches), alike(stages), never)
+    # A stage ends one backward pass before the stage before it.
+    assert ends == [3.0 * (micro_batches + stages - 1) - 2.0 * stage for stage in range(stages)]
+
+
+def test_interleaving_shortens_the_bubble_by_the_number_of_chunks() -> None:
+    # Forward passes of chunk 0 for both micro-batches, then of chunk 1; warm-ups by Megatron's rule.
+    schedule = Interleaved(2, 2, forward_order=(0, 0, 1, 1), warmups=(3, 2))
+    ends = last_backward_ends(schedule, alike(2, forward=0.5, backward=1.0), never)
+    whole = last_backward_ends(NonInterleaved(2, 2), alike(2), never)
+    assert ends[0] == 4 * 1.5 + 1.5 and whole[0] == 2 * 3.0 + 3.0
+
+
+def test_a_stage_runs_its_warmups_then_one_forward_one_backward() -> None:
+    forward, backward = (lambda k: Pass(True, 0, k)), (lambda k: Pass(False, 0, k))
+    assert NonInterleaved(3, 4).passes(0) == (
+        *map(forward, (0, 1)), forward(2), backward(0), forward(3), backward(1), backward(2), backward(3),
+    )  # fmt: skip
+    assert NonInterleaved(3, 2).passes(2) == (forward(0), backward(0), forward(1), backward(1))
+
+
+def test_a_message_delays_who_waits_for_it_and_the_wire_carries_one_after_the_other() -> None:
+    # Two stages, one micro-batch: forward, activation (3), forward, backward, gradient (5), backward.
+    costs = alike(2, activation=3.0, gradient=MessageCost(travel=5.0))
+    assert last_backward_ends(NonInterleaved(2, 1), costs, never) == [1 + 3 + 1 + 2 + 5 + 2, 1 + 3 + 1 + 2]
+    # Activations that travel longer than anything is computed: the k-th arrives after k of them.
+    slow = alike(2, activation=100.0)
+    assert last_backward_ends(NonInterleaved(2, 3), slow, never)[1] == 1 + 3 * 100 + 3
+
+
+def test_compressing_costs_the_sender_decompressing_the_receiver() -> None:
+    message = MessageCost(travel=1.0, compress=0.25, decompress=0.5)
+    costs = alike(2, gradient=MessageCost(travel=5.0), compressed=message)
+    assert last_backward_ends(NonInterleaved(2, 1), costs, always) == [1 + 1 + 2 + 0.25 + 1 + 0.5 + 2, 4.25]
+
+
+def test_the_epilogue_alone_is_compressed_where_only_that_is_asked_for() -> None:
+    costs = alike(4, gradient=MessageCost(travel=0.5))
+    ends = {rule: last_backward_ends(NonInterleaved(4, 8), costs, rule)[0] for rule in (never, in_epilogue, always)}
+    # Three gradients follow each other down the pipeline in the cooldown, and that is all that waits for them there.
+    assert ends[never] - ends[in_epilogue] == 1.5
+    assert ends[always] < ends[in_epilogue]
+
+
+@given(
+    stages=st.integers(1, 5),
+    micro_batches=st.integers(1, 8),
+    times=st.tuples(*[st.floats(0, 10) for _ in range(4)]),
+    faster=st.floats(0, 1),
+)
+def test_faster_messages_never_make_it_longer(
+    stages: int, micro_batches: int, times: tuple[float, ...], faster: float
+) -> None:
+    forward, backward, activation, gradient = times
+    costs = alike(
+        stages, forward=forward, backward=backward, activation=activation,
+        gradient=MessageCost(travel=gradient), compressed=MessageCost(travel=gradient * faster),
+    )  # fmt: skip
+    schedule = NonInterleaved(stages, micro_batches)
+    plain, compressed = (last_backward_ends(schedule, costs, rule) for rule in (never, always))
+    assert all(c <= p + 1e-9 for c, p in zip(compressed, plain, strict=True))
+    assert min(plain) >= micro_batches * (forward + backward) - 1e-9
+
+
+def test_the_iteration_ends_with_the_last_reduction_and_the_embedding_waits_for_both_its_stages() -> None:
+    assert iteration_seconds([10, 8, 6], [1, 5, 2], 0) == 13
+    assert iteration_seconds([10, 8, 6], [1, 5, 6], 4) == 16
+    assert iteration_seconds([10], [3], 0) == 13
+
+
+def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket() -> None:
+    assert left_after_backward(8.0, 4.0, buckets=1) == 8.0
+    assert left_after_backward(8.0, 4.0, buckets=4) == 8.0 - 3.0
+    assert left_after_backward(2.0, 4.0, buckets=4) == 0.5
+
+
+def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense() -> None:
+    ends = [10.0, 8.0, 6.0, 4.0]
+    # The paper's case: reductions that fit into the slack of the later stages.
+    assert smallest_useful(ends, [3, 3, 3, 3], [1, 1, 1, 1], 0) == {0}
+    # The measured case: reductions much longer than the cooldown; whoever stays dense is what everyone waits for.
+    assert smallest_useful(ends, [30, 30, 30, 30], [1, 1, 1, 1], 0) == {0, 1, 2, 3}
+    assert smallest_useful(ends, [9, 9, 9, 9], [3, 3, 3, 3], 0) == {0, 1, 2}
+    # Compression that takes longer than what it saves.
+    assert smallest_useful(ends, [1, 1, 1, 1], [2, 2, 2, 2], 0) == set()
+    # Nor is accuracy given up for nothing.
+    assert smallest_useful(ends, [INDIFFERENT / 2] * 4, [0.0] * 4, 0) == set()
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=5),
+    st.floats(0, 5),
+)
+def test_no_choice_of_stages_is_faster_than_the_chosen_one(
+    stages: list[tuple[float, float, float]], embedding: float
+) -> None:
+    ends, dense, compressed = zip(*stages, strict=True)
+
+    def seconds(choice: frozenset[int]) -> float:
+        reductions = [compressed[s] if s in choice else dense[s] for s in range(len(stages))]
+        return iteration_seconds(ends, reductions, embedding)
+
+    chosen = smallest_useful(ends, dense, compressed, embedding)
+    every_choice = [frozenset(s for s in range(len(stages)) if mask >> s & 1) for mask in range(1 << len(stages))]
+    assert seconds(chosen) <= min(map(seconds, every_choice)) * (1 + INDIFFERENT) + 1e-9
