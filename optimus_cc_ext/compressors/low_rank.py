@@ -8,15 +8,17 @@
 PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.products import add_outer, in_row_blocks, linear, multiply, onednn_multiplies
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["FastLowRank", "LowRank"]
+__all__ = ["FastLowRank", "LowRank", "write_sum"]
 
 
 class LowRank(Protocol):
@@ -49,12 +51,35 @@ class LowRank(Protocol):
         """M -= share * P Q^T, in place, all of one dtype, fp32 or fp64: what the factors leave out."""
         ...
 
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
+        """T = M + E and P = T Q, with T read and written once.
+
+        Args:
+            matrices: M (B, n, m), fp32, bf16 or fp16; may be a strided view of a bucket, with contiguous rows.
+            residual: E (B, n, m), fp32 or bf16; None: nothing is added.
+            q: (B, m, r).
+            total: T (B, n, m), fp32, contiguous; may be `residual` itself.
+            out: P (B, n, r).
+        """
+        ...
+
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
+        """T -= R in place, (B, n, m), fp32, where R is what the other end of a link makes of P and Q.
+
+        P and Q are as they travel, of one dtype; R is bit for bit what `reconstruct` gives in an `out` of that
+        dtype. What is remembered is what was sent.
+        """
+        ...
+
 
 class FastLowRank:
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
-    the same shapes and dtypes allocates nothing. Calls must be ordered on one stream.
+    the same shapes and dtypes allocates nothing on a GPU, and on a CPU nothing but what oneDNN returns: one matrix's
+    P or Q at a time (`products`). Large matrices on a CPU are taken one by one, in blocks of rows that stay in the
+    cache; on a GPU the number of operations depends neither on how many matrices there are nor on their size.
+    Calls must be ordered on one stream.
     """
 
     def __init__(self) -> None:
@@ -69,20 +94,91 @@ class FastLowRank:
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         return self._product(matrices.mT, p, out)
 
+    @torch.no_grad()
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._product(p, q.mT, out)
+        p, q = self._factors(p, q)
+        if out is None:
+            out = p.new_empty(p.shape[0], p.shape[1], q.shape[1])
+        if not _in_blocks(p, q):
+            return self._product(p, q.mT, out)
+        for index, rows in in_row_blocks(*out.shape):
+            self._rebuild(p[index, rows], q[index], out[index, rows])
+        return out
 
     @torch.no_grad()
     def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
-        matrices.baddbmm_(p, q.mT, alpha=-share)
+        if not (_in_blocks(p, q) and matrices.is_contiguous() and p.is_contiguous() and q.is_contiguous()):
+            matrices.baddbmm_(p, q.mT, alpha=-share)
+            return
+        scaled = torch.mul(p, -share, out=self._scratch.take("left", p.shape, p.dtype, p.device))
+        for matrix, p_i, q_i in zip(matrices, scaled, q, strict=True):
+            add_outer(p_i, q_i, matrix)
+
+    @torch.no_grad()
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
+        batch, n, m = total.shape
+        if not onednn_multiplies(total, 2 * n * m * q.shape[-1]):
+            write_sum(matrices, residual, total)
+            self._product(total, q, out)
+            return
+        q = self._widened("right", q, torch.float32)
+        for index, rows in in_row_blocks(batch, n, m):
+            block = total[index, rows]
+            write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
+            out[index, rows].copy_(linear(block, q[index].mT))
+
+    @torch.no_grad()
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
+        wire = p.dtype
+        p, q = self._factors(p, q)
+        take = partial(self._scratch.take, "arrives", dtype=wire, device=total.device)
+        if not _in_blocks(p, q):
+            total.sub_(self._product(p, q.mT, take(total.shape)))
+            return
+        # The blocks of `reconstruct`, made by the same calls: so they have its bits.
+        for index, rows in in_row_blocks(*total.shape):
+            block = total[index, rows]
+            block.sub_(self._rebuild(p[index, rows], q[index], take(block.shape)))
 
     @torch.no_grad()
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
         dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
         a, b = self._widened("left", a, dtype), self._widened("right", b, dtype)
-        if out is None or out.dtype == dtype:
-            return torch.bmm(a, b, out=out)
-        return out.copy_(torch.bmm(a, b, out=self._scratch.take("wide", out.shape, dtype, out.device)))
+        if out is None:
+            out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+        if out.dtype == dtype:
+            return multiply(a, b, out)
+        return out.copy_(multiply(a, b, self._scratch.take("wide", out.shape, dtype, out.device)))
 
-    def _widened(self, side: str, t: Tensor, dtype: torch.dtype) -> Tensor:
-        return t if t.dtype == dtype else self._scratch.take(side, t.shape, dtype, t.device).copy_(t)
+    def _rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
+        """out = P Q^T, rounded to its dtype, by oneDNN: (n, r), (m, r) -> (n, m)."""
+        direct = out.dtype == p.dtype and out.is_contiguous()
+        exact = out if direct else self._scratch.take("wide", out.shape, p.dtype, p.device)
+        add_outer(p, q, exact.zero_())
+        return out if direct else out.copy_(exact)
+
+    def _factors(self, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """P and Q, contiguous and of one dtype, fp32 or fp64."""
+        dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
+        return self._widened("left", p, dtype, contiguous=True), self._widened("right", q, dtype, contiguous=True)
+
+    def _widened(self, side: str, t: Tensor, dtype: torch.dtype, contiguous: bool = False) -> Tensor:
+        if t.dtype == dtype and (t.is_contiguous() or not contiguous):
+            return t
+        return self._scratch.take(side, t.shape, dtype, t.device).copy_(t)
+
+
+def write_sum(matrices: Tensor, residual: Tensor | None, total: Tensor) -> None:
+    """total = matrices + residual in fp32, whatever their dtypes; `total` may be `residual`."""
+    if residual is None:
+        total.copy_(matrices)
+    elif torch.float32 in (matrices.dtype, residual.dtype):
+        torch.add(matrices, residual, out=total)
+    else:
+        # Two 16-bit tensors would be added in 16 bits.
+        total.copy_(matrices).add_(residual)
+
+
+def _in_blocks(p: Tensor, q: Tensor) -> bool:
+    """Whether P Q^T is made block by block, by oneDNN."""
+    return p.dtype == q.dtype == torch.float32 and onednn_multiplies(p, 2 * p.shape[1] * q.shape[1] * p.shape[2])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors.low_rank import write_sum
 from optimus_cc_ext.compressors.orthogonalize import gram_schmidt
 
 __all__ = ["ReferenceLowRank"]
@@ -31,6 +32,15 @@ class ReferenceLowRank:
     @torch.no_grad()
     def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
         matrices.sub_(self.reconstruct(p, q), alpha=share)
+
+    @torch.no_grad()
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
+        write_sum(matrices, residual, total)
+        self.project(total, q, out)
+
+    @torch.no_grad()
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
+        total.sub_(self.reconstruct(p, q, out=torch.empty_like(total, dtype=p.dtype)))
 
 
 def _exact(matrix: Tensor) -> Tensor:

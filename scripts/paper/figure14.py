@@ -26,6 +26,7 @@ from optimus_cc_ext.compressors import (  # noqa: E402
     FastLowRank,
     LowRank,
     ReferenceLowRank,
+    Scratch,
     initial_factor,
     next_warm_start,
     packed_numel,
@@ -68,19 +69,18 @@ class Message:
         generator = private_generator(714, "figure 14", device="cpu")
         self._fresh = initial_factor(1, columns, compression_rank, generator=generator, device=gradient.device)
         self._start = self._fresh.clone()
+        self._scratch = Scratch()
         self.p, self.q = gradient.new_empty(1, rows, compression_rank), torch.empty_like(self._start)
         self.residual, self.arrives = torch.zeros_like(gradient), torch.empty_like(gradient)
-        self._sum = torch.empty_like(gradient)
 
     def compress(self) -> None:
         """What the sender does."""
-        torch.add(self._gradient, self.residual, out=self._sum)
-        self._compressor.project(self._sum, self._start, out=self.p)
+        total = self.residual
+        self._compressor.project_sum(self._gradient, self.residual, self._start, total=total, out=self.p)
         self._compressor.orthogonalize(self.p, out=self.p)
-        self._compressor.back_project(self._sum, self.p, out=self.q)
-        self._compressor.reconstruct(self.p, self.q, out=self.arrives)
-        torch.sub(self._sum, self.arrives, out=self.residual)
-        next_warm_start(self.q.clone(), self._fresh, self._compressor, out=self._start)
+        self._compressor.back_project(total, self.p, out=self.q)
+        self._compressor.subtract_reconstruction(total, self.p, self.q)
+        next_warm_start(self.q, self._fresh, self._compressor, out=self._start, scratch=self._scratch)
 
     def decompress(self) -> None:
         """What the receiver does."""
@@ -109,8 +109,9 @@ def check(compressor: LowRank, rows: int, columns: int, compression_rank: int, d
         raise SystemExit(f"{subject}: {lost:.1e} of a matrix of this rank is lost")
     noise = torch.randn(1, rows, columns, generator=generator).to(device)
     ours, oracle = Message(compressor, noise, compression_rank), Message(ReferenceLowRank(), noise, compression_rank)
-    ours.compress()
-    oracle.compress()
+    for message in (ours, oracle):
+        message.compress()
+        message.decompress()
     apart = float((ours.arrives - oracle.arrives).norm() / oracle.arrives.norm())
     if not apart < 1e-3:
         raise SystemExit(f"{subject}: {apart:.1e} off the reference")

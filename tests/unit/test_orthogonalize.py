@@ -1,5 +1,7 @@
 """Gram-Schmidt and Cholesky QR: bases of what came in, whatever came in."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +10,26 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
+from optimus_cc_ext.compressors import Scratch, orthogonalize_fp32
+from optimus_cc_ext.compressors.orthogonalize import (
+    _FEWEST_FLOPS_IN_FP32,
+    _two_passes,
+    cholesky_qr,
+    gram_schmidt,
+)
+from optimus_cc_ext.compressors.products import onednn_multiplies
 
 EPS32 = torch.finfo(torch.float32).eps
 # What storing orthonormal columns in fp32 costs: every entry is off by eps/2, P^T P by less than eps.
 ROUNDING = 2 * EPS32
+# What one pass in fp32 leaves, which on a CPU is enough for large well-conditioned matrices: the rounding of the Gram
+# matrix's sums, 3 eps, amplified by at most 4 (`orthogonalize_fp32`).
+ONE_PASS = 12 * EPS32
+
+
+def rounding_of(p: Tensor) -> float:
+    """What a basis of p may be off: more where p is large enough for fp32."""
+    return ONE_PASS if onednn_multiplies(p, 2 * p.shape[1] * p.shape[2] ** 2, _FEWEST_FLOPS_IN_FP32) else ROUNDING
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,7 +65,7 @@ def test_both_return_the_same_basis_of_a_well_conditioned_matrix(n: int, r: int,
     # Cholesky QR: the rounding to fp32 of entries up to 1; in fp64 what shows is its shift of 16 n eps.
     # Gram-Schmidt loses about the matrix's condition (below 100 here) times the eps of the arithmetic.
     eps = torch.finfo(torch.float64).eps if dtype == torch.float64 else EPS32
-    rounding = 16 * n * eps if dtype == torch.float64 else eps
+    rounding = 16 * n * eps if dtype == torch.float64 else rounding_of(p) / 2
     torch.testing.assert_close(cholesky_qr(p).double(), oracle, rtol=0, atol=rounding)
     torch.testing.assert_close(gram_schmidt(p).double(), oracle, rtol=0, atol=400 * eps)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -70,8 +87,8 @@ def test_agrees_with_the_orthogonalisation_of_pytorchs_powersgd_hook(r: int) -> 
 def test_decaying_spectra_at_full_rank_give_an_orthonormal_basis(n: int, r: int, smallest_exponent: float) -> None:
     p = with_spectrum(n, r, smallest_exponent)
     basis = cholesky_qr(p)
-    assert off_orthonormal(basis) < ROUNDING
-    assert left_outside(p, basis) < ROUNDING
+    assert off_orthonormal(basis) < rounding_of(p)
+    assert left_outside(p, basis) < rounding_of(p)
 
 
 def test_columns_of_very_different_lengths_cost_nothing() -> None:
@@ -136,7 +153,7 @@ def test_zero_and_rank_deficient_input_give_a_finite_contraction_that_spans_the_
     basis = cholesky_qr(p)
     assert basis.isfinite().all()
     # P P^T must never amplify: that would blow up the residual of error feedback.
-    assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + ROUNDING
+    assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + rounding_of(p)
     assert left_outside(p, basis) < 10 * ROUNDING
 
 
@@ -227,3 +244,105 @@ def test_any_shape_rank_and_scale_gives_a_finite_contraction_that_spans_the_inpu
     if batch:
         assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + ROUNDING
         assert left_outside(p, basis) < 10 * ROUNDING
+
+
+# --- large matrices on a CPU: fp32 where it is enough --------------------------------------------------------
+
+IN_FP32 = pytest.mark.skipif(
+    not onednn_multiplies(torch.empty(0), 1 << 40), reason="fp32 passes need oneDNN, and there is none"
+)
+
+
+def of_condition(condition: float, n: int = 640, r: int = 128, batch: int = 1) -> Tensor:
+    """(batch, n, r) in fp32: singular values from 1 down to 1 / condition, in directions that no column has alone."""
+    return with_spectrum(n, r, -math.log10(condition), batch=batch)
+
+
+@pytest.fixture
+def grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with one entry per Gram matrix that is computed in fp32."""
+    seen: list[int] = []
+    compute = orthogonalize_fp32.gram
+
+    def counted(a: Tensor, out: Tensor) -> None:
+        seen.append(a.shape[0])
+        compute(a, out)
+
+    monkeypatch.setattr(orthogonalize_fp32, "gram", counted)
+    return seen
+
+
+@IN_FP32
+@pytest.mark.parametrize(
+    "condition, passes, tolerance",
+    [(1.0, 1, ONE_PASS), (3.0, 1, ONE_PASS), (30.0, 2, ONE_PASS), (1e3, 1, ROUNDING), (1e6, 1, ROUNDING)],
+    ids=["orthogonal", "well-conditioned", "once more", "fp64", "fp64, near fp32's limit"],
+)
+def test_the_condition_decides_how_often_and_in_what_a_matrix_is_orthogonalised(
+    condition: float, passes: int, tolerance: float, grams: list[int]
+) -> None:
+    p = of_condition(condition)
+    basis = cholesky_qr(p)
+    assert len(grams) == passes
+    assert off_orthonormal(basis) < tolerance
+    assert left_outside(p, basis) < ONE_PASS
+    # The same basis as the fp64 passes find: fp32's rounding of P turns it by eps times P's condition.
+    expected = _two_passes(p, None, Scratch())
+    torch.testing.assert_close(basis, expected, rtol=0, atol=max(ONE_PASS, 4 * EPS32 * condition))
+
+
+@IN_FP32
+def test_a_warm_started_projection_takes_one_pass(grams: list[int]) -> None:
+    # Singular values that fall tenfold over the kept directions, and a Q that is aligned with them up to noise.
+    left, right = (torch.linalg.qr(gaussian(1, rows, 128, seed=rows)).Q for rows in (640, 300))
+    falling = torch.logspace(0, -1, 128)
+    matrix = (left * falling) @ right.mT + 1e-3 * gaussian(1, 640, 300, seed=5)
+    q = torch.linalg.qr(right + 1e-3 * gaussian(1, 300, 128, seed=6)).Q
+    assert off_orthonormal(cholesky_qr(matrix @ q)) < ONE_PASS
+    assert len(grams) == 1
+
+
+@IN_FP32
+def test_every_matrix_of_a_batch_is_treated_as_if_it_were_alone(grams: list[int]) -> None:
+    kinds = [of_condition(c)[0] for c in (1.0, 30.0, 1e5)]
+    kinds += [gaussian(640, 128) * 1e-25, torch.zeros(640, 128), torch.full((640, 128), torch.nan), gaussian(640, 128)]
+    p = torch.stack(kinds)
+    p[6, 3, 77] = torch.inf
+    p[4, :, 5] = 1.0
+    together = cholesky_qr(p)
+    assert len(grams) == len(p) + 1
+    for index in range(len(p)):
+        torch.testing.assert_close(
+            together[index], cholesky_qr(p[index : index + 1])[0], rtol=0, atol=0, equal_nan=True
+        )
+    assert together[5:].isnan().all() and together[:5].isfinite().all()
+    assert off_orthonormal(together[:4]) < ONE_PASS
+    assert (together[4, :, :5] == 0).all() and (together[4, :, 6:] == 0).all()
+    assert cholesky_qr(p, out=p) is p
+    torch.testing.assert_close(p, together, rtol=0, atol=0, equal_nan=True)
+
+
+@IN_FP32
+def test_sixteen_bits_and_strides_come_out_as_from_fp32(grams: list[int]) -> None:
+    p = of_condition(3.0, batch=2).bfloat16()
+    expected = cholesky_qr(p.float())
+    assert torch.equal(cholesky_qr(p), expected)
+    assert torch.equal(cholesky_qr(p.mT.contiguous().mT), expected)
+    wire = torch.empty_like(p)
+    assert torch.equal(cholesky_qr(p, out=wire), expected.bfloat16())
+    strided = torch.empty(2, 640, 256)[..., ::2]
+    assert torch.equal(cholesky_qr(p, out=strided), expected)
+    assert len(grams) == 2 * 5
+
+
+@pytest.mark.parametrize("r", [1, 32, 33, 64, 100, 128, 200])
+def test_the_factor_by_halves_is_lapacks(r: int) -> None:
+    a = gaussian(3, 2 * r, r, dtype=torch.float64)
+    g = a.mT @ a
+    lower = torch.linalg.cholesky(g)
+    inverse = torch.full_like(g, torch.nan)
+    orthogonalize_fp32._invert_factor(g.clone(), inverse, lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
+    identity = torch.eye(r, dtype=torch.float64).expand(3, r, r)
+    # fp64 rounding times the condition of a 2 r x r Gaussian, which is 6.
+    torch.testing.assert_close(inverse @ lower, identity, rtol=0, atol=1e-13)
+    assert torch.equal(inverse, inverse.tril())

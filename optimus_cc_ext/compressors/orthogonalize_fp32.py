@@ -1,0 +1,102 @@
+"""Cholesky QR of large matrices on a CPU: one pass in fp32 where one is enough, more where the matrix needs them.
+
+    D = diag(A^T A)^-1/2,  D A^T A D = L L^T,  W = L^-1,  A <- A (W D)^T
+
+The computed Gram matrix is off by e, some 4e-7 of its columns' lengths. What comes out is then off orthonormal by
+W e W^T: at most e times the largest squared length of W's rows, which is known as soon as W is, and decides (on a CPU
+reading a value costs nothing; on a GPU it would stall, so there `cholesky_qr` always does two passes in fp64):
+
+    up to 4       done: orthonormal to about 1e-6
+    up to 1000    once more, from the result, which is so close to orthonormal that 1 comes out then
+    above, or NaN, or the factorisation broke down: the caller's fp64 passes
+
+With columns scaled to length 1, random P (n x r, n > 1.5 r) and the P of a warm-started Q have 1 to 3.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors.products import gram, linear
+
+__all__ = ["orthonormalize_fp32"]
+
+_DONE, _WORTH_ANOTHER = 4.0, 1000.0
+_LENGTHS = 1e-30, 1e30
+"""Squared lengths of columns between which fp32 loses nothing of a Gram matrix to its range."""
+
+_LEAF = 32
+"""Columns that LAPACK factorises at once: a batch of 32 x 32 takes it a fortieth of the time of one of 128 x 128."""
+
+Take = Callable[..., Tensor]
+"""Scratch memory: (name, shape, dtype)."""
+
+
+def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
+    """Write orthonormal bases of the columns of p (B, n, r) into out, both fp32 and contiguous; p may be out.
+
+    Returns:
+        The matrices that need more than fp32 can do; in `out` they are what they were in `p`, or have been turned
+        into another basis of the same columns.
+    """
+    hopeless: list[int] = []
+    source, unfinished = p, list(range(len(p)))
+    for most in (_WORTH_ANOTHER, _DONE):
+        weights, amplification = _weights([source[index] for index in unfinished], take)
+        again = []
+        for index, weight, factor in zip(unfinished, weights, amplification, strict=True):
+            if factor <= most:  # NaN is not
+                out[index].copy_(linear(source[index], weight))
+                if factor > _DONE:
+                    again.append(index)
+            else:
+                out[index].copy_(source[index])
+                hopeless.append(index)
+        source, unfinished = out, again
+        if not unfinished:
+            break
+    return hopeless
+
+
+def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
+    """For each A (n, r) the W D of the module's docstring, and how much W amplifies an error of the Gram matrix."""
+    batch, r = len(matrices), matrices[0].shape[1]
+    exact, product = take("gram32", (batch, r, r), torch.float32), take("gram", (batch, r, r), torch.float64)
+    for a, g in zip(matrices, exact, strict=True):
+        gram(a, out=g)
+    product.copy_(exact)
+    lengths = product.diagonal(dim1=-2, dim2=-1)
+    in_range = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
+    scale = lengths.rsqrt()
+    product.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
+    inverse = take("inverse", (batch, r, r), torch.float64)
+    _invert_factor(product, inverse, take)
+    amplification = inverse.square().sum(-1).amax(-1).masked_fill_(in_range.logical_not_(), torch.nan)
+    weights = take("weights", (batch, r, r), torch.float32)
+    return weights.copy_(inverse.mul_(scale.unsqueeze(-2))), amplification.tolist()
+
+
+def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:
+    """inverse = L^-1 where G = L L^T, (B, r, r), fp64; G is overwritten.
+
+    By halves, so that all but the smallest factors are batched products. Where G is not positive definite, the result
+    is no such thing, but has a NaN or is large: a factorisation that broke down leaves a row of NaN.
+    """
+    batch, r, _ = g.shape
+    if r <= _LEAF:
+        lower, broken = torch.linalg.cholesky_ex(g)
+        lower.masked_fill_((broken > 0).view(batch, 1, 1), torch.nan)
+        identity = take("identity", (r, r), g.dtype).zero_()
+        identity.diagonal().fill_(1.0)
+        inverse.copy_(torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False))
+        return
+    half = -(-r // (2 * _LEAF)) * _LEAF
+    first, last = slice(None, half), slice(half, None)
+    _invert_factor(g[:, first, first], inverse[:, first, first], take)
+    corner = inverse[:, first, first]
+    below = torch.bmm(g[:, last, first], corner.mT)  # of L
+    g[:, last, last].baddbmm_(below, below.mT, alpha=-1)
+    _invert_factor(g[:, last, last], inverse[:, last, last], take)
+    inverse[:, last, first] = torch.bmm(torch.bmm(inverse[:, last, last], below), corner).neg_()
+    inverse[:, first, last] = 0
