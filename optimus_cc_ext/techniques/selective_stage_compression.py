@@ -156,6 +156,7 @@ class BucketReducer:
     @torch.no_grad()
     def start(self) -> None:
         """Begin: the gradients are complete, and must not change until `finish`."""
+        self._sums_of_p, self._sums_of_q = [], []
         for dense in self._dense:
             dense.put()
         for pack in self._packs:
