@@ -2,7 +2,8 @@
 
 `_batched_p2p_ops` returns a list of requests that are waited for in order, `_p2p_ops` a dict of them. Both get the
 packed message in place of `tensor_send_prev`, and a packed buffer in place of `tensor_recv_next`; a request that
-decompresses after the real ones have finished is added.
+decompresses after the real ones have finished is added. Once all are posted, and before any is waited for, the sender
+computes what it has to remember of its message: that needs not be on the way of the wire.
 """
 
 from collections.abc import Callable
@@ -64,6 +65,8 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
                     finish["recv_prev"] = partial(session.sending.statistics.activation, tensor_recv_prev)
             received = {"tensor_recv_prev": tensor_recv_prev, "tensor_send_next": tensor_send_next}
             requests = original(group=group, **received, **tensors, **rest)
+            if "send_prev" in finish and session.sending is not None:
+                session.sending.remember()  # while the message travels, and before anybody waits for it
             return _finish_with(requests, finish)
 
         return p2p_ops

@@ -99,7 +99,7 @@ class _Buckets:
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        handle = _Reduction(reducers, self._side, whole=bool(force_all_reduce))
+        handle = _Reduction(reducers, session.reducers, self._side, whole=bool(force_all_reduce))
         if self._side is not None:
             bucket_group.grad_reduce_handle = handle
         else:
@@ -123,18 +123,25 @@ class _Reduction:
     """A bucket group's reduction: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
 
     Args:
+        everyones: the reducers of all buckets of this rank. The first reduction that is waited for lets all that were
+            started `turn`, so that their second phases travel one behind the other; waiting bucket by bucket, each
+            would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
         side: where it runs, if the backward pass goes on meanwhile.
         whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
     """
 
-    def __init__(self, reducers: list[BucketReducer], side: SideStream | None, *, whole: bool) -> None:
-        self._reducers, self._side, self._whole = reducers, side, whole
+    def __init__(
+        self, reducers: list[BucketReducer], everyones: list[BucketReducer], side: SideStream | None, *, whole: bool
+    ) -> None:
+        self._reducers, self._everyones, self._side, self._whole = reducers, everyones, side, whole
         with self._beside():
             for reducer in reducers:
                 reducer.start()
 
     def wait(self) -> None:
         with self._beside():
+            for reducer in self._everyones:
+                reducer.turn()
             for reducer in self._reducers:
                 reducer.finish(self._whole)
         if self._side is not None:

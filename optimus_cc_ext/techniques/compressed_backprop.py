@@ -6,6 +6,15 @@ iteration, packed into one message; what that leaves out is added to the link's 
 
 A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
 order in which they are sent and received; both ends decide from the same schedule which of them are compressed.
+
+Only P and Q are needed before a message can leave. What the link remembers of it (`SendingLink.remember`) is computed
+after the message was posted, while it travels and the stage would else wait for it. Passes over memory of the
+gradient's size beside the two products that read it (fp32 gradient and state):
+
+    before the message leaves   M = G + E          read, read, write
+    while it travels            what arrives       write, a product
+                                E = M - arrived    read, read, write
+    once per iteration          the step counts    none on a CPU; on a GPU read, read, write
 """
 
 from collections.abc import Callable, Sequence
@@ -141,6 +150,23 @@ class _SendingState:
         return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A compressed message that has been, or will at once be, posted: what its sender has yet to remember."""
+
+    state: _SendingState
+    number: int
+    matrix: torch.Tensor
+    """Gradient plus residual (1, n, m), fp32: in the residual's workspace, which nobody else uses before the next."""
+
+    p_wire: torch.Tensor
+    q_wire: torch.Tensor
+    """As they travel; views of the message, which is read from now on."""
+
+    q: torch.Tensor
+    """Q' in fp32, in scratch memory that lasts until the next message."""
+
+
 class SendingLink(Link):
     """The end at stage s that compresses: M = G + E; P, Q of M; E = M - what the receiver will see."""
 
@@ -161,29 +187,54 @@ class SendingLink(Link):
         self._gauge = gauge or Gauge(self._scratch)
         self.statistics = ErrorStatistics()
         self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
+        self._unremembered: _Message | None = None
         self._loaded: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
         """Of a checkpoint, until the first message of this chunk, shape and dtype makes the state."""
 
     def begin_iteration(self, schedule: Schedule) -> None:
+        self.remember()
         super().begin_iteration(schedule)
         if self.plan.config.residual_across_iterations == "drop":
             for state in self._states.values():
                 state.residual.zero_()
 
+    def end_iteration(self) -> None:
+        self.remember()
+        super().end_iteration()
+
     @torch.no_grad()
     def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """The tensor to put on the wire for `gradient` (sequence, micro-batch, hidden), and what to call once sent.
 
-        `gradient` is not changed. The returned tensor is `gradient` itself where it is not compressed, else a flat
-        [P | Q] in the gradient's dtype.
+        `gradient` is not changed, and not needed once this returned. The returned tensor is `gradient` itself where
+        it is not compressed, else a flat [P | Q] in the gradient's dtype. Between posting and waiting for it is the
+        time to `remember`; what is called once sent does it else, and so does all that depends on it.
         """
+        self.remember()
         message, compressed = self._next(gradient.shape)
         if not compressed:
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
         with self._gauge.timed(gradient.device):
-            self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
-        return buffer, lambda: self._give_back(gradient, buffer)
+            self._unremembered = self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
+
+        def sent() -> None:
+            self.remember()
+            self._give_back(gradient, buffer)
+
+        return buffer, sent
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Compute residual and warm start from the last message, if that has not happened yet.
+
+        It reads the message and scratch memory, not the gradient, which its owner may have freed. At most one message
+        waits for it: the next one, the end of the iteration and every question about the state come after it.
+        """
+        message, self._unremembered = self._unremembered, None
+        if message is not None:
+            with self._gauge.timed(message.matrix.device):
+                self._remember(message)
 
     @property
     def state_nbytes(self) -> int:
@@ -198,10 +249,12 @@ class SendingLink(Link):
 
     def residuals(self) -> list[torch.Tensor]:
         """The residual (rows, hidden) of every chunk and gradient shape that this link has compressed."""
+        self.remember()
         return [state.residual.value[0] for state in self._states.values()]
 
     def commit(self) -> None:
         """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite."""
+        self.remember()
         for state in self._states.values():
             state.residual.commit(state.finite)
             state.warm_start.commit(state.finite)
@@ -209,6 +262,7 @@ class SendingLink(Link):
 
     def rollback(self) -> None:
         """The step is repeated or skipped: forget what it put into residuals and warm starts."""
+        self.remember()
         for state in self._states.values():
             state.residual.rollback()
             state.warm_start.rollback()
@@ -216,6 +270,7 @@ class SendingLink(Link):
 
     def follow_loss_scale(self, factor: torch.Tensor) -> None:
         """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
+        self.remember()
         for state in self._states.values():
             state.residual.rescale(factor)
         for loaded in self._loaded.values():
@@ -223,6 +278,7 @@ class SendingLink(Link):
 
     def state_dict(self) -> dict[str, Any]:
         """What the link remembers of steps that counted, as tensors (not copies), numbers and strings."""
+        self.remember()
         made = {
             key: {"residual": state.residual.committed, "warm_start": state.warm_start.committed}
             for key, state in self._states.items()
@@ -242,6 +298,7 @@ class SendingLink(Link):
         """
         if reason := self.mismatch(state_dict):
             raise ValueError(reason)
+        self.remember()
         self._states.clear()
         # Copies: what was passed in may be the live state of another link.
         self._loaded = {
@@ -260,19 +317,19 @@ class SendingLink(Link):
                 return f"residual and warm start of {found} where a link has {expected}"
         return None
 
-    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: _SendingState) -> None:
-        wire, feedback = self.plan.wire(gradient.shape, gradient.dtype), self.plan.config.lazy_error_propagation
+    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: _SendingState) -> _Message:
+        """Write [P | Q] of `gradient` plus the residual into `buffer`; no more than that, for the wire waits."""
+        wire = self.plan.wire(gradient.shape, gradient.dtype)
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-        p, q, arrives = (
-            self._scratch.take(name, shape, dtype, gradient.device)
-            for name, shape, dtype in (
-                ("p", p_wire.shape, torch.float32),
-                ("q", q_wire.shape, torch.float32),
-                ("arrives", (1, wire.n, wire.m), gradient.dtype),
-            )
+        p, q = (
+            self._scratch.take(name, factor.shape, torch.float32, gradient.device)
+            for name, factor in (("p", p_wire), ("q", q_wire))
         )
         rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
-        matrix = residual.plus(rows, self._scratch) if feedback else residual.workspace(self._scratch).copy_(rows)
+        if self.plan.config.lazy_error_propagation:
+            matrix = residual.plus(rows, self._scratch)
+        else:
+            matrix = residual.workspace(self._scratch).copy_(rows)
 
         self._compressor.project(matrix, state.warm_start.value, out=p)
         note_finite(state.finite, p, self._scratch)
@@ -281,15 +338,22 @@ class SendingLink(Link):
         # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
         self._compressor.back_project(matrix, p_wire, out=q)
         torch.mul(q, wire.scale**-2, out=q_wire)
+        return _Message(state, len(self.compressed) - 1, matrix, p_wire, q_wire, q)
 
+    def _remember(self, message: _Message) -> None:
+        state, matrix = message.state, message.matrix
+        feedback = self.plan.config.lazy_error_propagation
         if feedback or self._gauge.on:
+            p_wire, q_wire = message.p_wire, message.q_wire
+            arrives = self._scratch.take("arrives", matrix.shape, p_wire.dtype, matrix.device)
             decompress(self._compressor, p_wire, q_wire, out=arrives)
             self._gauge.note_compressed(matrix)
             error = matrix.sub_(arrives)
             self._gauge.note_error(error)
-            self.statistics.error(len(self.compressed) - 1, error)
+            self.statistics.error(message.number, error)
         if feedback:
-            residual.write(matrix)
+            state.residual.write(matrix)
+        q = message.q
         next_start = next_warm_start(q, state.fresh_directions, self._compressor, out=q, scratch=self._scratch)
         state.warm_start.write(next_start)
 

@@ -19,34 +19,48 @@ compression rank at which anything is saved would halve. It costs no accuracy th
 that Q is computed with is orthogonalised from the received sum, in fp32, on every replica alike, so rounding P only
 turns it a little; what rounding Q loses goes into the residual with all else that G lacks, and what rounding G into the
 bucket loses goes into the residuals of those who read it there.
+
+What runs when. Equally shaped matrices are one batch (`equal_matrices`), so a bucket costs the same number of kernels
+at any number of layers. Its shapes are cut into a few packs (one where the model is small): while the P of a pack are
+summed, the next pack is projected; while its Q are summed, the next P is orthogonalised, and so on. In Megatron's
+1F1B (pipeline_parallel/schedules.py) a stage leaves the schedule after the backward pass of its last micro-batch and
+the message that follows from it, and reduces its gradients at once, in `finalize_model_grads`: nothing there waits for
+other stages, unless timers ask for barriers (`--timing-log-level` of 1 or more). So the reduction of stage s already
+runs behind the cooldown of the stages before it, which are busy for s more backward passes, and cannot begin earlier:
+until its last backward pass its gradients are incomplete, and the message before it is what those stages wait for.
+Only the first stage ends with its reduction exposed, the one that is compressed first; `--overlap-grad-reduce` then
+starts each of its buckets during the last backward pass (other stages start theirs after it, as without the flag,
+unless `--no-align-grad-reduce` is given). What remains for us is to keep the second phases from queueing up behind one
+another, bucket by bucket: the first one that is waited for makes all started ones `turn` (`hooks.
+param_and_grad_buffer`).
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import (
-    LowRank,
-    Scratch,
-    effective_rank,
-    initial_factor,
-    next_warm_start,
-    packed_numel,
-    pays,
-    private_generator,
-)
+from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, packed_numel, pays
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.collective import PendingSum, all_reduce_sum
+from optimus_cc_ext.techniques.collective import PendingSum
+from optimus_cc_ext.techniques.equal_matrices import EqualMatrices, take_over
 from optimus_cc_ext.techniques.gauge import Gauge
-from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
+from optimus_cc_ext.techniques.stepped import note_finite
+from optimus_cc_ext.techniques.strided import progressions
 
 __all__ = ["BucketReducer", "reduced_bytes", "stages_to_compress", "warmup_iterations", "worth_compressing"]
 
 PACKED_UP_TO_BYTES = 1 << 20
 """Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
+
+PACK_AT_LEAST_BYTES = 256 << 10
+"""What a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
+
+MOST_PACKS = 4
+"""Into how many collectives per phase the matrices are cut at most, so that the next ones are projected meanwhile."""
 
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
@@ -80,6 +94,22 @@ def reduced_bytes(matrices: Sequence[torch.Tensor], dense: Sequence[torch.Tensor
         wire = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32
         factors += packed_numel(rows, columns, effective_rank(rows, columns, compression_rank)) * wire.itemsize
     return factors + sum(gradient.nbytes for gradient in dense)
+
+
+@dataclass
+class _Pack:
+    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
+
+    groups: list[EqualMatrices]
+    first: torch.Tensor
+    """All P, and in the first pack the small dense runs, as they travel."""
+
+    second: torch.Tensor
+    """All Q."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
 
 
 class BucketReducer:
@@ -120,14 +150,17 @@ class BucketReducer:
             flat = matrix.view(matrix.shape[0], -1)
             by_shape[flat.shape[0], flat.shape[1]].append(flat)
         self._groups = [
-            _SameShape(views, shard, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
+            EqualMatrices(views, shard, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
             for (rows, columns), views in by_shape.items()
         ]
         runs = _contiguous_runs(dense)
         self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
-        self._packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
-        self._pending: list[PendingSum] = []
-        self._allocate_wire()
+        packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
+        self._dense = _equally_far_apart(packed)
+        self._packs = self._allocate_wire(matrices[0]) if self._groups else []
+        self._sums_of_p: list[PendingSum] = []
+        self._sums_of_q: list[PendingSum] = []
+        self._dense_sums: list[PendingSum] = []
 
     def reduce(self, whole: bool = False) -> None:
         """Replace the views of the bucket by their sums over the group; nothing is left outstanding."""
@@ -137,53 +170,61 @@ class BucketReducer:
     @torch.no_grad()
     def start(self) -> None:
         """Begin: the gradients are complete, and must not change until `finish`."""
-        self._pending = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
-        if not self._groups:
-            return
-        with self._gauge.timed(self._first_phase.device):
-            for same in self._groups:
-                self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p)
-                _put(same.p, same.p_wire)
-        for run, slot in zip(self._packed, self._dense_slots, strict=True):
-            slot.copy_(run)
-        self._pending.append(PendingSum(self._first_phase, self._group, "compressed gradient reduction (P)"))
+        self._sums_of_p, self._sums_of_q = [], []
+        for dense in self._dense:
+            dense.put()
+        for pack in self._packs:
+            with self._gauge.timed(pack.first.device):
+                for same in pack.groups:
+                    self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p)
+                    take_over(same.p, same.p_wire)
+            self._sums_of_p.append(PendingSum(pack.first, self._group, "compressed gradient reduction (P)"))
+        # Behind P, which is waited for first: they travel while Q is computed.
+        self._dense_sums = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """Wait for each P and send the Q that follows from it, if that has not happened since `start`."""
+        sums_of_p, self._sums_of_p = self._sums_of_p, []
+        for pack, sum_of_p in zip(self._packs, sums_of_p, strict=bool(sums_of_p)):
+            sum_of_p.wait()
+            with self._gauge.timed(pack.first.device):
+                for same in pack.groups:
+                    note_finite(same.finite, same.p_wire, self._scratch)
+                    self._compressor.orthogonalize(same.p_wire, out=same.p)
+                    matrices = same.gathered(self._scratch)
+                    self._compressor.back_project(matrices, same.p, out=same.q)
+                    self._gauge.note_projection(matrices, same.q)
+                    take_over(same.q, same.q_wire)
+            self._sums_of_q.append(PendingSum(pack.second, self._group, "compressed gradient reduction (Q)"))
 
     @torch.no_grad()
     def finish(self, whole: bool = False) -> None:
-        """Wait for what `start` began, do the second phase, and write the sums into the bucket.
+        """Wait for what `start` began, `turn` if nobody did, and write the sums into the bucket.
 
         With a shard, matrices outside of it keep what they held, unless they are wanted `whole`.
         """
-        for pending in self._pending:
-            pending.wait()
-        if not self._groups:
-            return
-        device = self._first_phase.device
-        with self._gauge.timed(device):
-            for same in self._groups:
-                note_finite(same.finite, same.p_wire, self._scratch)
-                self._compressor.orthogonalize(same.p_wire, out=same.p)
-                matrices = same.gathered(self._scratch)
-                self._compressor.back_project(matrices, same.p, out=same.q)
-                self._gauge.note_projection(matrices, same.q)
-                _put(same.q, same.q_wire)
-        all_reduce_sum(self._second_phase, self._group, "compressed gradient reduction (Q)")
-        with self._gauge.timed(device):
-            for same in self._groups:
-                same.scatter(self._compressor, self._group.size(), self._scratch, whole)
-        for run, slot in zip(self._packed, self._dense_slots, strict=True):
-            run.copy_(slot)
+        self.turn()
+        for pack, sum_of_q in zip(self._packs, self._sums_of_q, strict=True):
+            sum_of_q.wait()
+            with self._gauge.timed(pack.second.device):
+                for same in pack.groups:
+                    same.rebuild(self._compressor, self._group.size(), self._scratch, whole)
+        for dense in self._dense:
+            dense.take()
+        for dense_sum in self._dense_sums:
+            dense_sum.wait()
+        self._sums_of_q, self._dense_sums = [], []
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes that its collectives sum instead."""
-        compressed = self._first_phase.nbytes + self._second_phase.nbytes if self._groups else 0
-        return compressed + sum(run.nbytes for run in self._in_place)
+        return sum(pack.nbytes for pack in self._packs) + sum(run.nbytes for run in self._in_place)
 
     @property
     def matrices(self) -> int:
         """How many matrices are compressed."""
-        return sum(len(same.views) for same in self._groups)
+        return sum(same.count for same in self._groups)
 
     @property
     def state_nbytes(self) -> int:
@@ -247,120 +288,72 @@ class BucketReducer:
             return f"residuals and warm starts of {found} where a bucket has {expected}"
         return None
 
-    def _allocate_wire(self) -> None:
-        """One flat buffer per phase: all P and the packed dense runs, then all Q."""
-        like = next((view for same in self._groups for view in same.views), None)
-        if like is None:
-            return
-        p_sizes = [same.p_shape.numel() for same in self._groups]
-        dense_size = sum(run.numel() for run in self._packed)
+    def _allocate_wire(self, like: torch.Tensor) -> list[_Pack]:
+        """Two flat buffers per pack: its P (in the first pack also the small dense runs), and its Q."""
         dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-        self._first_phase = torch.empty(sum(p_sizes) + dense_size, dtype=dtype, device=like.device)
-        *p_flat, self._dense_wire = self._first_phase.split([*p_sizes, dense_size])
-        q_sizes = [same.q_shape.numel() for same in self._groups]
-        self._second_phase = torch.empty(sum(q_sizes), dtype=dtype, device=like.device)
-        for same, p, q in zip(self._groups, p_flat, self._second_phase.split(q_sizes), strict=True):
-            same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
-        self._dense_slots = self._dense_wire.split([run.numel() for run in self._packed])
+        packs: list[_Pack] = []
+        for groups in _packs(self._groups, dtype.itemsize):
+            dense = [] if packs else self._dense
+            p_sizes = [same.p_shape.numel() for same in groups]
+            q_sizes = [same.q_shape.numel() for same in groups]
+            dense_sizes = [runs.numel for runs in dense]
+            first = torch.empty(sum(p_sizes) + sum(dense_sizes), dtype=dtype, device=like.device)
+            second = torch.empty(sum(q_sizes), dtype=dtype, device=like.device)
+            slots = first.split([*p_sizes, *dense_sizes])
+            for same, p, q in zip(groups, slots[: len(groups)], second.split(q_sizes), strict=True):
+                same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
+            for runs, slot in zip(dense, slots[len(groups) :], strict=True):
+                runs.use_wire(slot)
+            packs.append(_Pack(groups, first, second))
+        return packs
 
 
-class _SameShape:
-    """The matrices of one shape in a bucket, as one batch, and what is remembered about them."""
+class _DenseRuns:
+    """Equally long dense runs of a bucket at equal distances, and their place in a message."""
 
-    def __init__(
-        self,
-        views: list[torch.Tensor],
-        shard: torch.Tensor | None,
-        config: DataParallelCompressionConfig,
-        seed: int,
-        salt: str,
-        state_dtype: torch.dtype,
-    ) -> None:
-        self.views = views
-        self._shards = None if shard is None else [_overlap(view, shard) for view in views]
-        self._feedback = config.dp_error_feedback
-        rows, columns = views[0].shape
-        rank = effective_rank(rows, columns, config.dp_compression_rank)
-        device = views[0].device
-        self.p_shape = torch.Size((len(views), rows, rank))
-        self.q_shape = torch.Size((len(views), columns, rank))
-        generator = private_generator(seed, "dp-compression", salt, device=device)
-        self.fresh_directions = initial_factor(len(views), columns, rank, generator=generator, device=device)
-        self.warm_start = SteppedTensor(self.fresh_directions.to(state_dtype, copy=True))
-        self.residual = SteppedTensor(torch.zeros(len(views), rows, columns, dtype=state_dtype, device=device))
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
+    def __init__(self, runs: torch.Tensor) -> None:
+        self._runs = runs
+        self.numel = runs.numel()
 
-    def use_wire(self, p_wire: torch.Tensor, q_wire: torch.Tensor) -> None:
-        """Take the slots of P and Q in the messages; they are computed in fp32, in place where the wire is fp32."""
-        self.p_wire, self.q_wire = p_wire, q_wire
-        self.p, self.q = p_wire.float(), q_wire.float()
+    def use_wire(self, slot: torch.Tensor) -> None:
+        self._slot = slot.view(self._runs.shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
+    def put(self) -> None:
+        self._slot.copy_(self._runs)
 
-    def gather(self, scratch: Scratch) -> torch.Tensor:
-        """(matrices, rows, columns): the bucket's gradients as one batch, with the residual added."""
-        batch = self.residual.workspace(scratch)
-        for slot, view in zip(batch, self.views, strict=True):
-            slot.copy_(view)
-        return batch.add_(self.residual.value) if self._feedback else batch
-
-    def gathered(self, scratch: Scratch) -> torch.Tensor:
-        """What `gather` returned before a collective: still there, or, where scratch memory held it, made again."""
-        return self.residual.workspace(scratch) if self.residual.is_wide else self.gather(scratch)
-
-    def scatter(self, compressor: LowRank, ranks: int, scratch: Scratch, whole: bool) -> None:
-        """Rebuild the reduced gradients in the bucket, where they are read, and remember what they lack."""
-        _put(self.q_wire, self.q)
-        residual = None
-        if self._feedback:
-            residual = self.gathered(scratch)
-            compressor.deflate(residual, self.p, self.q, share=1.0 / ranks)
-        shards = None if whole else self._shards
-        for index, view in enumerate(self.views):
-            part = shards[index] if shards else slice(0, view.numel())
-            lost = self._rebuild(compressor, index, part, scratch)
-            if lost is not None and residual is not None:
-                # What was rounded away goes back once: to its only reader, or in equal shares to all.
-                residual[index].view(-1)[part].add_(lost, alpha=1.0 if shards else 1.0 / ranks)
-        if residual is not None:
-            self.residual.write(residual)
-        start = scratch.take("start", self.q_shape, torch.float32, self.p.device)
-        next_warm_start(self.q, self.fresh_directions, compressor, out=start, scratch=scratch)
-        self.warm_start.write(start)
-
-    def _rebuild(self, compressor: LowRank, index: int, part: slice, scratch: Scratch) -> torch.Tensor | None:
-        """Write a part of one reduced gradient into the bucket; in fp32 the rows that it touches.
-
-        Returns what rounding to the bucket's dtype took from that part, flat, if it rounds.
-        """
-        view = self.views[index]
-        columns = view.shape[1]
-        rows = slice(part.start // columns, -(-part.stop // columns))
-        if rows.start >= rows.stop:
-            return None
-        p, q = self.p[index : index + 1, rows], self.q[index : index + 1]
-        if view.dtype == self.p.dtype:
-            compressor.reconstruct(p, q, out=view[rows].unsqueeze(0))
-            return None
-        rebuilt = scratch.take("rebuilt", (1, rows.stop - rows.start, columns), torch.float32, view.device)
-        compressor.reconstruct(p, q, out=rebuilt)
-        exact = rebuilt.view(-1)[part.start - rows.start * columns : part.stop - rows.start * columns]
-        return exact.sub_(view.view(-1)[part].copy_(exact))
+    def take(self) -> None:
+        self._runs.copy_(self._slot)
 
 
-def _overlap(view: torch.Tensor, shard: torch.Tensor) -> slice:
-    """Which of a view's elements, numbered flat, lie in a shard of the same storage."""
-    first = shard.storage_offset() - view.storage_offset()
-    start, stop = (min(max(end, 0), view.numel()) for end in (first, first + shard.numel()))
-    return slice(start, stop)
+def _packs(groups: list[EqualMatrices], itemsize: int) -> list[list[EqualMatrices]]:
+    """Neighbours together, until a pack's two messages are large enough on average, and `MOST_PACKS` suffice.
+
+    Args:
+        itemsize: bytes of a value on the wire.
+    """
+    sizes = [(same.p_shape.numel() + same.q_shape.numel()) * itemsize for same in groups]
+    least = max(2 * PACK_AT_LEAST_BYTES, -(-sum(sizes) // MOST_PACKS))
+    packs: list[list[EqualMatrices]] = []
+    room = 0
+    for index, (same, size) in enumerate(zip(groups, sizes, strict=True)):
+        # What is left for a pack of its own has to be worth one.
+        if not packs or (room >= least and sum(sizes[index:]) >= least):
+            packs.append([])
+            room = 0
+        packs[-1].append(same)
+        room += size
+    return packs
 
 
-def _put(values: torch.Tensor, into: torch.Tensor) -> None:
-    """Round, or take over what was rounded; nothing to do between tensors of one dtype, which hold the same already."""
-    if values.dtype != into.dtype:
-        into.copy_(values)
+def _equally_far_apart(runs: Sequence[torch.Tensor]) -> list[_DenseRuns]:
+    by_length: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for run in runs:
+        by_length[run.numel()].append(run)
+    return [
+        _DenseRuns(progression.batch(equal[0], (length,)))
+        for length, equal in by_length.items()
+        for progression in progressions(int(run.storage_offset()) for run in equal)
+    ]
 
 
 def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,8 +12,9 @@ class SteppedTensor:
 
     Residuals and warm starts are fed during forward and backward, before it is known whether the optimizer's step
     counts: a step can be repeated (Megatron's rerun state machine) or skipped. So what a step writes is pending, and
-    `commit` or `rollback` decides afterwards. Rolling back is free; committing costs one pass over the tensor,
-    because whether the step was finite is known on the device only, and asking the host would stall it.
+    `commit` or `rollback` decides afterwards. Rolling back is free. Committing is free on a CPU: two buffers change
+    places. On a GPU it is one kernel that reads both and writes one, because whether the step was finite is known
+    there only, and asking would stall the host; and a CUDA graph needs its tensors where they were.
 
     Args:
         initial: fp32, or bf16 to keep it in half the memory.
@@ -65,9 +66,13 @@ class SteppedTensor:
 
         The choice is made on the device, without a host synchronisation.
         """
-        if self._written:
+        if not self._written:
+            return
+        self._written = False
+        if finite.device.type != "cpu":
             torch.where(finite, self._pending, self._committed, out=self._committed)
-            self._written = False
+        elif finite.numpy():  # in the host's own memory: nothing to wait for
+            self._committed, self._pending = self._pending, self._committed
 
     def rollback(self) -> None:
         """Forget this step's value."""

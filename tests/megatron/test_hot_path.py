@@ -18,9 +18,9 @@ EVERYTHING = shlex.split("""
     --fused-embedding-sync --dp-compression --dp-compression-rank 4 --no-compression-forecast
 """)
 WATCHED = {
-    SendingLink: ("send", "commit", "begin_iteration"),
+    SendingLink: ("send", "remember", "commit", "begin_iteration"),
     ReceivingLink: ("receive", "begin_iteration"),
-    BucketReducer: ("start", "finish", "commit"),
+    BucketReducer: ("start", "turn", "finish", "commit"),
     FusedEmbeddingSync: ("reduce",),
 }
 

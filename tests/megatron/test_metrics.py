@@ -37,14 +37,15 @@ def _install_and_watch() -> None:
         _seen["residuals"][session._step.iteration] = [float(r.norm()) for r in _residuals(session)]
         return report
 
-    def compressing(self: Any, gradient: torch.Tensor, buffer: torch.Tensor, state: Any) -> None:
+    def compressing(self: Any, gradient: torch.Tensor, buffer: torch.Tensor, state: Any) -> Any:
         offered = state.residual.value.clone().view_as(gradient) + gradient
-        compress(self, gradient, buffer, state)
+        message = compress(self, gradient, buffer, state)
         p, q = self.plan.wire(gradient.shape, gradient.dtype).split(buffer)
         lost = offered - (p @ q.T).view_as(gradient)
         sums = _seen["links"].setdefault(optimus_cc_ext.current_session()._step.iteration, [0.0, 0.0])
         sums[0] += float(lost.square().sum())
         sums[1] += float(offered.square().sum())
+        return message
 
     def keeping(self: Any, *args: Any) -> None:
         _seen["statistics"] += self.on

@@ -70,6 +70,14 @@ def test_committing_reads_finiteness_from_the_tensor_and_not_on_the_host() -> No
     state.commit(torch.ones((), dtype=torch.bool, device="meta"))
 
 
+def test_on_a_cpu_a_commit_copies_nothing() -> None:
+    state = SteppedTensor(torch.zeros(3))
+    write(state, 5.0)
+    written = state.value.data_ptr()
+    state.commit(FINITE)
+    assert state.committed.data_ptr() == written
+
+
 # What can happen to it, in any order; a number is a write.
 events = st.lists(st.integers(1, 9) | st.sampled_from(["commit", "commit non-finite", "rollback", "zero"]))
 

@@ -1,0 +1,87 @@
+"""Many equal tensors of one buffer as few strided views: so the number of kernels does not grow with the layers.
+
+Megatron lays a bucket's parameters out one after the other, so that what belongs to one layer lies at a constant
+distance from what belongs to the next: `as_strided` makes one batch of it, and one kernel reads or writes it all.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Progression", "Shared", "progressions"]
+
+PERIOD = 16
+"""How many tensors of one shape a layer may have before its progressions are cut into shorter ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progression:
+    """Equal tensors at equal distances in one storage, counted in elements."""
+
+    first: int
+    """Where the first of them begins."""
+
+    stride: int
+    """From the beginning of one to the beginning of the next."""
+
+    count: int
+
+    def batch(self, storage_of: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """(count, *shape): a view of the storage that `storage_of` lies in, each tensor contiguous in itself."""
+        inner = torch.empty(shape, device="meta").stride()
+        return storage_of.as_strided((self.count, *shape), (self.stride, *inner), self.first)
+
+    def shared_with(self, start: int, stop: int, numel: int) -> list["Shared"]:
+        """What of these tensors, of `numel` elements each, lies between `start` and `stop` in their storage.
+
+        At most three answers: the whole tensors, and the ones that are cut at either end.
+        """
+        pieces: list[Shared] = []
+        for index in range(self.count):
+            begins = self.first + index * self.stride
+            low, high = max(start - begins, 0), min(stop - begins, numel)
+            if low >= high:
+                continue
+            last = pieces[-1] if pieces else None
+            if (low, high) == (0, numel) and last and (last.low, last.high) == (0, numel):
+                pieces[-1] = Shared(last.index, last.count + 1, 0, numel)
+            else:
+                pieces.append(Shared(index, 1, low, high))
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of `count` tensors of a progression, from `index` on, the elements from `low` to `high`."""
+
+    index: int
+    count: int
+    low: int
+    high: int
+
+
+def progressions(offsets: Iterable[int]) -> list[Progression]:
+    """Cover distinct `offsets`, in elements, by few arithmetic progressions, each as long as it gets.
+
+    Tensors of one shape that a layer has k of, k <= `PERIOD`, make k progressions, however many layers there are;
+    what stands alone at either end of the bucket makes one of its own.
+    """
+    remaining = sorted(offsets)
+    found = []
+    while remaining:
+        first, present = remaining[0], set(remaining)
+        strides = [other - first for other in remaining[1 : 1 + PERIOD]] or [1]
+        stride = max(strides, key=lambda stride: _length(first, stride, present))
+        found.append(Progression(first, stride, _length(first, stride, present)))
+        for index in range(found[-1].count):
+            del remaining[bisect_left(remaining, first + index * stride)]
+    return found
+
+
+def _length(first: int, stride: int, present: set[int]) -> int:
+    count = 1
+    while first + count * stride in present:
+        count += 1
+    return count
