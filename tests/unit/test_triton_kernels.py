@@ -94,7 +94,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
@@ -141,18 +141,16 @@ def test_they_compile_for_data_centre_gpus(monkeypatch, tmp_path, compiled: list
         get_current_device=lambda: capability + r,  # triton remembers what it compiled by device
         get_current_stream=lambda device=None: 0,
     )
-    driver.set_active(pretended)
-    try:
-        matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
-        p, q = gaussian(1, 128, r), gaussian(1, 256, r)
-        launches.project_sum(matrices, residual, q, total=residual, out=p)
-        launches.back_project(residual, p, q)
-        launches.reconstruct(p.bfloat16(), q.bfloat16(), matrices)
-        launches.subtract_reconstruction(residual, p, q)
-        if r <= launches.MAX_ORTHOGONALIZED_RANK:
-            launches.orthogonalize(p, p)
-    finally:
-        driver.reset_active()
+    # Not set_active(): reset_active() wants a GPU to go back to.
+    monkeypatch.setattr(driver, "_active", pretended)
+    matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
+    p, q = gaussian(1, 128, r), gaussian(1, 256, r)
+    launches.project_sum(matrices, residual, q, total=residual, out=p)
+    launches.back_project(residual, p, q)
+    launches.reconstruct(p.bfloat16(), q.bfloat16(), matrices)
+    launches.subtract_reconstruction(residual, p, q)
+    if r <= launches.MAX_ORTHOGONALIZED_RANK:
+        launches.orthogonalize(p, p)
     assert len(compiled) == (11 if r <= launches.MAX_ORTHOGONALIZED_RANK else 6)
     # 163 KiB of shared memory a program is what an A100 has, an H100 has 227.
     assert max(kernel.metadata.shared for kernel in compiled) < 163 * 1024
