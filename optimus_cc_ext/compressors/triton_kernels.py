@@ -1,0 +1,282 @@
+"""Triton kernels of the low-rank step; `triton_low_rank` holds what calls them. Needs triton to be imported.
+
+Conventions of all kernels: `sizes` is (n, m, r) or (n, r), `..._strides` are those of a (B, rows, columns) tensor, in
+elements, and may be any. Tiles are powers of two and masked, so sizes may be any as well. Offsets are 64-bit: a batch
+of matrices passes 2^31 elements. Every element of a result is summed by one program in one order, without atomics:
+equal inputs give equal bits. What is split for the sake of parallelism is written as partial sums, which
+`add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "add_up",
+    "back_project",
+    "inverse_factor",
+    "multiply_out",
+    "orthonormal",
+    "partial_grams",
+    "sum_and_project",
+]
+
+SIXTEEN_EPS = tl.constexpr(2.0**-48)
+"""Of float64."""
+
+
+@triton.jit
+def _at(tensor, strides, batch, rows, columns):
+    """Pointers to the elements `rows` x `columns` of matrix `batch`."""
+    matrix = tensor + batch.to(tl.int64) * strides[0]
+    return matrix + rows.to(tl.int64)[:, None] * strides[1] + columns.to(tl.int64)[None, :] * strides[2]
+
+
+@triton.jit
+def _inside(rows, columns, height, width):
+    return (rows < height)[:, None] & (columns < width)[None, :]
+
+
+@triton.jit
+def _tile(tensor, strides, batch, rows, columns, height, width):
+    """The elements `rows` x `columns` of matrix `batch`, and 0 outside of it."""
+    return tl.load(_at(tensor, strides, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
+
+
+@triton.jit
+def sum_and_project(
+    matrices,
+    residual,
+    q,
+    total,
+    partial,
+    sizes,
+    matrices_strides,
+    residual_strides,
+    q_strides,
+    total_strides,
+    partial_strides,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total = matrices + residual; partial (B * SPLITS, n, r) = what the columns of each split add to total Q.
+
+    Without `residual` the sum is `matrices` itself, without `total` it is not written. Grid: (row blocks, SPLITS, B).
+    """
+    block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, m, r = sizes[0], sizes[1], sizes[2]
+    rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
+    p = tl.zeros((ROWS, RANKS), tl.float32)
+    for start in range(split * COLUMNS, m, SPLITS * COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        tile = _tile(matrices, matrices_strides, batch, rows, columns, n, m).to(tl.float32)
+        if residual is not None:
+            tile += _tile(residual, residual_strides, batch, rows, columns, n, m).to(tl.float32)
+        if total is not None:
+            tl.store(_at(total, total_strides, batch, rows, columns), tile, mask=_inside(rows, columns, n, m))
+        factor = _tile(q, q_strides, batch, columns, ranks, m, r).to(tl.float32)
+        p = tl.dot(tile, factor, p, input_precision=PRECISION)
+    _store(partial, partial_strides, batch * SPLITS + split, rows, ranks, n, r, p)
+
+
+@triton.jit
+def back_project(
+    matrices,
+    p,
+    partial,
+    sizes,
+    matrices_strides,
+    p_strides,
+    partial_strides,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """partial (B * SPLITS, m, r) = what the rows of each split add to M^T P. Grid: (column blocks, SPLITS, B)."""
+    block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, m, r = sizes[0], sizes[1], sizes[2]
+    columns, ranks = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANKS)
+    q = tl.zeros((COLUMNS, RANKS), tl.float32)
+    for start in range(split * ROWS, n, SPLITS * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        tile = _tile(matrices, matrices_strides, batch, rows, columns, n, m).to(tl.float32)
+        factor = _tile(p, p_strides, batch, rows, ranks, n, r).to(tl.float32)
+        q = tl.dot(tl.trans(tile), factor, q, input_precision=PRECISION)
+    _store(partial, partial_strides, batch * SPLITS + split, columns, ranks, m, r, q)
+
+
+@triton.jit
+def add_up(
+    partial,
+    out,
+    sizes,
+    partial_strides,
+    out_strides,
+    SPLITS: tl.constexpr,
+    ADDENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out (B, n, r) = the sum of partial (B * SPLITS, n, r) over the splits. Grid: (blocks of n * r, B).
+
+    ADDENDS is SPLITS rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
+    """
+    n, r = sizes[0], sizes[1]
+    elements, splits, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ADDENDS), tl.program_id(1)
+    rows, ranks = elements // r, elements % r
+    offsets = rows.to(tl.int64) * partial_strides[1] + ranks * partial_strides[2]
+    addends = partial + (batch * SPLITS + splits).to(tl.int64)[:, None] * partial_strides[0] + offsets[None, :]
+    summed = tl.sum(tl.load(addends, mask=_inside(splits, elements, SPLITS, n * r), other=0.0), axis=0)
+    to = out + batch.to(tl.int64) * out_strides[0] + rows.to(tl.int64) * out_strides[1] + ranks * out_strides[2]
+    tl.store(to, summed.to(out.dtype.element_ty), mask=elements < n * r)
+
+
+@triton.jit
+def multiply_out(
+    p,
+    q,
+    out,
+    total,
+    sizes,
+    p_strides,
+    q_strides,
+    to_strides,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """With `out`: out = P Q^T, rounded to its dtype. With `total`: total -= P Q^T rounded to P's dtype.
+
+    One kernel with one tiling for both, because a residual is right only where both give the same bits. STEP is how
+    many of the RANKS columns are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit dtype,
+    whose products are exact in fp32. Grid: (row blocks, column blocks, B).
+    """
+    row_block, column_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, m, r = sizes[0], sizes[1], sizes[2]
+    rows, columns = row_block * ROWS + tl.arange(0, ROWS), column_block * COLUMNS + tl.arange(0, COLUMNS)
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, RANKS, STEP):
+        ranks = start + tl.arange(0, STEP)
+        left = _tile(p, p_strides, batch, rows, ranks, n, r)
+        right = _tile(q, q_strides, batch, columns, ranks, m, r)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
+    if out is not None:
+        _store(out, to_strides, batch, rows, columns, n, m, product)
+    else:
+        arrives = product.to(p.dtype.element_ty).to(tl.float32)
+        remembered = _tile(total, to_strides, batch, rows, columns, n, m)
+        _store(total, to_strides, batch, rows, columns, n, m, remembered - arrives)
+
+
+@triton.jit
+def _store(tensor, strides, batch, rows, columns, height, width, values):
+    mask = _inside(rows, columns, height, width)
+    tl.store(_at(tensor, strides, batch, rows, columns), values.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
+    """A block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
+    ranks = tl.arange(0, RANKS)
+    factor = _tile(inverse, (r * r, r, 1), batch, ranks, ranks, r, r)
+    return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
+
+
+@triton.jit
+def partial_grams(
+    p,
+    inverse,
+    grams,
+    sizes,
+    p_strides,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """grams (B, SPLITS, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
+
+    Grid: (SPLITS, B).
+    """
+    split, batch = tl.program_id(0), tl.program_id(1)
+    n, r = sizes[0], sizes[1]
+    ranks = tl.arange(0, RANKS)
+    gram = tl.zeros((RANKS, RANKS), tl.float64)
+    for start in range(split * ROWS, n, SPLITS * ROWS):
+        a = _tile(p, p_strides, batch, start + tl.arange(0, ROWS), ranks, n, r).to(tl.float64)
+        if inverse is not None:
+            a = _times_transposed(a, inverse, batch, r, RANKS)
+        gram = tl.dot(tl.trans(a), a, gram, input_precision="ieee", out_dtype=tl.float64)
+    _store(grams, (r * r, r, 1), batch * SPLITS + split, ranks, ranks, r, r, gram)
+
+
+@triton.jit
+def inverse_factor(
+    grams,
+    inverses,
+    n,
+    r,
+    SPLITS: tl.constexpr,
+    ADDENDS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B, SPLITS, r, r). Grid: (B,).
+
+    The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
+    ADDENDS is how many partial sums are loaded at once. Gauss elimination on [G | I], one column of L at a time:
+    scaled by 1 over the roots of the pivots, I becomes L^-1. A pivot that is not positive or not finite
+    gives NaN, as any NaN in G does.
+    """
+    batch = tl.program_id(0)
+    i, j = tl.arange(0, RANKS)[:, None], tl.arange(0, RANKS)[None, :]
+    inside = (i < r) & (j < r)
+    gram = tl.zeros((RANKS, RANKS), tl.float64)
+    for start in range(0, SPLITS, ADDENDS):
+        split = (start + tl.arange(0, ADDENDS))[:, None, None]
+        addends = grams + (batch * SPLITS + split).to(tl.int64) * (r * r) + (i * r + j)[None, :, :]
+        gram += tl.sum(tl.load(addends, mask=(split < SPLITS) & inside[None, :, :], other=0.0), axis=0)
+    empty = tl.where(gram == 0.0, 1.0, 0.0).to(tl.float64)
+    # A Python float as an argument would come in float32, where this is 1.
+    shifted = n * tl.full((1, 1), SIXTEEN_EPS, tl.float64) + 1.0
+    gram = tl.where(i == j, gram * shifted + empty, gram)
+    inverse = tl.where(i == j, 1.0, 0.0).to(tl.float64)
+    for k in range(0, r):
+        column = tl.sum(tl.where(j == k, gram, 0.0), axis=1)[:, None]
+        row = tl.sum(tl.where(i == k, gram, 0.0), axis=0)[None, :]
+        inverse_row = tl.sum(tl.where(i == k, inverse, 0.0), axis=0)[None, :]
+        pivot = tl.sum(tl.where(i == k, column, 0.0), axis=0)[None, :]
+        below = column / pivot
+        # tl.where and not a product with a mask: 0 * NaN would carry a NaN into the rows above, which have none.
+        gram = tl.where((i > k) & (j > k), gram - below * row, gram)
+        inverse = tl.where(i > k, inverse - below * inverse_row, inverse)
+        inverse = tl.where(i == k, inverse_row / tl.sqrt(pivot), inverse)
+    tl.store(inverses + batch.to(tl.int64) * (r * r) + i * r + j, inverse, mask=inside)
+
+
+@triton.jit
+def orthonormal(
+    p,
+    first,
+    second,
+    out,
+    sizes,
+    p_strides,
+    out_strides,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """out = (P L1^-T) L2^-T, in float64 and then rounded; may be P itself. Grid: (row blocks, B)."""
+    block, batch = tl.program_id(0), tl.program_id(1)
+    n, r = sizes[0], sizes[1]
+    rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
+    a = _tile(p, p_strides, batch, rows, ranks, n, r).to(tl.float64)
+    a = _times_transposed(a, first, batch, r, RANKS)
+    a = _times_transposed(a, second, batch, r, RANKS)
+    _store(out, out_strides, batch, rows, ranks, n, r, a.to(tl.float32))

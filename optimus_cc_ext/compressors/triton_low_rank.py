@@ -1,0 +1,74 @@
+"""`FastLowRank` with triton's kernels where they apply."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import triton_launches as launches
+from optimus_cc_ext.compressors.low_rank import FastLowRank
+
+__all__ = ["TritonLowRank"]
+
+
+class TritonLowRank(FastLowRank):
+    """The contract is `LowRank`'s. What the kernels do not take goes the parent's way, in torch.
+
+    Which way `reconstruct` and `subtract_reconstruction` go follows from the factors alone, their dtype, their device
+    and their rank: both ends of a link go the same way, and equal factors give equal bits. They do between
+    GPUs of one generation; the tensor cores of another may round differently, as torch's own products do.
+    """
+
+    def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+        if not launches.supported(matrices, q.shape[-1]) or not launches.takes_factors(q, q.shape[-1]):
+            return super().project(matrices, q, out)
+        out = _new(out, matrices, (*matrices.shape[:2], q.shape[-1]))
+        return launches.project_sum(matrices, None, q, total=None, out=out, scratch=self._scratch)
+
+    @torch.no_grad()
+    def project_sum(
+        self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor
+    ) -> Tensor:
+        large = (matrices, total) if residual is None else (matrices, residual, total)
+        r = q.shape[-1]
+        if all(launches.supported(t, r) for t in large) and launches.takes_factors(q, r):
+            return launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
+        if residual is None:
+            total.copy_(matrices)
+        else:
+            # fp32 first: the sum of two 16-bit tensors would be rounded to 16 bits.
+            torch.add(matrices.to(total.dtype), residual, out=total)
+        return self.project(total, q, out=out)
+
+    def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
+        n, r = p.shape[-2:]
+        if not launches.takes_factors(p, r) or r > min(n, launches.MAX_ORTHOGONALIZED_RANK):
+            return super().orthogonalize(p, out)
+        return launches.orthogonalize(p, _new(out, p, p.shape), self._scratch)
+
+    def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
+        if not launches.supported(matrices, p.shape[-1]) or not launches.takes_factors(p, p.shape[-1]):
+            return super().back_project(matrices, p, out)
+        out = _new(out, matrices, (matrices.shape[0], matrices.shape[2], p.shape[-1]))
+        return launches.back_project(matrices, p, out, self._scratch)
+
+    def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+        if not _both_taken(p, q):
+            return super().reconstruct(p, q, out)
+        return launches.reconstruct(p, q, _new(out, p, (p.shape[0], p.shape[1], q.shape[1])))
+
+    @torch.no_grad()
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
+        if _both_taken(p, q):
+            launches.subtract_reconstruction(total, p, q)
+        else:
+            arrives = self._scratch.take("arrives", total.shape, p.dtype, total.device)
+            total.sub_(self.reconstruct(p, q, out=arrives))
+
+
+def _both_taken(p: Tensor, q: Tensor) -> bool:
+    return all(launches.takes_factors(factor, p.shape[-1]) for factor in (p, q))
+
+
+def _new(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device) if out is None else out

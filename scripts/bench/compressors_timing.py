@@ -1,0 +1,93 @@
+"""How the compressors' benchmark measures: alternating repetitions, their spread, and what the machine can do."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from optimus_cc_ext.compressors.products import linear, onednn_multiplies
+
+__all__ = ["Sample", "Work", "alternate", "captured", "copy_bandwidth", "gemm_rate"]
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one piece of work, over its repetitions."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Sample":
+        """Of a list of one or more."""
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        return cls(middle, low, high, len(seconds))
+
+
+def alternate(works: dict[str, Work], device: torch.device, repeats: int) -> dict[str, Sample]:
+    """Time all of `works` in turn, again and again, so that what slows the machine down slows all of them.
+
+    A first round does not count. On a GPU by events on the device, on a CPU by its clock.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for repetition in range(repeats + 1):
+        for name, work in works.items():
+            took = _on_gpu(work) if device.type == "cuda" else _on_cpu(work)
+            if repetition > 0:
+                seconds[name].append(took)
+    return {name: Sample.of(taken) for name, taken in seconds.items()}
+
+
+def _on_cpu(work: Work) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _on_gpu(work: Work) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def captured(work: Work) -> Work:
+    """`work` as a CUDA graph: what replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # buffers are allocated, and the libraries' handles made, before the capture
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def copy_bandwidth(values: int, device: torch.device, repeats: int) -> float:
+    """Bytes per second, read and written together, of copying a tensor of so many fp32 values."""
+    source = torch.zeros(values, device=device)
+    target = torch.empty_like(source)
+    best = alternate({"copy": lambda: target.copy_(source)}, device, repeats)["copy"].median
+    return 2 * source.nbytes / best
+
+
+def gemm_rate(size: int, device: torch.device, repeats: int) -> dict[str, float]:
+    """Operations per second of a size x size fp32 product, by every library that the compressors may use."""
+    generator = torch.Generator(device).manual_seed(5)
+    a, b = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    works: dict[str, Work] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
+    if onednn_multiplies(a, 2 * size**3, fewest=0):
+        works["oneDNN"] = lambda: linear(a, b)
+    return {name: 2 * size**3 / sample.median for name, sample in alternate(works, device, repeats).items()}

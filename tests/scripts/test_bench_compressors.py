@@ -1,0 +1,105 @@
+"""The compressors' benchmark at a tiny scale, and that it times nothing that is wrong."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.shell_scripts import ROOT
+
+BENCH = ROOT / "scripts/bench"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / "compressors.py"), *arguments]
+    return subprocess.run(command, text=True, capture_output=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    results = tmp_path_factory.mktemp("bench") / "with a blank"
+    ended = run("--device", "cpu", "--scale", "tiny", "--threads", "1", "--repeats", "1", "--results", str(results))
+    assert ended.returncode == 0, ended.stderr
+    return results
+
+
+def test_every_section_is_measured_against_all_that_it_names(measured: Path) -> None:
+    found = json.loads((measured / "compressors-cpu.json").read_text())
+    rows = found["rows"]
+    assert found["machine"]["scale"] == "tiny" and found["machine"]["threads"] == 1
+    assert {row["section"] for row in rows} == {"slices", "orthogonalization", "bucket", "layers"}
+    works = {name: {row["work"] for row in rows if row["section"] == name} for name in ("slices", "bucket")}
+    assert works["slices"] == {
+        "ours, compress", "ours, decompress", "reference, compress", "reference, decompress",
+        "hook, compress and decompress",
+    }  # fmt: skip
+    assert works["bucket"] == {"ours", "hook, batched", "hook, as by default"}
+    ours = [row for row in rows if row["work"] == "ours, compress"]
+    ranks = [int(row["case"].rsplit(" ", 1)[1]) for row in ours]
+    assert ranks == 3 * list(range(8, 41, 4))
+    assert all(row["floor_seconds"] > 0 and row["sample"]["median"] > 0 for row in ours)
+    assert all(row["more"]["operators"] > 0 for row in rows if row["section"] == "layers")
+
+
+def test_the_page_says_what_was_not_measured(measured: Path) -> None:
+    page = (measured / "compressors-cpu.md").read_text()
+    assert "## capture\n\nnot measured" in page
+    on_gpu = [line for line in page.splitlines() if line.startswith("| cuda |")]
+    assert on_gpu and all("| not measured |" in line for line in on_gpu)
+    for section in ("slices", "bucket", "layers"):
+        assert f"![{section}](compressors-cpu-{section}.png)" in page
+        assert (measured / f"compressors-cpu-{section}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (["--device", "cpu", "--repeats", "0"], "--repeats 0: at least 1 is needed"),
+        (["--device", "cpu", "--threads", "-1"], "--threads -1: at least 1 is needed"),
+        (["--device", "cpu", "--only", "capture"], "a CUDA graph needs a GPU. Give --device cuda"),
+        (["--device", "cpu", "--only", "everything"], "invalid choice: 'everything'"),
+        ([], "--device"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], reason: str) -> None:
+    ended = run(*arguments)
+    assert ended.returncode == 2 and reason in ended.stderr
+
+
+@pytest.fixture
+def sections(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for folder in (ROOT / "scripts/paper", BENCH):
+        monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("compressors_sections")
+
+
+def test_a_bucket_that_loses_gradient_is_not_timed(sections: ModuleType) -> None:
+    class Forgetful(sections.FastLowRank):  # type: ignore[misc, name-defined]
+        def deflate(self, matrices: torch.Tensor, p: torch.Tensor, q: torch.Tensor, share: float) -> None:
+            super().deflate(matrices, p, q, 1.01 * share)
+
+    class Blind(sections.FastLowRank):  # type: ignore[misc, name-defined]
+        def back_project(self, matrices: torch.Tensor, p: torch.Tensor, out: Any = None) -> torch.Tensor:
+            return super().back_project(matrices, p, out=out).mul_(0.99)
+
+    shapes, cpu = ((24, 32), (40, 16)), torch.device("cpu")
+    sections.check_bucket(sections.FastLowRank, shapes, cpu, 4)
+    with pytest.raises(SystemExit, match=r"bucket of \(24, 32\): [1-9]\.\de-03 lost"):
+        sections.check_bucket(Forgetful, shapes, cpu, 4)
+    with pytest.raises(SystemExit, match="off the hook"):
+        sections.check_bucket(Blind, shapes, cpu, 4)
+
+
+def test_a_basis_that_is_none_is_not_timed(sections: ModuleType) -> None:
+    p = torch.randn(2, 30, 4, generator=torch.Generator().manual_seed(1))
+    basis = torch.linalg.qr(p).Q
+    sections.check_basis(p, basis, "p")
+    for wrong in (basis * (1 + 1e-5), torch.linalg.qr(p + 1e-4).Q, torch.full_like(p, torch.nan)):
+        with pytest.raises(SystemExit, match="orthogonalisation of p"):
+            sections.check_basis(p, wrong, "p")

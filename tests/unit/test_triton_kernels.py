@@ -1,0 +1,422 @@
+"""Triton's kernels against float64 references.
+
+Without a GPU the claims run in triton's interpreter, in a process of their own: triton reads TRITON_INTERPRET once,
+when it is imported. With a GPU they run compiled, in this process, graphs and the absence of synchronisation included:
+
+    pytest tests/unit/test_triton_kernels.py            # a GPU, or the interpreter
+    TRITON_INTERPRET=1 pytest tests/unit/test_triton_kernels.py -k TestKernels      # the interpreter, by name
+
+The interpreter multiplies fp32 as it is and cuts fp32 off to bf16 where a GPU rounds; only a GPU shows what 3xTF32
+and the tensor cores' accumulation cost.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import FastLowRank, Scratch
+from optimus_cc_ext.compressors import triton_launches as launches
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
+from optimus_cc_ext.compressors.triton_low_rank import TritonLowRank
+from tests.allocations import Watch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+RUNS_HERE = launches.AVAILABLE and (GPU or launches.INTERPRETED)
+EPS32 = torch.finfo(torch.float32).eps
+# A product may be off by 2 eps (3xTF32 leaves 2^-22) and sums of some hundred addends, added in blocks, by as much
+# again and again: 8 eps of the sum of the addends' sizes. Plain TF32 (2^-11) would be off by hundreds.
+PRODUCT = 8 * EPS32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((5, 7, 1), (70, 131, 3), (64, 96, 16), (81, 65, 40))
+# The interpreter is slow: every size and every dtype, and with --full every pair.
+PAIRS = {(1, 0), (3, 0), (2, 1), (3, 1), (0, 2), (1, 2)}
+CASES = pytest.mark.parametrize(
+    "n, m, r, dtype",
+    [
+        pytest.param(*size, dtype, marks=() if GPU or (i, j) in PAIRS else pytest.mark.full)
+        for i, size in enumerate(SIZES)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
+needs_triton = pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype).to(DEVICE)
+
+
+def strided(t: Tensor, *, space: float = float("nan")) -> Tensor:
+    """The same values as every second matrix of a batch, every second row, from the third column on."""
+    batch, n, m = t.shape
+    whole = torch.full((2 * batch, 2 * n, m + 5), space, dtype=t.dtype, device=t.device)
+    return whole[::2, ::2, 3 : 3 + m].copy_(t)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What storing a number costs, relative to it."""
+    return torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+
+
+def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
+    """`found` is left @ right but for fp32 products and its own rounding."""
+    left, right = left.double(), right.double()
+    exact = left @ right
+    allowed = (
+        PRODUCT * (left.abs() @ right.abs())
+        + rounding(found.dtype) * exact.abs()
+        + 1e-7
+        * (
+            found.dtype == torch.float16  # the least subnormal number
+        )
+    )
+    worst = ((found.double() - exact).abs() / allowed.clamp_min(1e-300)).max().item()
+    assert worst <= 1, f"{worst:.2g} times what is allowed"
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+@needs_triton
+@pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestKernels", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout
+
+
+@pytest.mark.skipif(RUNS_HERE, reason="the kernels run here")
+def test_without_a_gpu_it_is_the_parent() -> None:
+    m, q = gaussian(2, 9, 12), gaussian(2, 12, 3)
+    assert not launches.supported(m, 3)
+    p = TritonLowRank().project(m, q)
+    assert torch.equal(p, FastLowRank().project(m, q))
+    assert torch.equal(TritonLowRank().orthogonalize(p), FastLowRank().orthogonalize(p))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
+    """What the kernels do not take: here float64, on a CPU without the interpreter all."""
+    compressor = TritonLowRank()
+    matrices, residual, q = gaussian(2, 9, 12, dtype=dtype), gaussian(2, 9, 12, seed=1), gaussian(2, 12, 3, seed=2)
+    total, p = torch.empty_like(residual), torch.empty(2, 9, 3, device=DEVICE)
+    assert compressor.project_sum(matrices, residual, q, total=total, out=p) is p
+    assert torch.equal(total, matrices.float() + residual)
+    assert_product(p, total, q)
+    remembered = total.clone()
+    compressor.subtract_reconstruction(total, p.to(dtype), q.to(dtype))
+    arrives = compressor.reconstruct(p.to(dtype), q.to(dtype), out=torch.empty_like(total, dtype=dtype))
+    torch.testing.assert_close(total, (remembered - arrives).float(), rtol=0, atol=0)
+    compressor.project_sum(matrices, None, q, total=total, out=p)
+    assert torch.equal(total, matrices.float())
+
+
+@needs_triton
+@pytest.mark.skipif(launches.INTERPRETED or GPU, reason="compiles without a GPU what a GPU would compile anyway")
+@pytest.mark.parametrize("r", [16, pytest.param(40, marks=pytest.mark.full), pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.full)])
+def test_they_compile_for_data_centre_gpus(monkeypatch, tmp_path, compiled: list, capability: int, r: int) -> None:
+    """On a machine without one: what the interpreter takes, the compiler may refuse."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pretended = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability + r,  # triton remembers what it compiled by device
+        get_current_stream=lambda device=None: 0,
+    )
+    # Not set_active(): reset_active() wants a GPU to go back to.
+    monkeypatch.setattr(driver, "_active", pretended)
+    matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
+    p, q = gaussian(1, 128, r), gaussian(1, 256, r)
+    launches.project_sum(matrices, residual, q, total=residual, out=p)
+    launches.back_project(residual, p, q)
+    launches.reconstruct(p.bfloat16(), q.bfloat16(), matrices)
+    launches.subtract_reconstruction(residual, p, q)
+    if r <= launches.MAX_ORTHOGONALIZED_RANK:
+        launches.orthogonalize(p, p)
+    assert len(compiled) == (11 if r <= launches.MAX_ORTHOGONALIZED_RANK else 6)
+    # 163 KiB of shared memory a program is what an A100 has, an H100 has 227.
+    assert max(kernel.metadata.shared for kernel in compiled) < 163 * 1024
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> Iterator[list]:
+    """Launches compile, and note what they compiled, instead of running."""
+    from triton.runtime.jit import JITFunction
+
+    noted: list = []
+    run = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, warmup, **k: noted.append(run(self, *a, warmup=True, **k)))
+    yield noted
+
+
+def test_launches_ask_torch_for_nothing_once_the_scratch_has_seen_the_shapes(monkeypatch) -> None:
+    class Launched:
+        def __getitem__(self, grid):
+            assert all(isinstance(size, int) and size > 0 for size in grid)
+            return lambda *args, **kwargs: None
+
+    names = ("sum_and_project", "back_project", "add_up", "multiply_out", "partial_grams", "inverse_factor")
+    fake = SimpleNamespace(**dict.fromkeys((*names, "orthonormal"), Launched()))
+    monkeypatch.setattr(launches, "kernels", fake, raising=False)
+    pytest.importorskip("triton")
+    scratch, m, q, p = Scratch(), gaussian(1, 64, 512), gaussian(1, 512, 4), gaussian(1, 64, 4)
+
+    def message() -> None:
+        launches.project_sum(m, m, q, total=m, out=p, scratch=scratch)
+        launches.orthogonalize(p, p, scratch)
+        launches.back_project(m, p, q, scratch)
+        launches.subtract_reconstruction(m, p, q)
+        launches.reconstruct(p, q, m)
+
+    message()
+    assert scratch.nbytes > 0
+    with Watch() as watch:
+        message()
+    assert watch.allocated == watch.read_by_host == []
+
+
+class TestKernels:
+    __test__ = RUNS_HERE
+
+    @CASES
+    def test_sum_and_projection(self, n, m, r, dtype) -> None:
+        matrices, q = gaussian(2, n, m, dtype=dtype), gaussian(2, m, r, seed=2)
+        residual = None if r == 1 else gaussian(2, n, m, seed=1, dtype=torch.bfloat16 if r == 40 else torch.float32)
+        total, p = torch.empty(2, n, m, device=DEVICE), torch.empty(2, n, r, device=DEVICE)
+        launches.project_sum(matrices, residual, q, total=total, out=p)
+        assert torch.equal(total, matrices.float() if residual is None else matrices.float() + residual.float())
+        assert_product(p, total, q)
+
+    @CASES
+    def test_back_projection(self, n, m, r, dtype) -> None:
+        matrices, p = gaussian(2, n, m), gaussian(2, n, r, seed=1, dtype=dtype)
+        q = torch.empty(2, m, r, device=DEVICE)
+        launches.back_project(matrices, p, q)
+        assert_product(q, matrices.mT, p)
+
+    @CASES
+    def test_reconstruction(self, n, m, r, dtype) -> None:
+        p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
+        out = torch.empty(2, n, m, dtype=dtype, device=DEVICE, requires_grad=True)
+        launches.reconstruct(p, q, out)
+        assert_product(out.detach(), p, q.mT)
+
+    @CASES
+    def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:
+        p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
+        total = gaussian(2, n, m, seed=2)
+        # The receiver's memory may look different from the sender's: here column by column.
+        arrives = torch.empty(2, m, n, dtype=dtype, device=DEVICE).mT
+        launches.reconstruct(p, q, arrives)
+        residual = total.clone()
+        launches.subtract_reconstruction(residual, p, q)
+        assert torch.equal(bits(residual), bits(total - arrives))
+        # With nothing to subtract from, the residual is what arrived itself: a wrong last bit cannot hide.
+        launches.subtract_reconstruction(residual.zero_(), p, q)
+        assert torch.equal(residual, -arrives.float())
+
+    @pytest.mark.parametrize("programs", [1, 512], ids=["in one go", "in partial sums"])
+    def test_strided_batches(self, monkeypatch, programs: int) -> None:
+        monkeypatch.setattr(launches, "PROGRAMS", programs)
+        n, m, r = 70, 131, 5
+        matrices, residual, q = gaussian(2, n, m, dtype=torch.bfloat16), gaussian(2, n, m, seed=1), gaussian(2, m, r)
+        total, p, q_new = (strided(torch.zeros(2, *shape, device=DEVICE)) for shape in ((n, m), (n, r), (m, r)))
+        launches.project_sum(strided(matrices), strided(residual), strided(q), total=total, out=p)
+        assert torch.equal(total, matrices.float() + residual)
+        assert_product(p, total, q)
+        launches.back_project(total, p, q_new)
+        assert_product(q_new, total.mT, p)
+        # Around them lies what it was.
+        for view in (total, p, q_new):
+            assert view._base is not None and view._base[1::2].isnan().all() and view._base[..., :3].isnan().all()
+            assert view._base[..., 3 + view.shape[-1] :].isnan().all()
+
+    def test_the_sum_may_overwrite_the_residual_and_p_may_be_rounded(self) -> None:
+        matrices, residual, q = gaussian(1, 70, 131), gaussian(1, 70, 131, seed=1), gaussian(1, 131, 3, seed=2)
+        p, expected = torch.empty(1, 70, 3, dtype=torch.bfloat16, device=DEVICE), matrices + residual
+        launches.project_sum(matrices, residual, q, total=residual, out=p)
+        assert torch.equal(residual, expected)
+        assert_product(p, expected, q)
+
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+    def test_what_is_not_finite_stays_in_its_row_its_column_and_its_matrix(self, poison: float) -> None:
+        matrices, q = gaussian(2, 70, 131), gaussian(2, 131, 3, seed=1)
+        matrices[1, 5, 7] = poison
+        total, p, q_new = torch.empty_like(matrices), torch.empty(2, 70, 3, device=DEVICE), torch.empty_like(q)
+        launches.project_sum(matrices, None, q, total=total, out=p)
+        launches.back_project(matrices, gaussian(2, 70, 3), q_new)
+        assert not p[1, 5].isfinite().any() and p[0].isfinite().all() and p[1, 6:].isfinite().all()
+        assert not q_new[1, 7].isfinite().any() and q_new[0].isfinite().all() and q_new[1, 8:].isfinite().all()
+        launches.subtract_reconstruction(total, p, q)
+        assert not total[1, 5].isfinite().any() and total[0].isfinite().all() and total[1, 6:].isfinite().all()
+        launches.orthogonalize(p, p)
+        assert p[1].isnan().all() and p[0].isfinite().all()
+
+    @pytest.mark.parametrize(
+        "n, r, dtype",
+        [
+            (1, 1, torch.float32),
+            (130, 3, torch.float16),
+            (70, 16, torch.float32),
+            (20, 17, torch.bfloat16),
+            pytest.param(64, 64, torch.float32, marks=() if GPU else pytest.mark.full),
+        ],
+    )
+    def test_orthogonalisation_is_that_of_torch(self, n, r, dtype) -> None:
+        # Well-conditioned, or float64's rounding and the shift would show: 16 n eps times the condition.
+        p = gaussian(2, n, r, dtype=dtype) + (2 * r**0.5 + 1) * torch.eye(n, r, dtype=dtype, device=DEVICE)
+        out = launches.orthogonalize(p, torch.empty_like(p, dtype=torch.float32))
+        torch.testing.assert_close(out, cholesky_qr(p), rtol=0, atol=EPS32)
+        torch.testing.assert_close(out, gram_schmidt(p.double()).float(), rtol=0, atol=EPS32)
+        launches.orthogonalize(p, p)
+        torch.testing.assert_close(p.float(), out, rtol=rounding(dtype), atol=1e-7)
+
+    @pytest.mark.parametrize("smallest_exponent", [pytest.param(-3, marks=pytest.mark.full), -7])
+    def test_decaying_spectra_give_an_orthonormal_basis(self, smallest_exponent: int) -> None:
+        left, right = torch.linalg.qr(gaussian(1, 72, 24).double()).Q, torch.linalg.qr(gaussian(1, 24, 24).double()).Q
+        spectrum = torch.logspace(0, smallest_exponent, 24, dtype=torch.float64, device=DEVICE)
+        p = ((left * spectrum) @ right.mT).float()
+        basis = launches.orthogonalize(p, torch.empty_like(p)).double()
+        identity = torch.eye(24, dtype=torch.float64, device=DEVICE)
+        # Storing orthonormal columns in fp32.
+        assert (basis.mT @ basis - identity).abs().max() < 2 * EPS32
+        assert (p.double() - basis @ (basis.mT @ p.double())).abs().max() < 2 * EPS32
+
+    def test_lengths_of_columns_cost_nothing_and_empty_ones_stay_empty(self) -> None:
+        p = gaussian(1, 70, 12)
+        expected = cholesky_qr(p)
+        p *= torch.logspace(-30, 30, 12, device=DEVICE)
+        torch.testing.assert_close(launches.orthogonalize(p, p), expected, rtol=0, atol=4 * EPS32)
+        with_holes = gaussian(2, 70, 4)
+        with_holes[0, :, 1] = 0
+        with_holes[1] = 0
+        basis = launches.orthogonalize(with_holes, with_holes.clone())
+        assert (basis[0, :, 1] == 0).all() and (basis[1] == 0).all()
+        torch.testing.assert_close(basis, cholesky_qr(with_holes), rtol=0, atol=EPS32)
+
+    @pytest.mark.parametrize("r", [1, 3, 40])
+    def test_inverse_cholesky_factors_are_torchs(self, r: int) -> None:
+        a = gaussian(1, 80, r, dtype=torch.float64) * torch.logspace(-20, 20, r, dtype=torch.float64, device=DEVICE)
+        # In three partial sums: not a power of two.
+        parts = torch.stack([part.mT @ part for part in a.split((30, 30, 20), dim=1)], dim=1).contiguous()
+        gram = parts.sum(1)
+        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + 16 * 80 * torch.finfo(torch.float64).eps)
+        identity = torch.eye(r, dtype=torch.float64, device=DEVICE).expand_as(gram)
+        expected = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), identity, upper=False)
+        found = launches.inverse_factor(parts, 80, torch.full_like(gram, torch.nan))
+        # Of each column's own size, for they are 40 powers of ten apart; condition 1e2, squared, times eps.
+        sizes = expected.abs().amax(-2, keepdim=True)
+        torch.testing.assert_close(found / sizes, expected / sizes, rtol=0, atol=1e-11)
+        # The shift is in it: without it, the difference is 16 * 80 eps / 2 = 1.4e-13 of the diagonal.
+        first = (found[:, 0, 0] * parts[:, :, 0, 0].sum(1).sqrt() - 1) / torch.finfo(torch.float64).eps
+        assert ((first < -600) & (first > -680)).all()
+
+    def test_equal_inputs_give_equal_bits_and_scratch_holds_no_memory_of_earlier_ones(self) -> None:
+        scratch, results = Scratch(), []
+        matrices, residual, q = gaussian(1, 70, 140), gaussian(1, 70, 140, seed=1), gaussian(1, 140, 5, seed=2)
+        for poisoned in (True, False, False):
+            m = matrices + float("nan") if poisoned else matrices
+            total, p, q_new = torch.empty_like(m), torch.empty(1, 70, 5, device=DEVICE), torch.empty_like(q)
+            launches.project_sum(m, residual, q, total=total, out=p, scratch=scratch)
+            launches.orthogonalize(p, p, scratch)
+            launches.back_project(total, p, q_new, scratch)
+            results.append((p, q_new))
+        assert results[0][1].isnan().all()
+        for found, again in zip(results[1], results[2], strict=True):
+            assert found.isfinite().all() and torch.equal(bits(found), bits(again))
+
+    def test_the_compressor_takes_what_is_supported_and_leaves_the_rest_to_torch(self, monkeypatch) -> None:
+        compressor, taken = TritonLowRank(), []
+        for name in ("project_sum", "back_project", "reconstruct", "subtract_reconstruction", "orthogonalize"):
+            kernel = getattr(launches, name)
+            monkeypatch.setattr(launches, name, lambda *a, n=name, k=kernel, **kw: taken.append(n) or k(*a, **kw))
+        for m, q, supported in (
+            (gaussian(2, 40, 50, dtype=torch.bfloat16), gaussian(2, 50, 3), True),
+            (gaussian(2, 50, 40).mT, gaussian(2, 50, 3), False),
+            (gaussian(2, 40, 50, dtype=torch.float64), gaussian(2, 50, 3), False),
+            (gaussian(1, 140, 150), gaussian(1, 150, 129), False),
+        ):
+            assert launches.supported(m, q.shape[-1]) == supported
+            taken.clear()
+            p = compressor.project(m, q)
+            q_new = compressor.back_project(m, p)
+            assert taken == (["project_sum", "back_project"] if supported else [])
+            assert_product(p, m, q)
+            assert_product(q_new, m.mT, p)
+        taken.clear()
+        m, q = gaussian(2, 40, 50), gaussian(2, 50, 3)
+        total, p = torch.empty_like(m), torch.empty(2, 40, 3, device=DEVICE)
+        compressor.project_sum(m, None, q, total=total, out=p)
+        basis = compressor.orthogonalize(p)
+        torch.testing.assert_close(basis, cholesky_qr(p), rtol=0, atol=EPS32)
+        compressor.subtract_reconstruction(total, p, q)
+        assert torch.equal(total, m - compressor.reconstruct(p, q))
+        assert taken == ["project_sum", "orthogonalize", "subtract_reconstruction", "reconstruct"]
+        torch.testing.assert_close(
+            compressor.orthogonalize(gaussian(1, 130, 65)), cholesky_qr(gaussian(1, 130, 65)), rtol=0, atol=0
+        )
+
+    def test_shapes_that_do_not_fit_are_refused(self) -> None:
+        m, p, q = gaussian(2, 9, 12), gaussian(2, 9, 3), gaussian(2, 12, 3)
+        with pytest.raises(ValueError, match=r"need P .* got p \(2, 12, 3\)"):
+            launches.reconstruct(q, p, m)
+        with pytest.raises(ValueError, match=r"residual \(2, 12, 9\)"):
+            launches.project_sum(m, m.mT, q, total=m, out=p)
+        with pytest.raises(ValueError, match="r <= 64"):
+            launches.orthogonalize(gaussian(1, 2, 3), gaussian(1, 2, 3))
+
+    @needs_gpu
+    @pytest.mark.parametrize("r", [16, 128])
+    def test_a_cuda_graph_replays_a_message_without_synchronisation(self, r: int) -> None:
+        compressor = TritonLowRank()
+        gradient, residual, q = (
+            gaussian(1, 1024, 3072, dtype=torch.bfloat16),
+            gaussian(1, 1024, 3072),
+            gaussian(1, 3072, r),
+        )
+        total, p, q_new = torch.empty_like(residual), torch.empty(1, 1024, r, device=DEVICE), torch.empty_like(q)
+
+        def message() -> None:
+            compressor.project_sum(gradient, residual, q, total=total, out=p)
+            compressor.orthogonalize(p, out=p)
+            compressor.back_project(total, p, out=q_new)
+            compressor.subtract_reconstruction(total, p, q_new)
+
+        def results() -> list[Tensor]:
+            return [t.clone() for t in (p, q_new, total)]
+
+        message()
+        expected = results()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            message()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                message()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for t in (p, q_new, total):
+            t.zero_()
+        graph.replay()
+        for found, wanted in zip(results(), expected, strict=True):
+            assert torch.equal(found, wanted)
