@@ -230,17 +230,11 @@ class _Bench:
             if run.validation_loss is None:
                 raise RunFailed("it ended without a validation loss", Path(run.log), [])
             last = [each.loss for each in run.iterations[-max(steps // 10, 1) :]]
-            self.losses.append(
-                LossRun(
-                    model=name,
-                    layout=str(layout),
-                    variant=variant,
-                    ranks=None if variant == VANILLA else ranks,
-                    iterations=steps,
-                    training_loss=statistics.mean(last),
-                    validation_loss=run.validation_loss,
-                )  # fmt: skip
-            )
+            loss = LossRun(
+                model=name, layout=str(layout), variant=variant, ranks=None if variant == VANILLA else ranks,
+                iterations=steps, training_loss=statistics.mean(last), validation_loss=run.validation_loss,
+            )  # fmt: skip
+            self.losses.append(loss)
             self._save()
 
     def _train(

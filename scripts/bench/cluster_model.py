@@ -120,9 +120,10 @@ class Proportions:
         return self.dp / self.forward if self.forward else math.nan
 
     def __str__(self) -> str:
+        values = {"DP": self.dp, "forward": self.forward, "backward": self.backward, "embedding": self.embedding}
+        said = " : ".join(f"{value / 1e6:.3g} {name}" for name, value in values.items())
         return (
-            f"{self.dp / 1e6:.2f} M values DP : {self.forward / 1e6:.2f} M forward : {self.backward / 1e6:.2f} M"
-            f" backward : {self.embedding / 1e6:.2f} M embedding; DP {self.dp_to_forward:.1f} times forward,"
+            f"millions of values {said}; DP {self.dp_to_forward:.1f} times forward,"
             f" embedding {100 * self.embedding_share:.1f} % of a stage's layers"
         )
 

@@ -82,25 +82,31 @@ def next_guess(bits: float, seconds: float, unshaped: float) -> float:
 
 @dataclass
 class FindRate:
-    """Searches the rate at which an iteration takes twice its unshaped time: half of it is exposed communication."""
+    """Searches the rate at which an iteration takes twice its unshaped time: half of it is exposed communication.
+
+    Unshaped links come first and last, so that a machine that was disturbed at the beginning does not set the aim.
+    """
 
     start: str
     each: int
     steps: int = 4
     warm_up: int = 2
     tried: list[tuple[str, float]] = field(default_factory=list)
-    """Rate and median seconds, in the order in which they were tried; the unshaped one first."""
+    """Rate and median seconds, in the order in which they were tried."""
 
     _seconds: list[float] = field(default_factory=list, repr=False)
+    _unshaped: list[float] = field(default_factory=list, repr=False)
     _rate: str = field(default=UNSHAPED, repr=False)
 
     @property
     def iterations(self) -> int:
-        return self.warm_up + self.each + self.steps * (self.each + 1)
+        return self.warm_up + self.each + (self.steps + 1) * (self.each + 1)
 
     def after(self, iteration: int, seconds: float, *, measured: bool) -> str:
         if measured:
             self._seconds.append(seconds)
+            if self._rate == UNSHAPED:
+                self._unshaped.append(seconds)
         if len(self._seconds) == self.each:
             self.tried.append((self._rate, statistics.median(self._seconds)))
             self._seconds.clear()
@@ -109,17 +115,20 @@ class FindRate:
 
     @property
     def unshaped(self) -> float:
-        """Seconds of an iteration on unshaped links."""
-        return self.tried[0][1]
+        """Seconds of an iteration on unshaped links: the median of all that were measured so far."""
+        return statistics.median(self._unshaped)
 
     @property
     def best(self) -> tuple[str, float]:
         """The rate tried, and its seconds, that came nearest to twice the unshaped time."""
-        return min(self.tried[1:], key=lambda each: abs(each[1] / self.unshaped - 2))
+        shaped = [each for each in self.tried if each[0] != UNSHAPED]
+        return min(shaped, key=lambda each: abs(each[1] / self.unshaped - 2))
 
     def _next(self) -> str:
         if len(self.tried) == 1:
             return self.start
+        if len(self.tried) > self.steps:
+            return UNSHAPED
         rate, seconds = self.tried[-1]
         bits = next_guess(bits_per_second(rate), seconds, self.unshaped)
         return f"{max(bits, 1e6) / 1e6:.1f}mbit"

@@ -161,7 +161,12 @@ def _bytes(table: Sequence[Row]) -> str:
 
 def _quality(runs: Sequence[Run]) -> str:
     drifts = [(abs(value), value, run, rate) for run in runs for rate, value in drift(run).items()]
-    lines = [f"- {run.variant}, block {run.block}: {run.techniques or 'not said'}" for run in runs if run.block == 0]
+    first = {run.variant: run for run in reversed(runs)}
+    lines = [
+        f"- {run.variant}: `{' '.join(run.flags) or 'no flags of ours'}`: {run.techniques or 'not said'}."
+        for run in runs
+        if run is first[run.variant]
+    ]
     if drifts:
         _, value, run, rate = max(drifts, key=lambda each: each[0])
         lines.append(

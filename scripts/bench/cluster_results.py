@@ -163,7 +163,7 @@ def drift(run: Run) -> dict[str, float]:
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:
-    """Whether runs of one variant, model and layout computed the very same losses, as the same seed and data promise."""
+    """Whether runs of one variant, model and layout computed the very same losses: seed and data are the same."""
     known: dict[tuple[str, str, str], dict[int, float]] = {}
     agree = True
     for run in runs:

@@ -160,17 +160,11 @@ def train(
         for host, stream in enumerate(streams):
             # The last rank of the last host is the one that logs; its lines are wanted at once, not at the next poll.
             output = subprocess.PIPE if host == layout.hosts - 1 else stream
-            processes.append(
-                network.popen(
-                    host,
-                    _torchrun(layout, host, network.address(0), flags),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(),
-                    cwd=_ROOT,
-                )  # fmt: skip
-            )
+            process = network.popen(
+                host, _torchrun(layout, host, network.address(0), flags), stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, env=_environment(), cwd=_ROOT,
+            )  # fmt: skip
+            processes.append(process)
         _follow(processes, streams[-1], follower, deadline, logs)
     finally:
         network.kill()
