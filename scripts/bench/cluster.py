@@ -8,7 +8,7 @@
 
 One host for each pipeline stage of each replica, torchrun on every one, vanilla and ours in turn with the same seed and
 data, in alternating blocks. A run is one variant: the rate of all links is changed while it trains, once through all
-rates and back. Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes root, `ip` and `tc`. What
+rates and back; a variant that chooses by the links when it starts (--dp-compression-stages auto) gets a run per rate. Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes root, `ip` and `tc`. What
 follows -- is added to the flags of all variants but vanilla.
 """  # noqa: E501
 
@@ -48,7 +48,7 @@ from cluster_network import (
     network,
     why_not,
 )
-from cluster_plan import FindRate, Plan, Sweep
+from cluster_plan import FindRate, Plan, Sweep, plans
 from cluster_report import LossRun, load, save
 from cluster_run import Iteration, Run, RunFailed, train
 
@@ -56,6 +56,8 @@ from optimus_cc_ext.data import DataError, PreparedData, prepare
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVALUATION_ITERATIONS = 20
+_SCHEDULE_ITERATIONS = 200
+"""Of the learning rate where times are compared: runs differ in length, and their losses should not by that."""
 
 
 class _Interrupted(BaseException):
@@ -197,11 +199,13 @@ class _Bench:
         for block in range(first, first + options.blocks):
             # There and back, so that a drift of the machine's speed weighs on all variants alike.
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
-                plan = Sweep(options.rates, each=options.iterations, cycles=options.cycles, warm_up=options.warm_up)
                 ranks = self._ranks(MODELS[name])
-                run = self._train(hosts, name, layout, variant, ranks, plan, f"block{block}", block=block)
-                self.runs.append(run)
-                self._save()
+                flags = variant_flags(variant, layout, ranks, self.further)
+                much = {"each": options.iterations, "cycles": options.cycles, "warm_up": options.warm_up}
+                for plan in plans(flags, options.rates, **much):
+                    label = f"block{block}" + (f"-{plan.rates[0]}" if len(plan.rates) == 1 else "")
+                    self.runs.append(self._train(hosts, name, layout, variant, ranks, plan, label, block=block))
+                    self._save()
 
     def find_rate(self, hosts: Network, name: str, layout: Layout) -> None:
         """Print the rate at which half of vanilla's time is exposed communication."""
@@ -245,7 +249,7 @@ class _Bench:
         ours = variant_flags(variant, layout, ranks, self.further)
         shared = megatron_flags(
             model, layout, self._data(model), iterations=plan.iterations, seed=options.seed,
-            evaluation_iterations=evaluations,
+            decay_iterations=options.loss_iterations or _SCHEDULE_ITERATIONS, evaluation_iterations=evaluations,
         )  # fmt: skip
         print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
         run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours)

@@ -180,10 +180,18 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
 
 
 def megatron_flags(
-    model: Model, layout: Layout, data: PreparedData, *, iterations: int, seed: int, evaluation_iterations: int = 0
+    model: Model,
+    layout: Layout,
+    data: PreparedData,
+    *,
+    iterations: int,
+    decay_iterations: int,
+    seed: int,
+    evaluation_iterations: int = 0,
 ) -> list[str]:
     """The flags that all variants share. No dropout: what differs between the losses is the compression.
 
+    `decay_iterations`: length of the learning rate's schedule; the same for all runs whose losses are compared.
     `evaluation_iterations`: global batches of the one validation, after the last iteration; 0: none.
     """
     flags = f"""
@@ -195,7 +203,8 @@ def megatron_flags(
         --micro-batch-size {model.micro_batch}
         --global-batch-size {model.micro_batch * model.micro_batches * layout.replicas}
         --train-iters {iterations} --seed {seed} --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine
-        --lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
+        --lr-decay-iters {decay_iterations} --lr-warmup-fraction 0.1
+        --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
         --eval-interval {iterations} --eval-iters {evaluation_iterations} --split 90,10,0 --num-workers 0
         --tokenizer-type HuggingFaceTokenizer --log-interval 1 --timing-log-level 0
     """

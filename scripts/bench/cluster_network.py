@@ -213,7 +213,8 @@ def network(hosts: int) -> Iterator[Network]:
         made.build()
         yield made
     finally:
-        made.remove()
+        with _undisturbed():
+            made.remove()
 
 
 def left_behind() -> list[str]:
@@ -231,6 +232,16 @@ def clean() -> list[str]:
     names = left_behind()
     _remove(names)
     return names
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals wait: a second Ctrl-C, or one at the very end, must not end the cleaning up. It has its own limits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _all_names() -> list[tuple[str, int | None]]:

@@ -11,14 +11,17 @@ from typing import Protocol
 
 from cluster_network import UNSHAPED, bits_per_second
 
-__all__ = ["FindRate", "Plan", "Sweep", "next_guess", "rate_list"]
+__all__ = ["FindRate", "Plan", "Sweep", "next_guess", "plans", "rate_list"]
 
 
 class Plan(Protocol):
     """What a run asks after each iteration."""
 
     warm_up: int
-    """Iterations at the beginning that are not measured, on unshaped links."""
+    """Iterations at the beginning that are not measured."""
+
+    initial: str
+    """The rate from before the run starts until its warm-up is over."""
 
     @property
     def iterations(self) -> int:
@@ -30,7 +33,9 @@ class Plan(Protocol):
         ...
 
 
-def rate_list(rates: Sequence[str], *, each: int, cycles: int, warm_up: int) -> list[str]:
+def rate_list(
+    rates: Sequence[str], *, each: int, cycles: int, warm_up: int, initial: str = UNSHAPED
+) -> list[str]:  # fmt: skip
     """The rate of each iteration of a run: `each` measured ones and a first that is not, rate after rate.
 
     Every other cycle goes backwards, so that a drift of the machine's speed weighs on all rates alike.
@@ -38,7 +43,7 @@ def rate_list(rates: Sequence[str], *, each: int, cycles: int, warm_up: int) -> 
     ordered: list[str] = []
     for cycle in range(cycles):
         ordered += rates if cycle % 2 == 0 else reversed(rates)
-    segments: list[str] = [UNSHAPED] * warm_up
+    segments: list[str] = [initial] * warm_up
     for rate in ordered:
         # No iteration is lost where the rate stays.
         switched = not segments or segments[-1] != rate
@@ -56,10 +61,13 @@ class Sweep:
 
     cycles: int = 2
     warm_up: int = 2
+    initial: str = UNSHAPED
     _list: list[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._list = rate_list(self.rates, each=self.each, cycles=self.cycles, warm_up=self.warm_up)
+        self._list = rate_list(
+            self.rates, each=self.each, cycles=self.cycles, warm_up=self.warm_up, initial=self.initial
+        )
 
     @property
     def iterations(self) -> int:
@@ -68,6 +76,19 @@ class Sweep:
     def after(self, iteration: int, seconds: float, *, measured: bool) -> str:
         del seconds, measured
         return self._list[min(iteration, len(self._list) - 1)]
+
+
+def plans(
+    flags: Sequence[str], rates: Sequence[str], *, each: int, cycles: int, warm_up: int
+) -> list[Sweep]:  # fmt: skip
+    """The runs that measure one variant: a single one for all rates, unless its flags let it choose by the links.
+
+    What chooses at the start of a run (`--dp-compression-stages auto`) has to find the rate that it is measured at:
+    it gets a run for each rate, with as many measured iterations.
+    """
+    if "auto" in flags:
+        return [Sweep([rate], each=each * cycles, cycles=1, warm_up=warm_up, initial=rate) for rate in rates]
+    return [Sweep(rates, each=each, cycles=cycles, warm_up=warm_up)]
 
 
 def next_guess(bits: float, seconds: float, unshaped: float) -> float:
@@ -91,6 +112,7 @@ class FindRate:
     each: int
     steps: int = 4
     warm_up: int = 2
+    initial: str = UNSHAPED
     tried: list[tuple[str, float]] = field(default_factory=list)
     """Rate and median seconds, in the order in which they were tried."""
 

@@ -40,13 +40,14 @@ def save(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses
     """Write JSON, tables and plots of what there is so far; return the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     table = rows(runs)
+    machine = _machine()
     content = {
-        "format": _FORMAT, "machine": _machine(), "arguments": dict(arguments),
+        "format": _FORMAT, "machine": machine, "arguments": dict(arguments),
         "rows": [asdict(row) for row in table], "losses": [asdict(loss) for loss in losses],
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip
     _replace(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
-    text = markdown(content["machine"], arguments, runs, table, losses)
+    text = markdown(machine, arguments, runs, table, losses)
     _replace(folder / MARKDOWN_NAME, text)
     if any(row.rate != UNSHAPED for row in table):
         # Here, not above: matplotlib takes a second, which --help and bad input need not wait for.
@@ -106,7 +107,7 @@ def markdown(
 def _times(table: Sequence[Row]) -> str:
     lines = [
         "| rate | variant | s/iteration (quartiles) | exposed s | over vanilla (blocks) | recovered (blocks) | bound"
-        " | recovered of bound | last loss |",
+        " | recovered of bound | loss |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
@@ -117,7 +118,7 @@ def _times(table: Sequence[Row]) -> str:
             f" n={seconds.count}) | {_number(row.exposed, '.2f')}"
             f" | {_number(row.to_vanilla, '.3f')}{_blocks(row.to_vanilla_by_block, '.3f')}"
             f" | {_number(row.recovered, '.1%')}{_blocks(row.recovered_by_block, '.1%')}"
-            f" | {_number(row.bound, '.1%')} | {_number(of_bound, '.0%')} | {row.last_loss:.4f} |"
+            f" | {_number(row.bound, '.1%')} | {_number(of_bound, '.0%')} | {row.loss:.4f} (of {row.loss_iteration}) |"
         )
     remarks = _compare_fixed_stages(table)
     return "\n".join([*lines, "", *remarks, *([""] if remarks else [])])

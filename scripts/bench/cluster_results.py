@@ -63,7 +63,10 @@ class Row:
     retransmitted: float
     """TCP segments an iteration of all hosts."""
 
-    last_loss: float
+    loss: float
+    """Training loss of the last iteration that all runs of this model and layout have."""
+
+    loss_iteration: int
 
 
 def spread(seconds: Sequence[float]) -> Spread:
@@ -109,6 +112,7 @@ def _group(runs: Sequence[Run]) -> list[Row]:
         for each in run.iterations:
             if each.measured:
                 cells.setdefault((run.variant, each.rate), []).append((run, each))
+    common = min(len(run.iterations) for run in runs)
     medians = {key: spread([each.seconds for _, each in cell]).median for key, cell in cells.items()}
     by_block = {key: _by_block(cell) for key, cell in cells.items()}
     payloads = {key: _mean_by_host([each.payload for _, each in cell]) for key, cell in cells.items()}
@@ -138,7 +142,7 @@ def _group(runs: Sequence[Run]) -> list[Row]:
             payload_by_host=payloads[key], sent_by_host=_mean_by_host([each.sent for _, each in cell]),
             traffic=traffic, kernel_to_metrics=sum(payloads[key]) / counted if counted else None,
             retransmitted=statistics.mean(each.retransmitted for _, each in cell),
-            last_loss=cell[0][0].iterations[-1].loss,
+            loss=cell[0][0].iterations[common - 1].loss, loss_iteration=common,
         )  # fmt: skip
 
     variants = list(dict.fromkeys(variant for variant, _ in cells))
@@ -163,11 +167,14 @@ def drift(run: Run) -> dict[str, float]:
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:
-    """Whether runs of one variant, model and layout computed the very same losses: seed and data are the same."""
-    known: dict[tuple[str, str, str], dict[int, float]] = {}
+    """Whether runs that do the same computed the very same losses: seed and data are the same.
+
+    What is switched on is part of it: a variant that chooses by the links does not choose the same everywhere.
+    """
+    known: dict[tuple[str, ...], dict[int, float]] = {}
     agree = True
     for run in runs:
-        losses = known.setdefault((run.model, run.layout, run.variant), {})
+        losses = known.setdefault((run.model, run.layout, run.variant, run.techniques), {})
         for each in run.iterations:
             agree &= losses.setdefault(each.number, each.loss) == each.loss
     return agree

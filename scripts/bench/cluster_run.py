@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from cluster_model import Layout  # also puts the checkout on the path
-from cluster_network import INTERFACE, UNSHAPED, Counters, Network
+from cluster_network import INTERFACE, Counters, Network
 from cluster_plan import Plan
 
 from optimus_cc_ext.quickstart.log_lines import Progress, failure_reason, parse_progress, parse_techniques
@@ -152,7 +152,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"host{host}.txt" for host in range(layout.hosts)]
     run.log = str(logs[-1])
-    network.set_rate(UNSHAPED)
+    network.set_rate(plan.initial)
     follower = _Follower(run, network, plan, on_iteration)
     streams: list[IO[bytes]] = [log.open("wb") for log in logs]
     processes: list[subprocess.Popen[bytes]] = []
@@ -167,9 +167,12 @@ def train(
             processes.append(process)
         _follow(processes, streams[-1], follower, deadline, logs)
     finally:
+        for process in processes:
+            # It may not have entered its host yet, where `network.kill` looks for it.
+            process.kill()
         network.kill()
         for process in processes:
-            process.wait()
+            process.wait(_GRACE_SECONDS)
             if process.stdout is not None:
                 process.stdout.close()
         for stream in streams:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(BENCH))  # its modules import each other by name, as a sc
 import cluster_network  # noqa: E402
 from cluster_model import MODELS, PAPER, Layout, parse_layout, proportions, variant_flags  # noqa: E402
 from cluster_network import Counters, bits_per_second, living_owners, network, tbf_options  # noqa: E402
-from cluster_plan import FindRate, Plan, Sweep, next_guess, rate_list  # noqa: E402
+from cluster_plan import FindRate, Plan, Sweep, next_guess, plans, rate_list  # noqa: E402
 from cluster_report import LossRun, load, save  # noqa: E402
 from cluster_results import bound_seconds, drift, losses_agree, rows, share_recovered  # noqa: E402
 from cluster_run import Iteration, Run, parse_traffic  # noqa: E402
@@ -111,6 +111,15 @@ def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_
     assert counted == ["8mbit"] * 2 + ["none"] * 4 + ["8mbit"] * 2
 
 
+def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> None:
+    much = {"each": 3, "cycles": 2, "warm_up": 1}
+    [run] = plans(["--optimus-cc"], ["8mbit", "none"], **much)
+    assert run.initial == "none" and run.rates == ["8mbit", "none"]
+    chosen = plans(["--dp-compression-stages", "auto"], ["8mbit", "none"], **much)
+    assert [(run.initial, run.iterations) for run in chosen] == [("8mbit", 7), ("none", 7)]
+    assert _counted(chosen[0], lambda rate: 1.0) == ["8mbit"] * 6
+
+
 def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
     plan = FindRate("10mbit", each=2, steps=4)
     # 2 s of computation, 100 Mbit that nothing hides.
@@ -126,7 +135,7 @@ def test_a_step_of_the_search_is_bounded_where_nothing_is_exposed() -> None:
 
 def _counted(plan: Plan, seconds: Callable[[str], float]) -> list[str]:
     """The rate of each iteration that counts, as a run goes through them."""
-    rate, switched, counted = "none", False, []
+    rate, switched, counted = plan.initial, False, []
     for iteration in range(1, plan.iterations + 1):
         measured = iteration > plan.warm_up and not switched
         if measured:
