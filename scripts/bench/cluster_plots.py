@@ -82,7 +82,7 @@ def _recovered(table: Sequence[Row], colours: dict[str, str], title: str) -> Fig
     axes.set_xticks(range(len(rates)), [_named(rate) for rate in rates])
     axes.set_xlabel("rate of every link, both ways; dots: single blocks")
     axes.set_ylabel("%")
-    axes.legend(frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     return figure
 
 
@@ -93,6 +93,8 @@ def _bytes(table: Sequence[Row], title: str) -> Figure:
     bottoms = [0.0] * len(rows)
     for name, colour in _CLASSES.items():
         heights = [row.traffic.get(name, (0.0, 0.0))[0] / 1e6 for row in rows]
+        if not any(heights):
+            continue
         axes.bar(range(len(rows)), heights, 0.6, bottom=bottoms, color=colour, label=name)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     payload = [sum(row.payload_by_host) / 1e6 for row in rows]

@@ -8,7 +8,17 @@ from cluster_model import VANILLA
 from cluster_network import UNSHAPED, bits_per_second
 from cluster_run import Iteration, Run
 
-__all__ = ["Row", "Spread", "bound_seconds", "drift", "losses_agree", "ratio_to_vanilla", "rows", "share_recovered"]
+__all__ = [
+    "Row",
+    "Spread",
+    "bound_seconds",
+    "drift",
+    "kernel_to_metrics",
+    "losses_agree",
+    "ratio_to_vanilla",
+    "rows",
+    "share_recovered",
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,8 @@ class Row:
 
     to_vanilla_by_block: dict[int, float]
     payload_by_host: list[float]
-    """Bytes an iteration by the kernel's counters, without Ethernet, IP and TCP headers."""
+    """Bytes an iteration by the kernel's counters, without Ethernet, IP and TCP headers: medians, because a log line
+    that is read late moves bytes from one iteration to the next."""
 
     sent_by_host: list[float]
     """The same with them."""
@@ -58,7 +69,7 @@ class Row:
     """Class to (sent, raw) bytes an iteration of all ranks, by the metrics."""
 
     kernel_to_metrics: float | None
-    """Payload of all hosts over the metrics' sum."""
+    """Payload of all hosts over the metrics' sum, in all iterations of these runs but their first ones."""
 
     retransmitted: float
     """TCP segments an iteration of all hosts."""
@@ -115,7 +126,7 @@ def _group(runs: Sequence[Run]) -> list[Row]:
     common = min(len(run.iterations) for run in runs)
     medians = {key: spread([each.seconds for _, each in cell]).median for key, cell in cells.items()}
     by_block = {key: _by_block(cell) for key, cell in cells.items()}
-    payloads = {key: _mean_by_host([each.payload for _, each in cell]) for key, cell in cells.items()}
+    payloads = {key: _median_by_host([each.payload for _, each in cell]) for key, cell in cells.items()}
 
     def row(variant: str, rate: str) -> Row:
         key, vanilla, unshaped = (variant, rate), (VANILLA, rate), (VANILLA, UNSHAPED)
@@ -130,7 +141,6 @@ def _group(runs: Sequence[Run]) -> list[Row]:
                 bound = bound_seconds(exposed, payloads[vanilla], payloads[key]) / exposed
             recovered_by_block = _shares(by_block[vanilla], by_block[key], by_block[unshaped])
         traffic = _mean_traffic([each.traffic for _, each in cell])
-        counted = sum(sent for sent, _ in traffic.values())
         return Row(
             model=cell[0][0].model, layout=cell[0][0].layout, variant=variant, rate=rate,
             techniques=cell[0][0].techniques,
@@ -139,8 +149,8 @@ def _group(runs: Sequence[Run]) -> list[Row]:
             recovered=recovered, recovered_by_block=recovered_by_block, bound=bound,
             to_vanilla=medians[key] / medians[vanilla] if compared else None,
             to_vanilla_by_block=ratio_to_vanilla(by_block[vanilla], by_block[key]) if compared else {},
-            payload_by_host=payloads[key], sent_by_host=_mean_by_host([each.sent for _, each in cell]),
-            traffic=traffic, kernel_to_metrics=sum(payloads[key]) / counted if counted else None,
+            payload_by_host=payloads[key], sent_by_host=_median_by_host([each.sent for _, each in cell]),
+            traffic=traffic, kernel_to_metrics=kernel_to_metrics({id(run): run for run, _ in cell}.values()),
             retransmitted=statistics.mean(each.retransmitted for _, each in cell),
             loss=cell[0][0].iterations[common - 1].loss, loss_iteration=common,
         )  # fmt: skip
@@ -164,6 +174,13 @@ def drift(run: Run) -> dict[str, float]:
         if half:
             found[rate] = statistics.median(seconds[-half:]) / statistics.median(seconds[:half]) - 1
     return found
+
+
+def kernel_to_metrics(runs: Iterable[Run]) -> float | None:
+    """Payload by the kernel over bytes by the metrics, the first iterations, which make the connections, left out."""
+    counted = [each for run in runs for each in run.iterations[1:] if each.traffic]
+    metrics = sum(sent for each in counted for sent, _ in each.traffic.values())
+    return sum(sum(each.payload) for each in counted) / metrics if metrics else None
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:
@@ -198,8 +215,8 @@ def _shares(
     return {block: share for block, share in shares.items() if share is not None}
 
 
-def _mean_by_host(values: Sequence[Sequence[int]]) -> list[float]:
-    return [statistics.mean(host) for host in zip(*values, strict=True)]
+def _median_by_host(values: Sequence[Sequence[int]]) -> list[float]:
+    return [statistics.median(host) for host in zip(*values, strict=True)]
 
 
 def _mean_traffic(counted: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
