@@ -92,7 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
     much.add_argument("--blocks", type=int, default=2, help="how often all variants take their turn (%(default)s)")
     much.add_argument("--iterations", type=int, default=3, help="measured at a rate in a cycle (%(default)s)")
     much.add_argument("--cycles", type=int, default=2, help="through the rates, there and back, in a run (%(default)s)")
-    much.add_argument("--warm-up", type=int, default=2, help="iterations of a run that do not count (%(default)s)")
+    much.add_argument(
+        "--warm-up", type=int, default=3,
+        help="iterations of a run that do not count (%(default)s: the third holds the package's own measuring)",
+    )  # fmt: skip
     much.add_argument("--timeout", type=float, default=30.0, metavar="MINUTES", help="for one run (%(default)g)")
     much.add_argument("--seed", type=int, default=1234)
     other = parser.add_argument_group("instead of a sweep")

@@ -60,7 +60,7 @@ class Sweep:
     """Measured iterations at a rate in a cycle."""
 
     cycles: int = 2
-    warm_up: int = 2
+    warm_up: int = 3
     initial: str = UNSHAPED
     _list: list[str] = field(init=False, repr=False)
 
@@ -111,7 +111,7 @@ class FindRate:
     start: str
     each: int
     steps: int = 4
-    warm_up: int = 2
+    warm_up: int = 3
     initial: str = UNSHAPED
     tried: list[tuple[str, float]] = field(default_factory=list)
     """Rate and median seconds, in the order in which they were tried."""

@@ -168,6 +168,11 @@ def _quality(runs: Sequence[Run]) -> str:
         for run in runs
         if run is first[run.variant]
     ]
+    for run in runs:
+        rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
+        lines += [
+            f"- {run.variant}, block {run.block}, {rates}: {said}." for said in run.forecast if "auto" in run.flags
+        ]
     if drifts:
         _, value, run, rate = max(drifts, key=lambda each: each[0])
         lines.append(

@@ -29,6 +29,8 @@ _GRACE_SECONDS = 30.0
 _FAILED_GRACE_SECONDS = 3.0
 _TAIL_LINES = 30
 _TRAFFIC = "optimus-cc traffic per iteration | "
+_OURS = "optimus-cc: "
+_FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
 _TRAFFIC_PART = re.compile(r"(?P<name>[^|:]+): (?P<sent>[\d.]+) of (?P<raw>[\d.]+) MB")
 
 
@@ -76,6 +78,9 @@ class Run:
 
     techniques: str = ""
     """What the hooks said is switched on."""
+
+    forecast: list[str] = field(default_factory=list)
+    """What the package said it measured, chose and expects."""
 
     iterations: list[Iteration] = field(default_factory=list)
     validation_loss: float | None = None
@@ -177,7 +182,7 @@ def train(
                 process.stdout.close()
         for stream in streams:
             stream.close()
-    run.techniques = _techniques(logs)
+    run.techniques, run.forecast = _said(logs)
     run.seconds = time.monotonic() - started
     return run
 
@@ -259,9 +264,8 @@ def _lines(log: Path) -> list[str]:
     return log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _techniques(logs: Sequence[Path]) -> str:
-    for log in logs:
-        for line in _lines(log):
-            if found := parse_techniques(line):
-                return found
-    return ""
+def _said(logs: Sequence[Path]) -> tuple[str, list[str]]:
+    """The techniques, and the lines of the forecast, which the first rank prints."""
+    lines = [line for log in logs for line in _lines(log)]
+    techniques = next((found for line in lines if (found := parse_techniques(line))), "")
+    return techniques, [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
