@@ -198,7 +198,8 @@ class _Bench:
     def sweep(self, hosts: Network, name: str, layout: Layout) -> None:
         """All variants in alternating blocks, all rates in each run."""
         options = self.options
-        first = 1 + max((run.block for run in self.runs), default=-1)
+        earlier = [run.block for run in self.runs if (run.model, run.layout) == (name, str(layout))]
+        first = 1 + max(earlier, default=-1)
         for block in range(first, first + options.blocks):
             # There and back, so that a drift of the machine's speed weighs on all variants alike.
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
