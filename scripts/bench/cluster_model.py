@@ -1,0 +1,217 @@
+"""What is trained: models whose traffic has a large model's proportions, layouts, and the variants to compare."""
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside this script, installed or not
+
+from optimus_cc_ext.data import PreparedData
+
+__all__ = [
+    "MODELS", "PAPER", "VANILLA", "VARIANTS", "Layout", "Model", "Proportions", "compression_ranks", "megatron_flags",
+    "parse_layout", "proportions", "variant_flags",
+]  # fmt: skip
+
+VANILLA = "vanilla"
+_LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)")
+_PAPERS_SHARE_OF_STAGES = 0.75
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """How the ranks are arranged. The tensor-parallel ranks of one stage and replica share a host and its loopback."""
+
+    tensor: int
+    stages: int
+    replicas: int
+
+    @property
+    def hosts(self) -> int:
+        """One for each stage of each replica."""
+        return self.stages * self.replicas
+
+    def __str__(self) -> str:
+        tensor = f"tp{self.tensor}" if self.tensor > 1 else ""
+        return f"{tensor}pp{self.stages}dp{self.replicas}"
+
+
+def parse_layout(text: str) -> Layout:
+    """Read a layout such as pp2dp2 or tp2pp4dp2.
+
+    Raises:
+        ValueError: not a layout, or one whose single host has nobody to talk to.
+    """
+    match = _LAYOUT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a layout. Give [tpT]ppPdpD, such as pp4dp2 or tp2pp2dp2")
+    layout = Layout(int(match["tp"] or 1), int(match["pp"]), int(match["dp"]))
+    if layout.hosts < 2:
+        raise ValueError(f"{text!r}: a single host has no links. Give at least two stages or two replicas")
+    return layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT with tied embeddings, and its batch. Layers are given per stage, so that depth follows the layout."""
+
+    layers_per_stage: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    """Tokens of the tokenizer; Megatron pads to a multiple of 128 for each tensor-parallel rank."""
+
+    micro_batch: int
+    """Sequences in a micro-batch."""
+
+    micro_batches: int
+    """Micro-batches of each replica in an iteration."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one replica in an iteration."""
+        return self.sequence * self.micro_batch * self.micro_batches
+
+
+# The micro-batches are chosen so that DP gradients are 8 times the forward activations: see `proportions`.
+MODELS: Mapping[str, Model] = {
+    "tiny": Model(
+        layers_per_stage=1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4,
+    ),
+    "small": Model(
+        layers_per_stage=4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=2, micro_batches=6,
+    ),
+    "deep": Model(
+        layers_per_stage=8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6,
+    ),
+    "wide": Model(
+        layers_per_stage=4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """Values that one rank has to send in an iteration, by what they are, without compression."""
+
+    dp: float
+    """Gradients of a stage's layers, ring all-reduce over the replicas."""
+
+    forward: float
+    """Activations to the next stage."""
+
+    backward: float
+    """Their gradients to the stage before."""
+
+    embedding: float
+    """One copy of the tied embedding, this rank's part."""
+
+    embedding_share: float
+    """The same over what a stage's layers hold."""
+
+    @property
+    def dp_to_forward(self) -> float:
+        """How many times the pipeline's forward traffic the gradients are; NaN without a pipeline."""
+        return self.dp / self.forward if self.forward else math.nan
+
+    def __str__(self) -> str:
+        values = {"DP": self.dp, "forward": self.forward, "backward": self.backward, "embedding": self.embedding}
+        said = " : ".join(f"{value / 1e6:.3g} {name}" for name, value in values.items())
+        return (
+            f"millions of values {said}; DP {self.dp_to_forward:.1f} times forward,"
+            f" embedding {100 * self.embedding_share:.1f} % of a stage's layers"
+        )
+
+
+PAPER = Proportions(dp=390e6, forward=50e6, backward=50e6, embedding=20e6, embedding_share=20 / 255)
+"""The 8.3B model at TP8 PP4 DP4 (arXiv 2301.09830), where the tensor-parallel ranks share the work of sending an
+activation. 18 layers of a stage are 255 M values a rank, and a ring over 4 replicas sends 1.5 times that."""
+
+
+def proportions(model: Model, layout: Layout) -> Proportions:
+    """What the layers' matrices, 12 hidden^2 each layer, and the activations make a rank of a middle stage send.
+
+    Without sequence parallelism every tensor-parallel rank sends the whole activation.
+    """
+    layers = 12 * model.hidden**2 * model.layers_per_stage / layout.tensor
+    activations = float(model.tokens * model.hidden) if layout.stages > 1 else 0.0
+    embedding = model.vocabulary * model.hidden / layout.tensor
+    return Proportions(
+        dp=layers * 2 * (layout.replicas - 1) / layout.replicas,
+        forward=activations,
+        backward=activations,
+        embedding=embedding,
+        embedding_share=embedding / layers,
+    )
+
+
+def compression_ranks(model: Model) -> tuple[int, int]:
+    """(CB's, SC's) in the paper's ratios to the hidden size: 16 and 128 of 3072, rounded up."""
+    return math.ceil(model.hidden / 192), math.ceil(model.hidden / 24)
+
+
+VARIANTS: Mapping[str, str] = {
+    VANILLA: "",
+    "cb": "--compressed-backprop",
+    "fe": "--fused-embedding-sync",
+    "sc": "--dp-compression --dp-compression-stages {papers_stages}",
+    "paper": "--optimus-cc",
+    "all": "--optimus-cc --dp-compression-stages all",
+    "auto": "--optimus-cc --dp-compression-stages auto",
+    "cb-all": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages auto",
+    "everything": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages all",
+}
+"""Name to flags; ranks are added."""
+
+
+def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further: Sequence[str] = ()) -> list[str]:
+    """Our flags of one variant: none for vanilla, whose traffic is still counted; `further` come last and win."""
+    if variant == VANILLA:
+        return []
+    papers_stages = math.ceil(_PAPERS_SHARE_OF_STAGES * layout.stages)
+    techniques = shlex.split(VARIANTS[variant].format(papers_stages=papers_stages))
+    backprop, dp = ranks
+    return [*techniques, "--compressed-backprop-rank", str(backprop), "--dp-compression-rank", str(dp), *further]
+
+
+def megatron_flags(
+    model: Model,
+    layout: Layout,
+    data: PreparedData,
+    *,
+    iterations: int,
+    decay_iterations: int,
+    seed: int,
+    evaluation_iterations: int = 0,
+) -> list[str]:
+    """The flags that all variants share. No dropout: what differs between the losses is the compression.
+
+    `decay_iterations`: length of the learning rate's schedule; the same for all runs whose losses are compared.
+    `evaluation_iterations`: global batches of the one validation, after the last iteration; 0: none.
+    """
+    flags = f"""
+        --tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.stages}
+        --num-layers {model.layers_per_stage * layout.stages}
+        --hidden-size {model.hidden} --num-attention-heads {model.heads}
+        --seq-length {model.sequence} --max-position-embeddings {model.sequence}
+        --hidden-dropout 0 --attention-dropout 0
+        --micro-batch-size {model.micro_batch}
+        --global-batch-size {model.micro_batch * model.micro_batches * layout.replicas}
+        --train-iters {iterations} --seed {seed} --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine
+        --lr-decay-iters {decay_iterations} --lr-warmup-fraction 0.1
+        --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
+        --eval-interval {iterations} --eval-iters {evaluation_iterations} --split 90,10,0 --num-workers 0
+        --tokenizer-type HuggingFaceTokenizer --log-interval 1 --timing-log-level 0
+    """
+    paths = {
+        "--data-path": data.data_prefix,
+        "--tokenizer-model": data.tokenizer_dir,
+        # Which sequence comes when: part of the prepared data, and replaced with it.
+        "--data-cache-path": data.data_prefix.parent / "cache",
+    }
+    return shlex.split(flags) + [word for flag, path in paths.items() for word in (flag, str(path))]

@@ -1,0 +1,436 @@
+"""scripts/bench/cluster.py: its arithmetic, its network, and the smallest cluster that trains.
+
+Network namespaces take root, and the training runs take most of a minute, so they come with --full only.
+"""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.shell_scripts import ROOT
+
+BENCH = ROOT / "scripts/bench"
+sys.path.insert(0, str(BENCH))  # its modules import each other by name, as a script's do
+
+import cluster_network  # noqa: E402
+from cluster_model import MODELS, PAPER, Layout, parse_layout, proportions, variant_flags  # noqa: E402
+from cluster_network import Counters, bits_per_second, living_owners, network, tbf_options  # noqa: E402
+from cluster_plan import FindRate, Plan, Sweep, next_guess, plans, rate_list  # noqa: E402
+from cluster_report import LossRun, load, save  # noqa: E402
+from cluster_results import bound_seconds, drift, losses_agree, rows, share_recovered  # noqa: E402
+from cluster_run import Iteration, Run, parse_traffic  # noqa: E402
+
+needs_namespaces = pytest.mark.skipif(cluster_network.why_not() is not None, reason=str(cluster_network.why_not()))
+
+# Proportions
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(1, 4, 2)], ids=str)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "tiny"])
+def test_the_models_have_the_papers_proportions(name: str, layout: Layout) -> None:
+    found = proportions(MODELS[name], layout)
+    # A micro-batch more or less is 1 part in 6.
+    assert found.dp_to_forward == pytest.approx(PAPER.dp_to_forward, rel=0.1)
+    assert found.embedding_share <= 0.10
+
+
+def test_proportions_follow_from_the_layers_and_the_tokens() -> None:
+    found = proportions(MODELS["small"], Layout(1, 2, 4))
+    assert found.dp == 12 * 256**2 * 4 * 1.5, "a ring over 4 sends 2 x 3/4 of the gradients"
+    assert found.forward == found.backward == 128 * 2 * 6 * 256
+    assert found.embedding == 1024 * 256
+    halved = proportions(MODELS["small"], Layout(2, 2, 4))
+    assert (halved.dp, halved.forward, halved.embedding) == (found.dp / 2, found.forward, found.embedding / 2)
+    assert proportions(MODELS["small"], Layout(1, 2, 1)).dp == 0
+    assert math.isnan(proportions(MODELS["small"], Layout(1, 1, 2)).dp_to_forward)
+
+
+def test_a_layout_is_read_and_a_single_host_refused() -> None:
+    assert parse_layout("pp4dp2") == Layout(1, 4, 2) and parse_layout("tp2pp2dp2") == Layout(2, 2, 2)
+    assert str(parse_layout("tp2pp2dp2")) == "tp2pp2dp2" and parse_layout("tp2pp2dp2").hosts == 4
+    for text in ("pp1dp1", "dp2pp2", "pp0dp2", "tp2pp1dp1"):
+        with pytest.raises(ValueError, match=text):
+            parse_layout(text)
+
+
+def test_vanilla_has_no_flags_of_ours_and_what_is_added_comes_last() -> None:
+    assert variant_flags("vanilla", Layout(1, 2, 2), (2, 11), ["--no-compression-metrics"]) == []
+    flags = variant_flags("sc", Layout(1, 4, 2), (2, 11), ["--dp-compression-rank", "7"])
+    assert flags[flags.index("--dp-compression-stages") + 1] == "3", "three quarters of four"
+    assert flags[-2:] == ["--dp-compression-rank", "7"]
+
+
+# Log lines and counters
+
+
+def test_the_metrics_line_is_read_as_bytes() -> None:
+    line = "  optimus-cc traffic per iteration | pipeline backward: 0.099 of 0.131 MB (75.3 %)"
+    line += " | DP gradients: 1.500 of 12.000 MB (12.5 %)"
+    assert parse_traffic(line) == {
+        "pipeline backward": (pytest.approx(99e3), pytest.approx(131e3)),
+        "DP gradients": (pytest.approx(1.5e6), pytest.approx(12e6)),
+    }
+    assert parse_traffic("  optimus-cc traffic per iteration | none") == {}
+    assert parse_traffic(" [2026-01-01] iteration 3/ 8 | lm loss: 6.1 |") is None
+
+
+def test_framing_is_taken_off_once_per_packet() -> None:
+    before, after = Counters(10_000, 20, 1), Counters(10_000 + 3 * 1514 + 5 * 66, 28, 4)
+    sent = after.since(before)
+    assert sent == Counters(3 * 1514 + 5 * 66, 8, 3)
+    assert sent.payload == 3 * 1448, "five acknowledgements carry nothing"
+
+
+def test_a_rate_is_read_and_nonsense_refused() -> None:
+    assert bits_per_second("50mbit") == 50e6 and bits_per_second("2.5gbit") == 2.5e9
+    assert bits_per_second("none") == math.inf
+    for text in ("50", "50mb", "0mbit", "-1mbit", "10kbit", "unlimited"):
+        with pytest.raises(ValueError, match=text):
+            bits_per_second(text)
+    rate, burst = (tbf_options("100mbit")[place] for place in (1, 3))
+    assert rate == "100000000bit" and float(burst) == 100e6 / 8 * 2e-3
+
+
+# Which rate when
+
+
+def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_it_switched() -> None:
+    assert rate_list(["a", "b"], each=2, cycles=2, warm_up=1) == ["none", *"aaa", *"bbb", *"bb", *"aaa"]
+    assert rate_list(["none"], each=3, cycles=1, warm_up=2) == ["none"] * 5
+    plan = Sweep(["8mbit", "none"], each=2, warm_up=2)
+    counted = _counted(plan, lambda rate: 1.0)
+    assert counted == ["8mbit"] * 2 + ["none"] * 4 + ["8mbit"] * 2
+
+
+def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> None:
+    much = {"each": 3, "cycles": 2, "warm_up": 1}
+    [run] = plans(["--optimus-cc"], ["8mbit", "none"], **much)
+    assert run.initial == "none" and run.rates == ["8mbit", "none"]
+    chosen = plans(["--dp-compression-stages", "auto"], ["8mbit", "none"], **much)
+    assert [(run.initial, run.iterations) for run in chosen] == [("8mbit", 7), ("none", 7)]
+    assert _counted(chosen[0], lambda rate: 1.0) == ["8mbit"] * 6
+
+
+def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
+    plan = FindRate("10mbit", each=2, steps=4)
+    # 2 s of computation, 100 Mbit that nothing hides.
+    _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
+    assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
+    assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)
+
+
+def test_a_step_of_the_search_is_bounded_where_nothing_is_exposed() -> None:
+    assert next_guess(80e6, seconds=1.9, unshaped=2) == 20e6
+    assert next_guess(80e6, seconds=50, unshaped=2) == 320e6
+
+
+def _counted(plan: Plan, seconds: Callable[[str], float]) -> list[str]:
+    """The rate of each iteration that counts, as a run goes through them."""
+    rate, switched, counted = plan.initial, False, []
+    for iteration in range(1, plan.iterations + 1):
+        measured = iteration > plan.warm_up and not switched
+        if measured:
+            counted.append(rate)
+        following = plan.after(iteration, seconds(rate), measured=measured)
+        rate, switched = following, following != rate
+    return counted
+
+
+# Shares
+
+
+def test_the_share_recovered_is_of_what_vanilla_loses() -> None:
+    assert share_recovered(10, 6, 5) == pytest.approx(0.8)
+    assert share_recovered(10, 11, 5) == pytest.approx(-0.2), "ours can be slower"
+    assert share_recovered(5, 5, 5) is None
+
+
+def test_the_bound_goes_by_the_busiest_host_of_each() -> None:
+    assert bound_seconds(4, [100, 50], [25, 50]) == 2, "the other host is now the busiest"
+    assert bound_seconds(4, [100, 50], [120, 50]) == 0, "nothing is removed"
+
+
+def test_the_table_says_what_the_runs_say(tmp_path: Path) -> None:
+    runs = [_run("vanilla", 0, {"none": 2, "50mbit": 6}, 100), _run("auto", 0, {"none": 2.1, "50mbit": 4}, 40)]
+    runs += [_run("auto", 1, {"none": 2.1, "50mbit": 3}, 40), _run("vanilla", 1, {"none": 2, "50mbit": 6}, 100)]
+    table = {(row.variant, row.rate): row for row in rows(runs)}
+    ours = table["auto", "50mbit"]
+    assert ours.recovered_by_block == {0: pytest.approx(0.5), 1: pytest.approx(0.75)}
+    assert ours.recovered == pytest.approx(0.625)
+    assert ours.bound == pytest.approx(0.6)
+    assert ours.exposed == pytest.approx(1.5)
+    assert table["auto", "none"].to_vanilla == pytest.approx(1.05) and table["auto", "none"].recovered is None
+    # 40 of payload on each of two hosts, 80 by the metrics.
+    assert ours.kernel_to_metrics == pytest.approx(1) and ours.seconds.count == 4
+    assert losses_agree(runs) and drift(runs[0]) == {"none": 0, "50mbit": 0}
+
+    losses = [LossRun("small", "pp2dp2", "vanilla", None, 9, 5.0, 4.0), LossRun("small", "pp2dp2", "auto", (2, 11), 9, 5.0, 4.1)]  # fmt: skip # noqa: E501
+    text = save(tmp_path, {"seed": 1}, runs, losses)
+    assert "62.5% (50.0%, 75.0%)" in text and "| 2:11 | 9 | 5.0000 | 4.1000 | +2.50% |" in text
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"{name}_small_pp2dp2.png" for name in ("time", "recovered", "bytes")
+    }
+    assert load(tmp_path) == ({"seed": 1}, runs, losses)
+
+
+def test_losses_that_differ_between_blocks_are_noticed() -> None:
+    runs = [_run("vanilla", block, {"none": 2}, 100) for block in (0, 1)]
+    runs[1].iterations[0].loss += 1e-6
+    assert not losses_agree(runs)
+
+
+def _run(variant: str, block: int, seconds: dict[str, float], payload: int) -> Run:
+    """Two iterations at each rate on two hosts."""
+    counted = {"sent": [payload + 66] * 2, "packets": [1, 1], "payload": [payload] * 2, "retransmitted": 0}
+    iterations = [
+        Iteration(number, rate, True, each, 6.0, **counted, traffic={"DP gradients": (2.0 * payload, 200.0)})
+        for number, (rate, each) in enumerate((pair for pair in seconds.items() for _ in range(2)), start=1)
+    ]
+    return Run("small", "pp2dp2", variant, block, [], iterations=iterations)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--rates", "fast"], "'fast' is not a rate"),
+        (["--variants", "vanilla,magic"], "'magic' is none of"),
+        (["--layouts", "pp2"], "'pp2' is not a layout"),
+        (["--hosts", "3"], "an even number of hosts"),
+        (["--ranks-of-interest", "2"], "not a pair of ranks"),
+        (["--blocks", "0"], "give 1 or more"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_the_reason(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cluster
+
+    with pytest.raises(SystemExit, match="2"):
+        cluster.main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_without_root_it_says_so_and_ends_with_status_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import cluster
+
+    monkeypatch.setattr(cluster_network.shutil, "which", lambda command: f"/sbin/{command}")
+    monkeypatch.setattr(cluster_network.os, "geteuid", lambda: 1000)
+    handlers = [(signum, signal.getsignal(signum)) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    try:
+        assert cluster.main(["--output", str(tmp_path / "out")]) == 2
+    finally:
+        for signum, handler in handlers:
+            signal.signal(signum, handler)
+    assert "take root" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+# The network
+
+_RECEIVE = """
+import selectors, socket, sys, time
+server = socket.create_server((sys.argv[1], 5000))
+print("ready", flush=True)
+connections = [server.accept()[0] for _ in range(int(sys.argv[2]))]
+started = time.monotonic()
+with selectors.DefaultSelector() as selector:
+    for connection in connections:
+        selector.register(connection, selectors.EVENT_READ)
+        connection.send(b"!")
+    while selector.get_map():
+        for key, _ in selector.select():
+            if not key.fileobj.recv(1 << 16):
+                selector.unregister(key.fileobj)
+print(time.monotonic() - started)
+"""
+_SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000))
+connection.recv(1)  # all are there
+connection.sendall(bytes(int(sys.argv[2])))
+"""
+_OWNER = """
+import subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+from cluster_network import network
+with network(2) as hosts:
+    print(hosts.popen(1, ["sleep", "60"]).pid, *hosts.hosts, hosts.switch, flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("senders", [[1], [1, 2]], ids=["the sender's link is full", "the receiver's link is full"])
+def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -> None:
+    with network(3) as hosts:
+        hosts.set_rate("40mbit")
+        nbytes = (4 << 20) // len(senders)
+        before = hosts.counters()
+        bits = 8 * (4 << 20) / _transfer(hosts, senders, 0, nbytes)
+        # Framing takes 4 to 5 %, what the buckets let through at once gives 0.5 % back; a busy machine is late.
+        assert 0.5 < bits / 40e6 < 1.0
+        sent = [after.since(b) for after, b in zip(hosts.counters(), before, strict=True)]
+        for sender in senders:
+            # What is lost at the receiver's full link was sent, and is sent again.
+            assert 0.99 < sent[sender].payload / nbytes < (1.01 if len(senders) == 1 else 1.2)
+        assert abs(sent[0].payload) < 0.01 * nbytes and sent[0].sent_packets > 100
+        hosts.set_rate("none")
+        assert 8 * (4 << 20) / _transfer(hosts, [1], 0, 4 << 20) > 100e6
+        names = [hosts.switch, *hosts.hosts]
+    assert not _namespaces() & set(names)
+
+
+@needs_namespaces
+def test_what_a_killed_owner_leaves_the_next_start_removes_and_what_lives_it_leaves_alone() -> None:
+    with network(2) as ours, _owner() as killed, _owner() as living:
+        killed.owner.kill()
+        killed.owner.wait(10)
+        assert set(killed.names) <= _namespaces(), "SIGKILL leaves no time to clean up"
+        assert _runs(killed.process)
+        assert living.owner.pid in living_owners() and killed.owner.pid not in living_owners()
+        cluster_network.clean()
+        assert not _namespaces() & set(killed.names) and not _runs(killed.process)
+        assert set(living.names) | set(ours.hosts) <= _namespaces()
+        living.owner.send_signal(signal.SIGINT)
+        living.owner.wait(10)
+        assert not _namespaces() & set(living.names)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    owner: subprocess.Popen[str]
+    process: int
+    """On its second host."""
+
+    names: list[str]
+    """Of its namespaces."""
+
+
+@contextmanager
+def _owner() -> Iterator[_Owner]:
+    """A process that has a network with two hosts, and a process on the second."""
+    with subprocess.Popen([sys.executable, "-c", _OWNER, str(BENCH)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pid, *names = process.stdout.readline().split()
+            yield _Owner(process, int(pid), names)
+        finally:
+            process.kill()
+
+
+def _transfer(hosts: cluster_network.Network, senders: list[int], receiver: int, nbytes: int) -> float:
+    """Seconds until the receiver has `nbytes` of each sender; they begin together."""
+    address = hosts.address(receiver)
+    command = [sys.executable, "-I", "-S", "-c", _RECEIVE, address, str(len(senders))]
+    with hosts.popen(receiver, command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline()
+        send = [sys.executable, "-I", "-S", "-c", _SEND, address, str(nbytes)]
+        clients = [hosts.popen(sender, send) for sender in senders]
+        seconds = float(server.communicate(timeout=60)[0])
+        assert [client.wait(10) for client in clients] == [0] * len(senders)
+    return seconds
+
+
+def _runs(pid: int) -> bool:
+    """A process that has ended, and that its new parent has not yet asked for, does not run."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _namespaces() -> set[str]:
+    return {path.name for path in Path("/run/netns").glob("optimus-cc-cluster-*")}
+
+
+# Training
+
+
+def _script(output: Path, *arguments: str) -> list[str]:
+    tiny = ["--layouts", "pp2dp1", "--models", "tiny", "--max-mb", "0.5", "--output", str(output)]
+    return [sys.executable, str(BENCH / "cluster.py"), *tiny, *arguments]
+
+
+@needs_namespaces
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_smallest_cluster_counts_the_bytes_that_the_metrics_count(tmp_path: Path) -> None:
+    arguments = ["--rates", "20mbit,none", "--variants", "vanilla,cb", "--blocks", "1", "--iterations", "2"]
+    done = subprocess.run(_script(tmp_path / "out", *arguments), capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out/cluster.json").read_text())["rows"]
+    assert [(row["variant"], row["rate"], row["seconds"]["count"]) for row in found] == [
+        ("vanilla", "none", 4), ("cb", "none", 4), ("vanilla", "20mbit", 4), ("cb", "20mbit", 4),
+    ]  # fmt: skip
+    for row in found:
+        assert row["kernel_to_metrics"] == pytest.approx(1, abs=0.05)
+    vanilla, ours = found[2:]
+    # A tiny iteration sends half a megabyte: 0.1 s at this rate, where it takes half of that without links.
+    assert vanilla["seconds"]["median"] > 1.3 * found[0]["seconds"]["median"]
+    assert sum(ours["payload_by_host"]) < 0.97 * sum(vanilla["payload_by_host"])
+    assert (tmp_path / "out/cluster.md").read_text().count("| 20mbit |") == 2
+
+
+@needs_namespaces
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["SIGINT to the script", "SIGKILL to a rank"])
+def test_an_interrupted_cluster_leaves_nothing_behind(tmp_path: Path, how: str) -> None:
+    arguments = ["--rates", "20mbit,none", "--variants", "vanilla", "--blocks", "1", "--iterations", "1000"]
+    command = _script(tmp_path / "out", *arguments)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
+        try:
+            assert script.stdout is not None
+            for line in script.stdout:
+                if "20mbit" in line and line.split()[0].isdecimal():
+                    break
+            below = psutil.Process(script.pid).children(recursive=True)
+            assert len(below) >= 4, "two torchruns, a rank each"
+            if how.startswith("SIGKILL"):
+                [rank, *_] = [each for each in below if "torch.distributed.run" not in each.cmdline()]
+                rank.kill()
+            else:
+                script.send_signal(signal.Signals[how.split()[0]])
+            output = script.communicate(timeout=60)[0]
+        finally:
+            script.kill()
+    expected = {"SIGINT": 130, "SIGKILL": 1}[how.split()[0]]
+    assert script.returncode == expected, output
+    assert not psutil.wait_procs(below, timeout=5)[1]
+    assert not [name for name in _namespaces() if f"-{script.pid}-" in name]
+    if expected == 1:
+        assert "Signal 9 (SIGKILL)" in output, "the cause, not that the others lost their connection"
+
+
+@needs_namespaces
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_processes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    arguments = ["--rates", "20mbit,none", "--variants", "vanilla", "--blocks", "1", "--iterations", "1000"]
+    with subprocess.Popen(_script(tmp_path / "out", *arguments), stdout=subprocess.PIPE, text=True) as script:
+        try:
+            assert script.stdout is not None
+            for line in script.stdout:
+                if "20mbit" in line and line.split()[0].isdecimal():
+                    break
+            below = psutil.Process(script.pid).children(recursive=True)
+        finally:
+            script.kill()
+    assert len(below) >= 4 and not psutil.wait_procs(below, timeout=10)[1]
+    cleaned = subprocess.run([*_script(tmp_path / "out"), "--clean"], capture_output=True, text=True, timeout=60)
+    assert cleaned.returncode == 0 and f"-cluster-{script.pid}-" in cleaned.stdout
+    assert not [name for name in _namespaces() if f"-{script.pid}-" in name]
