@@ -77,7 +77,7 @@ class Forecaster:
             factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
             if sharded:
                 dense_sum = probe_collective(replicas, device, scattered=True)
-        compress = decompress = 0.0
+        compress = decompress = remember = 0.0
         message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
         ends = session.sending or session.receiving
         if (
@@ -86,7 +86,7 @@ class Forecaster:
             and ends.plan.compresses(Message(0, epilogue=True), gradient.shape)
         ):
             compressed_bytes = ends.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
-            compress, decompress = rehearse_message(ends.plan, gradient, session.link_compressor)
+            compress, decompress, remember = rehearse_message(ends.plan, gradient, session.link_compressor)
         return Measured(
             stage=session.grid.place.stage,
             forward=self._stopwatch.median("forward"),
@@ -98,6 +98,7 @@ class Forecaster:
             compressed_message_bytes=compressed_bytes,
             compress=compress,
             decompress=decompress,
+            remember=remember,
             dense_bytes=sum(buckets.dense_bytes for buckets in session.buckets),
             compressed_bytes=sum(buckets.compressed_bytes for buckets in session.buckets),
             compress_gradients=self._gradients(),

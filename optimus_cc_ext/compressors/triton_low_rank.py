@@ -26,19 +26,13 @@ class TritonLowRank(FastLowRank):
         return launches.project_sum(matrices, None, q, total=None, out=out, scratch=self._scratch)
 
     @torch.no_grad()
-    def project_sum(
-        self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor
-    ) -> Tensor:
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
         large = (matrices, total) if residual is None else (matrices, residual, total)
         r = q.shape[-1]
         if all(launches.supported(t, r) for t in large) and launches.takes_factors(q, r):
-            return launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
-        if residual is None:
-            total.copy_(matrices)
+            launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
         else:
-            # fp32 first: the sum of two 16-bit tensors would be rounded to 16 bits.
-            torch.add(matrices.to(total.dtype), residual, out=total)
-        return self.project(total, q, out=out)
+            super().project_sum(matrices, residual, q, total=total, out=out)
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         n, r = p.shape[-2:]
@@ -62,8 +56,7 @@ class TritonLowRank(FastLowRank):
         if _both_taken(p, q):
             launches.subtract_reconstruction(total, p, q)
         else:
-            arrives = self._scratch.take("arrives", total.shape, p.dtype, total.device)
-            total.sub_(self.reconstruct(p, q, out=arrives))
+            super().subtract_reconstruction(total, p, q)
 
 
 def _both_taken(p: Tensor, q: Tensor) -> bool:

@@ -326,12 +326,9 @@ class SendingLink(Link):
             for name, factor in (("p", p_wire), ("q", q_wire))
         )
         rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
-        if self.plan.config.lazy_error_propagation:
-            matrix = residual.plus(rows, self._scratch)
-        else:
-            matrix = residual.workspace(self._scratch).copy_(rows)
-
-        self._compressor.project(matrix, state.warm_start.value, out=p)
+        matrix = residual.workspace(self._scratch)
+        carried = residual.value if self.plan.config.lazy_error_propagation else None
+        self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
         note_finite(state.finite, p, self._scratch)
         self._compressor.orthogonalize(p, out=p)
         torch.mul(p, wire.scale, out=p_wire)
@@ -344,13 +341,11 @@ class SendingLink(Link):
         state, matrix = message.state, message.matrix
         feedback = self.plan.config.lazy_error_propagation
         if feedback or self._gauge.on:
-            p_wire, q_wire = message.p_wire, message.q_wire
-            arrives = self._scratch.take("arrives", matrix.shape, p_wire.dtype, matrix.device)
-            decompress(self._compressor, p_wire, q_wire, out=arrives)
             self._gauge.note_compressed(matrix)
-            error = matrix.sub_(arrives)
-            self._gauge.note_error(error)
-            self.statistics.error(message.number, error)
+            # What `ReceivingLink` makes of the message, to the bit.
+            self._compressor.subtract_reconstruction(matrix, message.p_wire, message.q_wire)
+            self._gauge.note_error(matrix)
+            self.statistics.error(message.number, matrix)
         if feedback:
             state.residual.write(matrix)
         q = message.q
@@ -397,19 +392,10 @@ class ReceivingLink(Link):
             wire = self.plan.wire(gradient.shape, gradient.dtype)
             p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
             with self._gauge.timed(gradient.device):
-                decompress(self._compressor, p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
+                self._compressor.reconstruct(p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
             self._give_back(gradient, buffer)
 
         return buffer, finish
-
-
-@torch.no_grad()
-def decompress(compressor: LowRank, p_wire: torch.Tensor, q_wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Write what the receiver makes of P (1, n, r) and Q (1, m, r) into `out` (1, n, m); all in the wire's dtype.
-
-    The one function that both ends use, so that the sender's residual is computed from exactly what arrives.
-    """
-    compressor.reconstruct(p_wire, q_wire, out=out)
 
 
 def _nothing() -> None:

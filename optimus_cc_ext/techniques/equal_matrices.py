@@ -110,6 +110,16 @@ class EqualMatrices:
             _add(part.gradients, part.of(residual) if self._feedback else None, out=part.of(batch))
         return batch
 
+    def project(self, compressor: LowRank, scratch: Scratch) -> None:
+        """P of the bucket's gradients with the residual added: the sum is what `gathered` returns afterwards."""
+        if not self._feedback and len(self._whole) == 1:
+            compressor.project(self._whole[0].gradients, self.warm_start.value, out=self.p)
+            return
+        batch, residual, q = self.residual.workspace(scratch), self.residual.value, self.warm_start.value
+        for part in self._whole:
+            carried = part.of(residual) if self._feedback else None
+            compressor.project_sum(part.gradients, carried, part.of(q), total=part.of(batch), out=part.of(self.p))
+
     def gathered(self, scratch: Scratch) -> torch.Tensor:
         """What `gather` returned before a collective: still there, or, where scratch memory held it, made again."""
         if self.residual.is_wide and (self._feedback or len(self._whole) > 1):

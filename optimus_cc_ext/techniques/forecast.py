@@ -61,8 +61,11 @@ class Measured:
     """The same gradient as P and Q; that of `message_bytes` where nothing would be saved."""
 
     compress: float = 0.0
+    """One message, before it leaves."""
+
     decompress: float = 0.0
-    """Of one message."""
+    remember: float = 0.0
+    """What the sender does once it has left."""
 
     dense_bytes: int = 0
     """The gradients, without the tied embedding, as vanilla Megatron reduces them."""
@@ -209,6 +212,7 @@ def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
             travel=slowest(lambda m: m.compressed_message_bytes),
             compress=mean(lambda m: m.compress),
             decompress=mean(lambda m: m.decompress),
+            remember=mean(lambda m: m.remember),
         ),
     )
 

@@ -19,20 +19,21 @@ _SAMPLE_BYTES = 1 << 26
 
 
 @torch.no_grad()
-def rehearse_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tuple[float, float]:
-    """(seconds to compress, seconds to decompress) one gradient of the shape, dtype and device of `like`."""
+def rehearse_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tuple[float, float, float]:
+    """Seconds to compress, to decompress and to remember a gradient of the shape, dtype and device of `like`."""
     sending, receiving = SendingLink(plan, compressor, 0, 0), ReceivingLink(plan, compressor, 0, 0)
     gradient = _noise(like.shape, like.dtype, like.device)
-    seconds = []
+    seconds = (0.0, 0.0, 0.0)
     for _ in range(2):  # the first time allocates
         schedule = NonInterleaved(plan.receiving_stage + 2, 1)
         for link in (sending, receiving):
             link.begin_iteration(schedule)
-        compress = _seconds(lambda: sending.send(gradient)[1](), like.device)
+        compress = _seconds(lambda: sending.send(gradient), like.device)
+        remember = _seconds(sending.remember, like.device)
         buffer, finish = receiving.receive(torch.empty_like(gradient))
         buffer.zero_()
-        seconds = [compress, _seconds(finish, like.device)]
-    return seconds[0], seconds[1]
+        seconds = (compress, _seconds(finish, like.device), remember)
+    return seconds
 
 
 @torch.no_grad()

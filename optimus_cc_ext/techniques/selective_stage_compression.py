@@ -176,7 +176,7 @@ class BucketReducer:
         for pack in self._packs:
             with self._gauge.timed(pack.first.device):
                 for same in pack.groups:
-                    self._compressor.project(same.gather(self._scratch), same.warm_start.value, out=same.p)
+                    same.project(self._compressor, self._scratch)
                     take_over(same.p, same.p_wire)
             self._sums_of_p.append(PendingSum(pack.first, self._group, "compressed gradient reduction (P)"))
         # Behind P, which is waited for first: they travel while Q is computed.

@@ -49,12 +49,6 @@ class SteppedTensor:
             return self._pending
         return scratch.take("stepped", self._pending.shape, torch.float32, self._pending.device)
 
-    def plus(self, addend: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """`value` + `addend` in fp32, in the `workspace`."""
-        if self.is_wide:
-            return torch.add(self.value, addend, out=self._pending)
-        return self.workspace(scratch).copy_(addend).add_(self.value)
-
     def write(self, value: torch.Tensor) -> None:
         """Take `value`, which may be the `workspace`, as this step's."""
         if value is not self._pending:

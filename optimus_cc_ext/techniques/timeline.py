@@ -35,6 +35,9 @@ class MessageCost:
     decompress: float = 0.0
     """What its receiver computes before it is of use."""
 
+    remember: float = 0.0
+    """What its sender computes once it has left."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
@@ -171,6 +174,7 @@ class _Clock:
             message = cost.compressed_gradient if next(self._messages[receiver]) else cost.gradient
             self.free[stage] += message.compress
             self._arrived[stage, work] = self._travelled(stage, message.travel) + message.decompress
+            self.free[stage] += message.remember
 
     def _travelled(self, stage: int, seconds: float) -> float:
         if self._stages == 1:
