@@ -1,13 +1,19 @@
 """Both ends of a pipeline link, joined by hand: what is remembered is what was sent."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
+from optimus_cc_ext.traffic import Traffic
 
 SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): a 32 x 48 matrix."""
@@ -322,3 +328,95 @@ def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="where a link has"):
         other.load_state_dict(sender.state_dict())
     assert torch.equal(other.residuals()[0], before)
+
+
+class _Recording(FastLowRank):
+    """Notes its calls in `log`, among whatever else is noted there."""
+
+    def __init__(self, log):
+        super().__init__()
+        self._log = log
+
+    def back_project(self, *args, **kwargs):
+        self._log.append("back-project")
+        return super().back_project(*args, **kwargs)
+
+    def reconstruct(self, *args, **kwargs):
+        self._log.append("decompress")
+        return super().reconstruct(*args, **kwargs)
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
+def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_after(batched):
+    log = []
+    sender, _ = link(compressor=_Recording(log))
+    sender.begin_iteration(NonInterleaved(2, 1))
+    group = object()
+    session = SimpleNamespace(
+        active=True, grid=SimpleNamespace(pipeline_group=group), sending=sender, receiving=None, traffic=Traffic()
+    )
+
+    def original(*, tensor_send_prev, **rest):
+        log.append("posted")
+        request = SimpleNamespace(wait=lambda: log.append("waited"))
+        return [request] if batched else {"send_prev": request}
+
+    (_, wrap), _ = p2p_communication.wraps(session)
+    requests = wrap(original)(
+        tensor_send_prev=gradient(1), tensor_recv_prev=None, tensor_recv_next=None, tensor_send_next=None, group=group
+    )
+    assert log == ["back-project", "posted", "decompress"]
+    for request in requests if batched else requests.values():
+        request.wait()
+    assert log == ["back-project", "posted", "decompress", "waited"]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whenever_it_is_remembered_and_whatever_became_of_the_gradient_it_is_the_same(dtype, state_dtype):
+    """At once; by the next message; by the end of the iteration; by the commit, after an iteration that broke off."""
+    outcomes = []
+    for at_once, ended in ((True, True), (False, True), (False, False)):
+        sender, _ = link(dtype, state_dtype=state_dtype)
+        messages = []
+        for iteration in range(2):
+            sender.begin_iteration(NonInterleaved(2, 3))
+            for b in range(3):
+                mine = gradient(10 * iteration + b, dtype)
+                messages.append(sender.send(mine)[0])
+                mine.fill_(torch.nan)  # its owner has freed it, and somebody else writes there
+                if at_once:
+                    sender.remember()
+            if ended:
+                sender.end_iteration()
+            sender.commit()
+        counted = sender.state_dict()["states"][0]
+        outcomes.append([*messages, counted["residual"], counted["warm_start"]])
+    for others in zip(*outcomes, strict=True):
+        assert all(torch.equal(others[0], other) for other in others[1:])
+
+
+def test_a_message_that_was_not_remembered_does_not_outlive_a_rollback():
+    sender, receiver = link()
+    run_iteration(sender, receiver, [gradient(1)])
+    before = sender.residuals()[0].clone()
+    sender.begin_iteration(NonInterleaved(2, 1))
+    sender.send(gradient(2))
+    sender.rollback()
+    sender.begin_iteration(NonInterleaved(2, 1))
+    assert torch.equal(sender.residuals()[0], before)
+
+
+def test_the_time_of_both_parts_is_counted(monkeypatch):
+    """With a clock that goes on by one second per look, each timed part takes one."""
+    gauge = Gauge()
+    ticks = itertools.count()
+    monkeypatch.setattr("optimus_cc_ext.techniques.gauge.time.perf_counter", lambda: float(next(ticks)))
+    sender, _ = link()
+    sender._gauge = gauge
+    gauge.begin(True)
+    sender.begin_iteration(NonInterleaved(2, 1))
+    sender.send(gradient(1))
+    assert gauge.seconds() == 1.0
+    sender.remember()
+    assert gauge.seconds() == 2.0
