@@ -26,19 +26,18 @@ class TritonLowRank(FastLowRank):
         return launches.project_sum(matrices, None, q, total=None, out=out, scratch=self._scratch)
 
     @torch.no_grad()
-    def project_sum(
-        self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor
-    ) -> Tensor:
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
         large = (matrices, total) if residual is None else (matrices, residual, total)
         r = q.shape[-1]
         if all(launches.supported(t, r) for t in large) and launches.takes_factors(q, r):
-            return launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
+            launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
+            return
         if residual is None:
             total.copy_(matrices)
         else:
             # fp32 first: the sum of two 16-bit tensors would be rounded to 16 bits.
             torch.add(matrices.to(total.dtype), residual, out=total)
-        return self.project(total, q, out=out)
+        self.project(total, q, out=out)
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         n, r = p.shape[-2:]
