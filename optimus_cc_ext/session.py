@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank, LowRank, Scratch
+from optimus_cc_ext.compressors import LowRank, Scratch, fast_compressor
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout, check_layout
@@ -28,6 +28,7 @@ from optimus_cc_ext.techniques.selective_stage_compression import (
     stages_to_compress,
     warmup_iterations,
 )
+from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import Traffic
 
 __all__ = ["Buckets", "Grid", "Session"]
@@ -114,11 +115,14 @@ class Session:
     layout: Layout | None = None
     """What the command line said about the run; None where no Megatron arguments exist."""
 
-    # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
-    link_compressor: LowRank = field(default_factory=FastLowRank)
+    # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own. All buckets on the same
+    # one, because they share theirs.
+    link_compressor: LowRank = field(default_factory=fast_compressor)
     link_scratch: Scratch = field(default_factory=Scratch)
-    bucket_compressor: LowRank = field(default_factory=FastLowRank)
+    bucket_compressor: LowRank = field(default_factory=fast_compressor)
     bucket_scratch: Scratch = field(default_factory=Scratch)
+    bucket_stream: SideStream | None = None
+    """Of overlapped reductions, once there is one."""
 
     traffic: Traffic = field(default_factory=Traffic)
     grid: Grid | None = None

@@ -46,7 +46,9 @@ class _Buckets:
         self._original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
         self._sharded = bucket_group.ddp_config.use_distributed_optimizer
         overlapped = bucket_group.ddp_config.overlap_grad_reduce
-        self._side = SideStream(bucket_group.buckets[0].grad_data.device) if overlapped else None
+        if overlapped and session.bucket_stream is None:
+            session.bucket_stream = SideStream(bucket_group.buckets[0].grad_data.device)
+        self._side = session.bucket_stream if overlapped else None
         self.overlapping = len(bucket_group.buckets) if overlapped else 0
         self.group = _group(bucket_group)
         self.tied_bytes = _tied_bytes(bucket_group)
