@@ -179,16 +179,17 @@ def drift(run: Run) -> dict[str, float]:
 def kernel_to_metrics(runs: Iterable[Run]) -> float | None:
     """Payload by the kernel over bytes by the metrics, from each run's first measured iteration on.
 
-    Before that connections are made, and the package tries the links with bytes that its metrics do not count. From
-    there on nothing is left out: a log line that is read late moves bytes from one iteration to the next.
+    Before that connections are made, and the package tries the links with bytes that its metrics do not count.
+    Medians, over all rates, because a log line that is read late moves bytes from one iteration to the next.
     """
-    kernel = metrics = 0.0
+    counted: list[Iteration] = []
     for run in runs:
         first = next((place for place, each in enumerate(run.iterations) if each.measured), len(run.iterations))
-        counted = [each for each in run.iterations[first:] if each.traffic]
-        kernel += sum(sum(each.payload) for each in counted)
-        metrics += sum(sent for each in counted for sent, _ in each.traffic.values())
-    return kernel / metrics if metrics else None
+        counted += [each for each in run.iterations[first:] if each.traffic]
+    if not counted:
+        return None
+    metrics = statistics.median(sum(sent for sent, _ in each.traffic.values()) for each in counted)
+    return sum(_median_by_host([each.payload for each in counted])) / metrics if metrics else None
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:
