@@ -56,12 +56,12 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     value is free and float64 is a quarter as fast, go through `orthonormalize_fp32` first: one pass in
     float32 where the matrix is well-conditioned, and float64 for those matrices only that it is not enough for.
 
-    Compared, one matrix of 3072 x 128 out of a batch of 18, on two cores of a Zen 5, and off orthonormal by:
+    Compared on one Gaussian matrix of 3072 x 128 out of a batch of 18, on two cores of a Zen 5, and by how much
+    the result is off orthonormal (`scripts/bench/compressors.py --only orthogonalization` measures it again):
 
-        LAPACK's QR (torch.linalg.qr, and PyTorch's hook)   3.5 ms    1e-6     two column loops inside
-        CholeskyQR2 in float64, this one                    5.2 ms    1e-7     any condition; no host read
-        one pass in float32                                 0.65 ms   4e-7     condition below about 10
-        shifted CholeskyQR3 in float32                                1e-5     on spectra that fall to 1e-6
+        LAPACK's QR, which PyTorch's hook calls     3.5 ms                        9e-7   any condition
+        CholeskyQR2 in float64, this one            5.2 ms                        4e-9   any condition; no host read
+        one pass in float32                         0.6 ms for its two products   4e-7   condition below about 10
 
     On a GPU there is float64 only: asking whether float32 would do means waiting for the device.
 

@@ -69,7 +69,7 @@ class Row:
     """Class to (sent, raw) bytes an iteration of all ranks, by the metrics."""
 
     kernel_to_metrics: float | None
-    """Payload of all hosts over the metrics' sum, in all iterations of these runs but their first ones."""
+    """Payload of all hosts over the metrics' sum, in all iterations of these runs after their warm-up."""
 
     retransmitted: float
     """TCP segments an iteration of all hosts."""
@@ -177,10 +177,19 @@ def drift(run: Run) -> dict[str, float]:
 
 
 def kernel_to_metrics(runs: Iterable[Run]) -> float | None:
-    """Payload by the kernel over bytes by the metrics, the first iterations, which make the connections, left out."""
-    counted = [each for run in runs for each in run.iterations[1:] if each.traffic]
-    metrics = sum(sent for each in counted for sent, _ in each.traffic.values())
-    return sum(sum(each.payload) for each in counted) / metrics if metrics else None
+    """Payload by the kernel over bytes by the metrics, from each run's first measured iteration on.
+
+    Before that connections are made, and the package tries the links with bytes that its metrics do not count.
+    Medians, over all rates, because a log line that is read late moves bytes from one iteration to the next.
+    """
+    counted: list[Iteration] = []
+    for run in runs:
+        first = next((place for place, each in enumerate(run.iterations) if each.measured), len(run.iterations))
+        counted += [each for each in run.iterations[first:] if each.traffic]
+    if not counted:
+        return None
+    metrics = statistics.median(sum(sent for sent, _ in each.traffic.values()) for each in counted)
+    return sum(_median_by_host([each.payload for each in counted])) / metrics if metrics else None
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:

@@ -83,8 +83,8 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
         basis = torch.linalg.qr(gaussian).Q
         mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
         warm = basis @ mixed * torch.logspace(0, -1, r)
-        decay = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
-        cold = gaussian @ torch.diag(torch.logspace(0, -5, r)) @ decay
+        turn = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
+        cold = gaussian * torch.logspace(0, -5, r) @ turn
         for kind, p in (("Gaussian", gaussian), ("warm-started", warm), ("condition 1e5", cold)):
             p = p.to(setting.device)
             out, theirs, scratch, fast = torch.empty_like(p), p.clone(), Scratch(), FastLowRank()
