@@ -74,7 +74,9 @@ def _recovered(table: Sequence[Row], colours: dict[str, str], title: str) -> Fig
         for left, row in zip(x, present, strict=True):
             if row.bound is not None:
                 ends = (left - 0.45 * width, left + 0.45 * width)
-                label = "bound (bytes removed on the busiest host)" if (place, left) == (0, x[0]) else None
+                label = (
+                    "bound (schedule with these bytes, compression for nothing)" if (place, left) == (0, x[0]) else None
+                )
                 axes.plot(ends, [100 * row.bound] * 2, color=_INK, lw=2, label=label)
             for share in row.recovered_by_block.values():
                 axes.plot([left], [100 * share], marker="o", ms=3, color=_INK, alpha=0.6)

@@ -4,14 +4,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster_model import VANILLA
+from cluster_bound import bound_share, chosen_stages, config_of
+from cluster_model import MODELS, VANILLA, parse_layout
 from cluster_network import UNSHAPED, bits_per_second
 from cluster_run import Iteration, Run
 
 __all__ = [
     "Row",
     "Spread",
-    "bound_seconds",
     "drift",
     "kernel_to_metrics",
     "losses_agree",
@@ -52,7 +52,7 @@ class Row:
 
     recovered_by_block: dict[int, float]
     bound: float | None
-    """The same share, if all that the flags take off the wire were time."""
+    """The same share as the schedule would have it with these flags' bytes, and compression for nothing."""
 
     to_vanilla: float | None
     """Time over vanilla's at this rate."""
@@ -93,21 +93,6 @@ def share_recovered(vanilla: float, ours: float, unshaped: float) -> float | Non
     return (vanilla - ours) / (vanilla - unshaped) if vanilla > unshaped else None
 
 
-def bound_seconds(exposed: float, vanilla_by_host: Sequence[float], ours_by_host: Sequence[float]) -> float:
-    """Seconds that can at most be recovered if exposed time is in proportion to what the busiest host sends.
-
-    A rule of thumb, not a law: which bytes are exposed depends on the schedule. Bytes that a computation hides in
-    vanilla can be removed without a gain, and bytes on another host than the busiest can be the ones waited for.
-
-    Args:
-        exposed: what vanilla loses, in seconds.
-        vanilla_by_host: bytes that each host sends in an iteration without compression.
-        ours_by_host: with it. Another host may now be the busiest.
-    """
-    busiest = max(vanilla_by_host)
-    return exposed * max(0.0, 1 - max(ours_by_host) / busiest) if busiest else 0.0
-
-
 def rows(runs: Iterable[Run]) -> list[Row]:
     """One row for each model, layout, variant and rate that was measured, in the order of the runs, slow links last."""
     groups: dict[tuple[str, str], list[Run]] = {}
@@ -136,9 +121,8 @@ def _group(runs: Sequence[Run]) -> list[Row]:
         recovered_by_block: dict[int, float] = {}
         if compared and rate != UNSHAPED and unshaped in cells:
             recovered = share_recovered(medians[vanilla], medians[key], medians[unshaped])
-            exposed = medians[vanilla] - medians[unshaped]
             if recovered is not None:
-                bound = bound_seconds(exposed, payloads[vanilla], payloads[key]) / exposed
+                bound = _bound(cell[0][0], rate, medians[unshaped])
             recovered_by_block = _shares(by_block[vanilla], by_block[key], by_block[unshaped])
         traffic = _mean_traffic([each.traffic for _, each in cell])
         return Row(
@@ -158,6 +142,14 @@ def _group(runs: Sequence[Run]) -> list[Row]:
     variants = list(dict.fromkeys(variant for variant, _ in cells))
     rates = sorted({rate for _, rate in cells}, key=bits_per_second, reverse=True)
     return [row(variant, rate) for rate in rates for variant in variants if (variant, rate) in cells]
+
+
+def _bound(run: Run, rate: str, unshaped: float) -> float | None:
+    layout = parse_layout(run.layout)
+    return bound_share(
+        MODELS[run.model], layout, config_of(run.flags, layout), chosen_stages(run.forecast),
+        bits=bits_per_second(rate), unshaped=unshaped,
+    )  # fmt: skip
 
 
 def ratio_to_vanilla(vanilla: Mapping[int, float], ours: Mapping[int, float]) -> dict[int, float]:
