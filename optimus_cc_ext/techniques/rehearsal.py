@@ -51,12 +51,19 @@ def rehearse_gradients(
         matrices: what would be compressed, unchanged.
         alone: a group of this rank alone.
     """
-    sample: list[torch.Tensor] = []
-    for matrix in matrices:
-        if sum(copied.nbytes for copied in sample) + matrix.nbytes <= _SAMPLE_BYTES or not sample:
-            sample.append(_noise(matrix.shape, matrix.dtype, matrix.device))
-    if not sample:
+    if not matrices:
         return 0.0
+    shapes: list[torch.Size] = []
+    nbytes = 0
+    for matrix in matrices:
+        if nbytes + matrix.nbytes <= _SAMPLE_BYTES or not shapes:
+            shapes.append(matrix.shape)
+            nbytes += matrix.nbytes
+    like = matrices[0]
+    # One after the other in one storage, as in a bucket.
+    flat = _noise(torch.Size([sum(shape.numel() for shape in shapes)]), like.dtype, like.device)
+    pieces = flat.split([shape.numel() for shape in shapes])
+    sample = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     reducer = BucketReducer(
         sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="rehearsal",
         state_dtype=state_dtype,
@@ -64,7 +71,7 @@ def rehearse_gradients(
     seconds = 0.0
     for _ in range(2):  # the first time allocates
         seconds = _seconds(reducer.reduce, sample[0].device) + _seconds(reducer.commit, sample[0].device)
-    return seconds * sum(matrix.nbytes for matrix in matrices) / sum(copied.nbytes for copied in sample)
+    return seconds * sum(matrix.nbytes for matrix in matrices) / nbytes
 
 
 def _noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -67,8 +67,13 @@ def progressions(offsets: Iterable[int]) -> list[Progression]:
 
     Tensors of one shape that a layer has k of, k <= `PERIOD`, make k progressions, however many layers there are;
     what stands alone at either end of the bucket makes one of its own.
+
+    Raises:
+        ValueError: two of them are the same, as those of tensors in different storages can be.
     """
     remaining = sorted(offsets)
+    if len(set(remaining)) < len(remaining):
+        raise ValueError(f"tensors at the same offset {remaining}: they have to be views of one storage")
     found = []
     while remaining:
         first, present = remaining[0], set(remaining)

@@ -1,5 +1,6 @@
 """Buckets of many layers: a fixed number of kernels and collectives, and the arithmetic of one matrix at a time."""
 
+import itertools
 import math
 from typing import Any
 
@@ -178,7 +179,8 @@ def _in_packs() -> list[Any]:
 def test_while_one_pack_is_summed_the_next_is_computed_and_the_results_are_the_same():
     for equal, at_once, in_packs in run_ranks(2, _in_packs):
         assert equal, "bit for bit"
-        assert at_once == [*["project"] * 4, "(P)", *["back-project"] * 4, "(Q)"], "a small model needs no packs"
+        phases = [what for what, _ in itertools.groupby(at_once)]
+        assert phases == ["project", "(P)", "back-project", "(Q)"], "a small model needs no packs"
         assert 2 <= in_packs.count("(P)") == in_packs.count("(Q)") <= selective_stage_compression.MOST_PACKS
         assert in_packs.index("(P)") < max(i for i, what in enumerate(in_packs) if what == "project")
         assert in_packs.index("(Q)") < max(i for i, what in enumerate(in_packs) if what == "back-project")

@@ -105,7 +105,14 @@ LAYOUTS = [
     ids=[f"P{p}-M{m}-{'unbatched' if b is _install_unbatched else 'batched'}" for p, m, b in LAYOUTS],
 )
 def test_epilogue_messages_follow_the_rule_on_both_ends_and_lep_loses_nothing(stages, micro_batches, before):
-    flags = ["--compressed-backprop", "--compressed-backprop-rank", "4", "--train-iters", str(ITERATIONS)]
+    flags = [
+        "--compressed-backprop",
+        "--compressed-backprop-rank",
+        "4",
+        "--no-compression-forecast",
+        "--train-iters",
+        str(ITERATIONS),
+    ]
     flags += ["--global-batch-size", str(2 * micro_batches)]
     layout = (stages, ["--pipeline-model-parallel-size", str(stages)])
     ends = [run.probed for run in run_optimus(layout, flags, before=before, probe=_ends)]

@@ -66,7 +66,14 @@ LAYOUTS = [
 def test_real_runs_follow_the_rule_on_both_ends_and_lep_loses_nothing(stages, layers, micro_batches, flags):
     layout = (stages, ["--pipeline-model-parallel-size", str(stages), "--num-layers", str(layers)])
     options = ["--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", str(2 * micro_batches), *flags]
-    options += ["--train-iters", str(ITERATIONS), "--compressed-backprop", "--compressed-backprop-rank", "4"]
+    options += [
+        "--train-iters",
+        str(ITERATIONS),
+        "--compressed-backprop",
+        "--no-compression-forecast",
+        "--compressed-backprop-rank",
+        "4",
+    ]
     ends = [run.probed for run in run_optimus(layout, options, before=_install_recording, probe=_ends)]
     ((schedule, _),) = run_ranks(1, _schedules, [(stages, 2, micro_batches, stages)])[0]
     for receiving_stage in range(stages):

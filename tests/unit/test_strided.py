@@ -1,5 +1,6 @@
 """Few progressions cover a bucket's layout, and say what of them lies in a shard."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,3 +59,8 @@ def test_a_batch_is_a_view_of_the_storage() -> None:
     assert batch[1].flatten().tolist() == [12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
     batch.zero_()
     assert flat[12] == 0 and flat[18] == 18
+
+
+def test_tensors_of_different_storages_are_refused_and_not_counted_for_ever():
+    with pytest.raises(ValueError, match="views of one storage"):
+        progressions([0, 8, 0])
