@@ -1,5 +1,6 @@
 """How fast this run's own links are: a few transfers on the groups that training uses, on all ranks at once."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ _LARGE = 1 << 18
 _LARGEST = {"cpu": 1 << 22, "cuda": 1 << 26}
 _LONG_ENOUGH = 0.02
 """Seconds that the timed transfer takes at least, unless the largest is faster."""
+
+_TRIES = {True: 5, False: 2}
+"""How often a small transfer is timed, and a large one. Each time may be disturbed; the shortest is the link's."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,16 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
         return _probed(None, device, "")
 
     def exchange(nbytes: int) -> float:
-        # To the next and from the one before: on a full-duplex link the two do not disturb each other.
-        sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        operations = []
-        if stage < stages - 1:
-            operations.append(dist.P2POp(dist.isend, sent, ranks[stage + 1], group))
-        if stage > 0:
-            operations.append(dist.P2POp(dist.irecv, received, ranks[stage - 1], group))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        # To the next and from the one before: on a full-duplex link the two do not disturb each other. Then an answer:
+        # what is sent is only in a buffer of this machine's until it is known to have arrived.
+        for size, to, source in ((nbytes, stage + 1, stage - 1), (1, stage - 1, stage + 1)):
+            operations = [
+                dist.P2POp(what, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
+                for what, peer in ((dist.isend, to), (dist.irecv, source))
+                if 0 <= peer < stages
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
         return nbytes
 
     return _probed(exchange, device, f"a transfer between the stages on ranks {ranks}")
@@ -84,11 +89,18 @@ def probe_collective(group: dist.ProcessGroup, device: torch.device, *, scattere
 
 def _probed(exchange: Callable[[int], float] | None, device: torch.device, purpose: str) -> Rate | None:
     """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank."""
-    _timed(exchange, _SMALL, device, purpose)  # connects
-    small, quick = _timed(exchange, _SMALL, device, purpose)
+    try:
+        return _fitted(exchange, device)
+    except RuntimeError as error:
+        waited_for = purpose or "the other ranks"
+        raise OptimusError(f"rank {dist.get_rank()}: measuring the links: {waited_for}: {error}") from error
+
+
+def _fitted(exchange: Callable[[int], float] | None, device: torch.device) -> Rate | None:
+    small, quick = _timed(exchange, _SMALL, device)
     nbytes = _LARGE
     while True:
-        large, slow = _timed(exchange, nbytes, device, purpose)
+        large, slow = _timed(exchange, nbytes, device)
         if nbytes >= _LARGEST[device.type] or _slowest(slow, device) > _LONG_ENOUGH:
             break
         nbytes *= 4
@@ -99,22 +111,21 @@ def _probed(exchange: Callable[[int], float] | None, device: torch.device, purpo
     return Rate(max(quick - small / rate, 0.0), rate)
 
 
-def _timed(
-    exchange: Callable[[int], float] | None, nbytes: int, device: torch.device, purpose: str
-) -> tuple[float, float]:
-    """(bytes moved, seconds) of the second of two exchanges: the first uses up what a shaped link has saved up."""
+def _timed(exchange: Callable[[int], float] | None, nbytes: int, device: torch.device) -> tuple[float, float]:
+    """(bytes moved, seconds) of one exchange. A first, which does not count, connects, and uses up what a shaped link
+    has saved up."""
     _slowest(0.0, device)  # all begin together
     if exchange is None:
         return 0.0, 0.0
-    try:
-        exchange(nbytes)
-        _finish(device)
+    exchange(nbytes)
+    _finish(device)
+    moved, shortest = 0.0, math.inf
+    for _ in range(_TRIES[nbytes == _SMALL]):
         began = time.perf_counter()
         moved = exchange(nbytes)
         _finish(device)
-    except RuntimeError as error:
-        raise OptimusError(f"rank {dist.get_rank()}: {purpose} failed, which measures the links: {error}") from error
-    return moved, time.perf_counter() - began
+        shortest = min(shortest, time.perf_counter() - began)
+    return moved, shortest
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

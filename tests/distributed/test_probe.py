@@ -1,0 +1,73 @@
+"""Measured rates of links: what a transfer takes here, on every rank of a pipeline, and a name when it fails."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.techniques import probe
+from optimus_cc_ext.techniques.probe import Rate, probe_collective, probe_link
+from tests.forked_ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_a_rate_makes_seconds_of_bytes() -> None:
+    assert Rate(0.5, 100.0).seconds(200) == 2.5
+    assert Rate(0.5, 100.0).seconds(0) == 0, "nothing takes no time, not even a latency"
+
+
+def test_latency_and_rate_are_those_of_the_link_whatever_disturbs_single_transfers(monkeypatch) -> None:
+    clock, calls = [0.0], []
+    monkeypatch.setattr(probe, "_slowest", lambda seconds, device: seconds)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+
+    def exchange(nbytes: int) -> float:
+        calls.append(nbytes)
+        disturbance = 0.5 if len(calls) % 3 == 0 else 0.0
+        clock[0] += 0.002 + nbytes / 5e6 + disturbance
+        return float(nbytes)
+
+    found = probe._probed(exchange, CPU, "")
+    assert found is not None
+    assert found.latency == pytest.approx(0.002) and found.bytes_per_second == pytest.approx(5e6)
+    assert max(calls) == probe._LARGE, "on a slow link no more is sent than is needed"
+
+
+def _probe() -> tuple[Rate | None, ...]:
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return (
+        probe_link(dist.group.WORLD, CPU),
+        probe_collective(dist.group.WORLD, CPU, scattered=False),
+        probe_collective(dist.group.WORLD, CPU, scattered=True),
+        probe_link(alone, CPU),
+        probe_collective(alone, CPU, scattered=False),
+    )
+
+
+def test_every_rank_of_a_pipeline_finds_a_rate_and_one_alone_finds_none() -> None:
+    for link, summed, scattered, *alone in run_ranks(3, _probe, timeout=60):
+        assert alone == [None, None]
+        for rate in (link, summed, scattered):
+            # Loopback: more than a slow network's, less than memory's.
+            assert 1e6 < rate.bytes_per_second < 1e11 and 0 <= rate.latency < 1
+
+
+def _lose_a_rank() -> str:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        probe_link(dist.group.WORLD, CPU)
+    except OptimusError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_gone_ends_the_measurement_with_a_name_and_not_with_a_hang() -> None:
+    said, _ = run_ranks(2, _lose_a_rank, timeout=60)
+    assert said.startswith("rank 0: measuring the links: a transfer between the stages on ranks [0, 1]: ")
