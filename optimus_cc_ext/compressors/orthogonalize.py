@@ -15,6 +15,9 @@ from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["cholesky_qr", "gram_schmidt"]
 
+_AMPLIFIED_TO_NOTHING = 100.0
+"""Condition squared up to which a pass in fp64 is enough: 100 times a shift of 1e-11."""
+
 _FEWEST_FLOPS_IN_FP32 = 1 << 23
 """Of one matrix's Gram matrix: from there on, on a CPU, fp32 first. Below, fp64 is as fast."""
 
@@ -107,7 +110,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
 
 
 def _two_passes(p: Tensor, out: Tensor | None, scratch: Scratch) -> Tensor:
-    """`cholesky_qr` in fp64; no branch on values, no host synchronisation."""
+    """`cholesky_qr` in fp64: without a branch on values on a GPU; on a CPU one pass, where that is enough."""
     batch, n, r = p.shape
     take = partial(scratch.take, dtype=torch.float64, device=p.device)
     # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes: a
@@ -130,6 +133,13 @@ def _two_passes(p: Tensor, out: Tensor | None, scratch: Scratch) -> Tensor:
         torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, out=inverse)
         # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
         basis, product = torch.bmm(basis, inverse.mT, out=product), basis
+        # The shift, and rounding, reach the result multiplied by the squared rows of L^-1, with columns of length 1. A
+        # branch on values, for a CPU only; what was L is not needed any more.
+        if p.device.type == "cpu":
+            torch.mul(inverse, inverse, out=lower)
+            amplified = torch.bmm(lower, lengths.unsqueeze(-1), out=take("amplified", (batch, r, 1)))
+            if (amplified.numpy() < _AMPLIFIED_TO_NOTHING).all():  # NaN is not
+                break
     return basis.to(_at_least_fp32(p)) if out is None else out.copy_(basis)
 
 

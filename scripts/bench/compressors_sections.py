@@ -16,7 +16,7 @@ from figure14 import RANKS, SLICES, Message, check
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank, Scratch, packed_numel, private_generator
+from optimus_cc_ext.compressors import ReferenceLowRank, Scratch, fast_compressor, packed_numel, private_generator
 from optimus_cc_ext.compressors.orthogonalize import _two_passes
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
@@ -54,7 +54,7 @@ def slices(setting: Setting) -> Iterator[Row]:
             gradient = torch.randn(1, rows, columns, generator=generator).to(setting.device)
             compared = setting.all_ranks or compression_rank in COMPARED_RANKS
             works: dict[str, Work] = {}
-            for name, kind in (("ours", FastLowRank), ("reference", ReferenceLowRank))[: 2 if compared else 1]:
+            for name, kind in (("ours", fast_compressor), ("reference", ReferenceLowRank))[: 2 if compared else 1]:
                 check(kind(), rows, columns, compression_rank, setting.device)
                 message = Message(kind(), gradient, compression_rank)
                 works[f"{name}, compress"], works[f"{name}, decompress"] = message.compress, message.decompress
@@ -87,13 +87,14 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
         cold = gaussian * torch.logspace(0, -5, r) @ turn
         for kind, p in (("Gaussian", gaussian), ("warm-started", warm), ("condition 1e5", cold)):
             p = p.to(setting.device)
-            out, theirs, scratch, fast = torch.empty_like(p), p.clone(), Scratch(), FastLowRank()
+            out, other, theirs = torch.empty_like(p), torch.empty_like(p), p.clone()
+            scratch, fast = Scratch(), fast_compressor()
             check_basis(p, fast.orthogonalize(p, out=out), f"{kind}, {layers} x {n} x {r}")
             works: dict[str, Callable[[], Any]] = {
                 "ours": lambda fast=fast, p=p, out=out: fast.orthogonalize(p, out=out),
                 "hook's _orthogonalize": lambda theirs=theirs: powerSGD_hook._orthogonalize(theirs),
                 "LAPACK or cuSOLVER QR": lambda p=p: torch.linalg.qr(p),
-                "CholeskyQR2 in fp64": lambda p=p, out=out, scratch=scratch: _two_passes(p, out, scratch),
+                "CholeskyQR2 in fp64": lambda p=p, other=other, scratch=scratch: _two_passes(p, other, scratch),
             }
             bases = {name: work() for name, work in works.items()}
             bases |= {"hook's _orthogonalize": theirs, "LAPACK or cuSOLVER QR": torch.linalg.qr(p).Q}
@@ -127,7 +128,7 @@ def bucket(setting: Setting) -> Iterator[Row]:
     shapes, layers, vectors, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTORS, 128
     if setting.tiny:
         shapes, layers, vectors, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vectors // 16, 8
-    check_bucket(FastLowRank, shapes, setting.device, r)
+    check_bucket(fast_compressor, shapes, setting.device, r)
     repeats = max(1, setting.repeats // 3) if setting.device.type == "cpu" else setting.repeats
     rates = gemm_rate(128 if setting.tiny else 2048, setting.device, setting.repeats)
     gradients = Bucket.random(layers, shapes, vectors, setting.device, seed=1)
@@ -136,12 +137,12 @@ def bucket(setting: Setting) -> Iterator[Row]:
         return gradients.like(gradients.flat.clone())
 
     works: dict[str, Work] = {
-        "ours": OurWork(FastLowRank(), gradients, r).step,
+        "ours": OurWork(fast_compressor(), gradients, r).step,
         "hook, batched": HookWork(copy(), r, batched=True).step,
         "hook, as by default": HookWork(copy(), r, batched=False).step,
     }
     if setting.device.type == "cuda":
-        works["ours, graph"] = captured(OurWork(FastLowRank(), copy(), r).step)
+        works["ours, graph"] = captured(OurWork(fast_compressor(), copy(), r).step)
     flops, best = gradients.gemm_flops(r), max(rates.values())
     bandwidth = copy_bandwidth(min(gradients.flat.numel(), 1 << 26), setting.device, setting.repeats)
     more = {
@@ -189,7 +190,7 @@ def layers(setting: Setting) -> Iterator[Row]:
             matrices = [matrix for batch in gradients.batches() for matrix in batch]
             matrices.sort(key=lambda view: view.storage_offset())  # layer by layer, as a bucket has them
             reducers[count] = BucketReducer(
-                matrices, [], group=group, compressor=FastLowRank(), config=config, seed=1, salt="bench"
+                matrices, [], group=group, compressor=fast_compressor(), config=config, seed=1, salt="bench"
             )
             was = gradients.flat.clone()
             reducers[count].reduce()
@@ -213,7 +214,7 @@ def capture(setting: Setting) -> Iterator[Row]:
     for model, (rows, columns) in SLICES.items():
         shape = (1, rows // divisor, columns // divisor)
         gradient = torch.randn(shape, generator=private_generator(8, model, device="cpu")).to(setting.device)
-        eager, graphed = (Message(FastLowRank(), gradient, 16) for _ in range(2))
+        eager, graphed = (Message(fast_compressor(), gradient, 16) for _ in range(2))
         for _ in range(4):  # as many as `captured` runs before it captures, and one for its replay
             eager.compress()
         replay = captured(graphed.compress)

@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))  # the package beside this script, installed or no
 import torch  # noqa: E402
 
 from optimus_cc_ext.compressors import (  # noqa: E402
-    FastLowRank,
     LowRank,
     ReferenceLowRank,
     Scratch,
+    fast_compressor,
     initial_factor,
     next_warm_start,
     packed_numel,
@@ -37,7 +37,7 @@ RANKS = range(8, 41, 4)
 SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}
 """Model to (rows, columns)."""
 
-COMPRESSORS: dict[str, Callable[[], LowRank]] = {"fast": FastLowRank, "reference": ReferenceLowRank}
+COMPRESSORS: dict[str, Callable[[], LowRank]] = {"fast": fast_compressor, "reference": ReferenceLowRank}
 _TINY_DIVISOR = 8
 
 
