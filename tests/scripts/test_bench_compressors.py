@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimus_cc_ext.compressors import FastLowRank
 from tests.shell_scripts import ROOT
 
 BENCH = ROOT / "scripts/bench"
@@ -80,16 +81,16 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_bucket_that_loses_gradient_is_not_timed(sections: ModuleType) -> None:
-    class Forgetful(sections.FastLowRank):  # type: ignore[misc, name-defined]
+    class Forgetful(FastLowRank):
         def deflate(self, matrices: torch.Tensor, p: torch.Tensor, q: torch.Tensor, share: float) -> None:
             super().deflate(matrices, p, q, 1.01 * share)
 
-    class Blind(sections.FastLowRank):  # type: ignore[misc, name-defined]
+    class Blind(FastLowRank):
         def back_project(self, matrices: torch.Tensor, p: torch.Tensor, out: Any = None) -> torch.Tensor:
             return super().back_project(matrices, p, out=out).mul_(0.99)
 
     shapes, cpu = ((24, 32), (40, 16)), torch.device("cpu")
-    sections.check_bucket(sections.FastLowRank, shapes, cpu, 4)
+    sections.check_bucket(FastLowRank, shapes, cpu, 4)
     with pytest.raises(SystemExit, match=r"bucket of \(24, 32\): 1\.1e-02 lost"):
         sections.check_bucket(Forgetful, shapes, cpu, 4)
     with pytest.raises(SystemExit, match="off the hook"):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from optimus_cc_ext.compressors import FastLowRank
 from tests.shell_scripts import ROOT, Ended, run_script
 
 EXPERIMENT = "table2/335m-cb-fe-sc"
@@ -131,7 +132,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_figure_14_times_no_compressor_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     figure14 = load("figure14", monkeypatch)
 
-    class Forgetful(figure14.FastLowRank):  # type: ignore[misc, name-defined]
+    class Forgetful(FastLowRank):
         def back_project(
             self, matrices: torch.Tensor, p: torch.Tensor, out: torch.Tensor | None = None
         ) -> torch.Tensor:
@@ -139,7 +140,7 @@ def test_figure_14_times_no_compressor_that_computes_something_else(monkeypatch:
 
     with pytest.raises(SystemExit, match=r"rank 8 of 64 x 96: 1\.0e-02 of a matrix of this rank is lost"):
         figure14.check(Forgetful(), 64, 96, 8, torch.device("cpu"))
-    figure14.check(figure14.FastLowRank(), 64, 96, 8, torch.device("cpu"))
+    figure14.check(FastLowRank(), 64, 96, 8, torch.device("cpu"))
 
 
 LOG = """\
