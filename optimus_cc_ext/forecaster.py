@@ -72,11 +72,10 @@ class Forecaster:
         assert session.grid is not None, "the session has no place in the grid yet"
         replicas, sharded = session.replicas, session.layout is not None and session.layout.distributed_optimizer
         link = probe_link(session.grid.pipeline_group, device)
-        factor_sum = dense_sum = None
-        if replicas is not None:
-            factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
-            if sharded:
-                dense_sum = probe_collective(replicas, device, scattered=True)
+        # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
+        factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
+        if sharded:
+            dense_sum = probe_collective(replicas, device, scattered=True)
         compress = decompress = remember = 0.0
         message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
         ends = session.sending or session.receiving

@@ -61,19 +61,19 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
     return _probed(exchange, device, f"a transfer between the stages on ranks {ranks}")
 
 
-def probe_collective(group: dist.ProcessGroup, device: torch.device, *, scattered: bool) -> Rate | None:
+def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, scattered: bool) -> Rate | None:
     """The rate of a sum over `group`, in the bytes that a ring moves. Collective over all ranks of the run.
 
     Args:
-        group: the replicas of this rank.
+        group: the replicas of this rank; None: it has nothing to sum, but takes part in what all ranks agree on.
         device: where the group's collectives take their tensors.
         scattered: a reduce-scatter instead of an all-reduce.
 
     Returns:
-        None where the group is one rank.
+        None where the group is one rank, or none.
     """
-    ranks = group.size()
-    if ranks == 1:
+    ranks = group.size() if group is not None else 1
+    if group is None or ranks == 1:
         return _probed(None, device, "")
 
     def exchange(nbytes: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install
+from tests.megatron.optimus_runs import PP2_DP2, install, without_forecast
 from tests.megatron_runs import MegatronRun, hash_of, run_megatron
 
 __all__ = [
@@ -108,7 +108,7 @@ def run(flags: Sequence[str], layout: tuple[int, Sequence[str]] = PP2_DP2, **kwa
     world_size, layout_flags = layout
     kwargs.setdefault("before", install_and_watch)
     kwargs.setdefault("probe", saving_facts)
-    return run_megatron(world_size, [*layout_flags, *SHORT, *flags], **kwargs)
+    return run_megatron(world_size, [*layout_flags, *SHORT, *without_forecast(flags)], **kwargs)
 
 
 def only(folder: Path, iteration: int, copy_to: Path) -> Path:

@@ -8,7 +8,16 @@ import torch
 import optimus_cc_ext
 from tests.megatron_runs import MegatronRun, hash_of, run_megatron
 
-__all__ = ["LOSSY", "PP2_DP2", "TP2_PP2_DP2", "install", "relative_gap", "run_optimus", "session_facts"]
+__all__ = [
+    "LOSSY",
+    "PP2_DP2",
+    "TP2_PP2_DP2",
+    "install",
+    "relative_gap",
+    "run_optimus",
+    "session_facts",
+    "without_forecast",
+]
 
 PP2_DP2 = (4, ("--pipeline-model-parallel-size", "2"))
 LOSSY = (
@@ -59,7 +68,16 @@ def run_optimus(
     world_size, layout_flags = layout
     kwargs.setdefault("before", install)
     kwargs.setdefault("probe", session_facts)
-    return run_megatron(world_size, [*layout_flags, *flags], timeout=timeout, **kwargs)
+    return run_megatron(world_size, [*layout_flags, *without_forecast(flags)], timeout=timeout, **kwargs)
+
+
+def without_forecast(flags: Sequence[str]) -> list[str]:
+    """These flags, and no measuring before the third iteration, unless they say something about it.
+
+    It would take as long as the rest of a short run; `test_auto_stages` and the launched runs have it.
+    """
+    asked_for = any(flag.endswith("compression-forecast") or flag == "auto" for flag in flags)
+    return [*flags] if asked_for else [*flags, "--no-compression-forecast"]
 
 
 def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:

@@ -63,8 +63,16 @@ def test_on_fast_links_it_stays_vanilla_to_the_bit_and_says_so() -> None:
     assert "--dp-compression-stages auto: of 2 stages compressed: none" in runs[0].probed["ours"]
 
 
+def test_a_stage_without_parameters_takes_part_in_what_all_ranks_measure() -> None:
+    # 2, 1, none and 1 of 4 layers; nobody may wait for the stage that has nothing to sum.
+    layout = (4, ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett|t||tL"))
+    flags = ["--compressed-backprop", "--compressed-backprop-rank", "4", "--train-iters", "4", "--compression-forecast"]
+    runs = run(flags, layout, probe=facts)
+    assert [line for line in runs[0].probed["ours"] if line.startswith("forecast from measured times")]
+
+
 def test_links_are_measured_once_and_what_gains_or_loses_is_said_by_the_first_rank_only() -> None:
-    runs = run(["--optimus-cc", "--dp-compression-rank", "4"], probe=facts)
+    runs = run(["--optimus-cc", "--dp-compression-rank", "4", "--compression-forecast"], probe=facts)
     lines = [[line for line in rank.probed["ours"] if "forecast" in line] for rank in runs]
     assert len(lines[0]) == 4, "the links, and a line for each class"
     assert not any(lines[1:])

@@ -51,7 +51,6 @@ def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwarg
         (PP2 + "--compressed-backprop-rank 0", "--compressed-backprop-rank", ("a rank of 0", "at least 1")),
         (PP2 + SC + "--dp-compression-stages 3", "--dp-compression-stages", ("only 2", "up to 2")),
         (PP2 + SC + "--dp-compression-stages 0", "--dp-compression-stages", ("names no stages", "at least 1")),
-        (PP2 + SC + "--dp-compression-stages auto", "--dp-compression-stages", ("not supported yet", "Give 'all'")),
         (PP2 + SC + "--dp-compression-warmup 1.5", "--dp-compression-warmup", ("1.5 is not a fraction", "0 to 1")),
         (PP2 + SC + "--dp-compression-warmup -0.1", "--dp-compression-warmup", ("-0.1 is not", "0 to 1")),
         (PP2 + SC + "--dp-compression-warmup nan", "--dp-compression-warmup", ("nan is not", "0 to 1")),

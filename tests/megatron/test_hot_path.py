@@ -15,7 +15,7 @@ from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
 
 EVERYTHING = shlex.split("""
     --compressed-backprop --compressed-backprop-rank 4 --compressed-backprop-messages all
-    --fused-embedding-sync --dp-compression --dp-compression-rank 4 --no-compression-forecast
+    --fused-embedding-sync --dp-compression --dp-compression-rank 4
 """)
 WATCHED = {
     SendingLink: ("send", "remember", "commit", "begin_iteration"),

@@ -21,6 +21,8 @@ SEAMS = [
     "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+    "megatron.core.pipeline_parallel.schedules:forward_step",
+    "megatron.core.pipeline_parallel.schedules:backward_step",
     "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.training.training:train_step",
