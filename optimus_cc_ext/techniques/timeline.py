@@ -20,7 +20,7 @@ __all__ = [
     "smallest_useful",
 ]
 
-INDIFFERENT = 0.01
+INDIFFERENT = 0.025
 """Relative differences of iteration times that are worth no accuracy, and that no measurement here could show."""
 
 
