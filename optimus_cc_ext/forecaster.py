@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Forecast, Measured, forecast
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.probe import probe_collective, probe_link
 from optimus_cc_ext.techniques.rehearsal import rehearse_gradients, rehearse_message
 from optimus_cc_ext.techniques.schedule import Message, Schedule
@@ -125,12 +126,13 @@ def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
     nbytes = sum(buckets.tied_bytes for buckets in session.buckets)
     replicas = session.grid.data_parallel
     over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
+    with_replicas = over_replicas(nbytes, replicas)
     if not nbytes or session.grid.stages == 1:
-        return EmbeddingBytes(with_replicas=over_replicas(nbytes, replicas))
+        return EmbeddingBytes(with_replicas=with_replicas)
     return EmbeddingBytes(
-        with_replicas=over_replicas(nbytes, replicas),
-        with_pair=all_reduce_bytes(nbytes, 2),
-        fused=all_reduce_bytes(nbytes // replicas, 2) if sharded else all_reduce_bytes(nbytes, 2 * replicas),
+        with_replicas=with_replicas,
+        with_pair=unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas,
+        fused=fused_bytes(nbytes, replicas, sharded=sharded) - (with_replicas if sharded else 0),
     )
 
 

@@ -18,7 +18,7 @@ from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from optimus_cc_ext.compressors.products import add_outer, in_row_blocks, linear, multiply, onednn_multiplies
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["FastLowRank", "LowRank", "write_sum"]
+__all__ = ["FastLowRank", "LowRank"]
 
 
 class LowRank(Protocol):
@@ -118,13 +118,13 @@ class FastLowRank:
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
         batch, n, m = total.shape
         if not onednn_multiplies(total, 2 * n * m * q.shape[-1]):
-            write_sum(matrices, residual, total)
+            _write_sum(matrices, residual, total)
             self._product(total, q, out)
             return
         q = self._widened("right", q, torch.float32)
         for index, rows in in_row_blocks(batch, n, m):
             block = total[index, rows]
-            write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
+            _write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
             out[index, rows].copy_(linear(block, q[index].mT))
 
     @torch.no_grad()
@@ -168,7 +168,7 @@ class FastLowRank:
         return self._scratch.take(side, t.shape, dtype, t.device).copy_(t)
 
 
-def write_sum(matrices: Tensor, residual: Tensor | None, total: Tensor) -> None:
+def _write_sum(matrices: Tensor, residual: Tensor | None, total: Tensor) -> None:
     """total = matrices + residual in fp32, whatever their dtypes; `total` may be `residual`."""
     if residual is None:
         total.copy_(matrices)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.low_rank import write_sum
 from optimus_cc_ext.compressors.orthogonalize import gram_schmidt
 
 __all__ = ["ReferenceLowRank"]
@@ -35,7 +34,7 @@ class ReferenceLowRank:
 
     @torch.no_grad()
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
-        write_sum(matrices, residual, total)
+        total.copy_(_exact(matrices) if residual is None else _exact(matrices) + _exact(residual))
         self.project(total, q, out)
 
     @torch.no_grad()

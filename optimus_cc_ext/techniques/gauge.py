@@ -1,12 +1,11 @@
 """What compression leaves out and what it costs, measured in the iterations that are reported and in no other."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.techniques.stopwatch import Stopwatch
 
 __all__ = ["Gauge"]
 
@@ -23,32 +22,19 @@ class Gauge:
 
         self._scratch = scratch or Scratch()
         self._squares: torch.Tensor | None = None
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stopwatch = Stopwatch()
 
     def begin(self, on: bool) -> None:
         """An iteration begins, to be measured or not."""
-        self.on = on
+        self.on = self._stopwatch.on = on
         if on:
-            self._seconds, self._events = 0.0, []
+            self._stopwatch.clear()
             if self._squares is not None:
                 self._squares.zero_()
 
-    @contextmanager
-    def timed(self, device: torch.device) -> Iterator[None]:
+    def timed(self, device: torch.device) -> AbstractContextManager[None]:
         """Count the time that the work inside takes on `device`."""
-        if not self.on:
-            yield
-        elif device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._events.append((start, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
+        return self._stopwatch.timed("compression", device)
 
     def note_compressed(self, matrix: torch.Tensor) -> None:
         """`matrix` is compressed."""
@@ -75,9 +61,7 @@ class Gauge:
 
     def seconds(self) -> float:
         """Time spent on compressing and decompressing; waits for the device."""
-        for _, end in self._events:
-            end.synchronize()
-        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+        return self._stopwatch.total("compression")
 
     def _add(self, index: int | slice, tensor: torch.Tensor, sign: float) -> None:
         if self._squares is None:

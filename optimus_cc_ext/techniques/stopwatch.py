@@ -37,7 +37,20 @@ class Stopwatch:
 
     def median(self, name: str) -> float:
         """Seconds, 0 where nothing was noted; waits for the device. The first time of many, a warm-up, has no say."""
+        noted = self._read(name)
+        return statistics.median(noted) if noted else 0.0
+
+    def total(self, name: str) -> float:
+        """Seconds of all together; waits for the device."""
+        return sum(self._read(name))
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self._seconds.clear()
+        self._events.clear()
+
+    def _read(self, name: str) -> list[float]:
         for start, end in self._events.pop(name, ()):
             end.synchronize()
             self._seconds[name].append(start.elapsed_time(end) / 1e3)
-        return statistics.median(self._seconds[name]) if self._seconds[name] else 0.0
+        return self._seconds[name]

@@ -411,7 +411,7 @@ def test_the_time_of_both_parts_is_counted(monkeypatch):
     """With a clock that goes on by one second per look, each timed part takes one."""
     gauge = Gauge()
     ticks = itertools.count()
-    monkeypatch.setattr("optimus_cc_ext.techniques.gauge.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("optimus_cc_ext.techniques.stopwatch.time.perf_counter", lambda: float(next(ticks)))
     sender, _ = link()
     sender._gauge = gauge
     gauge.begin(True)
