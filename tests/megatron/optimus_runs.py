@@ -62,13 +62,23 @@ def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any
 
 
 def run_optimus(
-    layout: tuple[int, Sequence[str]], flags: Sequence[str] = (), *, timeout: float = 180.0, **kwargs: Any
+    layout: tuple[int, Sequence[str]],
+    flags: Sequence[str] = (),
+    *,
+    ours_are_known: bool = True,
+    timeout: float = 180.0,
+    **kwargs: Any,
 ) -> list[MegatronRun]:
-    """Train the tiny GPT on `layout` with Optimus-CC installed and these flags."""
+    """Train the tiny GPT on `layout` with Optimus-CC installed and these flags.
+
+    Without `ours_are_known`, where `before` installs by a configuration, no flag of ours is on the command line.
+    """
     world_size, layout_flags = layout
+    if ours_are_known:
+        flags = without_forecast(flags)
     kwargs.setdefault("before", install)
     kwargs.setdefault("probe", session_facts)
-    return run_megatron(world_size, [*layout_flags, *without_forecast(flags)], timeout=timeout, **kwargs)
+    return run_megatron(world_size, [*layout_flags, *flags], timeout=timeout, **kwargs)
 
 
 def without_forecast(flags: Sequence[str]) -> list[str]:
