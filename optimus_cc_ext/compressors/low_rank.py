@@ -135,10 +135,16 @@ class FastLowRank:
         if not _in_blocks(p, q):
             total.sub_(self._product(p, q.mT, take(total.shape)))
             return
-        # The blocks of `reconstruct`, made by the same calls: so they have its bits.
+        unrounded = wire == p.dtype and total.is_contiguous()
+        minus_p = torch.neg(p, out=self._scratch.take("minus", p.shape, p.dtype, p.device)) if unrounded else p
+        # The blocks of `reconstruct`, made by the same calls: so they have its bits. oneDNN adds a product to what is
+        # there when it is complete, so that T + (-P) Q^T has the bits of T - P Q^T.
         for index, rows in in_row_blocks(*total.shape):
             block = total[index, rows]
-            block.sub_(self._rebuild(p[index, rows], q[index], take(block.shape)))
+            if unrounded:
+                add_outer(minus_p[index, rows], q[index], block)
+            else:
+                block.sub_(self._rebuild(p[index, rows], q[index], take(block.shape)))
 
     @torch.no_grad()
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

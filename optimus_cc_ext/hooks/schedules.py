@@ -45,7 +45,10 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
                 gradient = _gradient(model_config, rest)
                 if session.expect(schedule, gradient):
                     _announce_memory(session)
+                undecided = session.stages_are_open
                 forecaster.before_pass(schedule, gradient, device_of_collectives())
+                if undecided and session.compressed_stages:
+                    _announce_memory(session)  # what was said first knew nothing of the stages just chosen
                 with session.iteration(schedule, _loss_scale(model_config)):
                     return original(num_microbatches=num_microbatches, forward_only=False, **rest)
 
@@ -93,7 +96,7 @@ def _loss_scale(config: Any) -> torch.Tensor | None:
 
 
 def _announce_memory(session: Session) -> None:
-    """Say once what residuals and factors take, on the rank where they take most."""
+    """Say what residuals and factors take, on the rank where they take most."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, session.state_nbytes())
     if torch.distributed.get_rank() == 0:

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--all-ranks", action="store_true", help="reference and hook at all ranks, not at 8, 16, 40")
     parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
     parser.add_argument("--repeats", type=int, default=9, help="repetitions of everything but the bucket's third (9)")
+    parser.add_argument("--cold", action="store_true", help="caches emptied before each repetition (CPU)")
     options = parser.parse_args()
     for name, value in (("--threads", options.threads), ("--repeats", options.repeats)):
         if value < 1:
@@ -47,7 +48,9 @@ def main() -> None:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    setting = Setting(torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats)
+    setting = Setting(
+        torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.cold
+    )
     rows: list[Row] = []
     for name in options.only or SECTIONS:
         if name == "capture" and options.device == "cpu":
@@ -61,6 +64,7 @@ def main() -> None:
         "threads": options.threads,
         "torch": torch.__version__,
         "scale": options.scale,
+        "caches": "emptied before each repetition" if options.cold else "warm",
     }
     options.results.mkdir(parents=True, exist_ok=True)
     stem = options.results / f"compressors-{options.device}"

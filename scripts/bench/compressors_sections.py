@@ -5,18 +5,27 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from compressors_contenders import Contender, alternate
 from compressors_report import Row
-from compressors_timing import Work, alternate, captured, copy_bandwidth, gemm_rate
+from compressors_timing import Sample, Work, captured, copy_bandwidth, gemm_rate, in_turn
 from compressors_work import Bucket, HookWork, OurWork
 from figure14 import RANKS, SLICES, Message, check
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors import ReferenceLowRank, Scratch, fast_compressor, packed_numel, private_generator
+from optimus_cc_ext.compressors import (
+    LowRank,
+    ReferenceLowRank,
+    Scratch,
+    fast_compressor,
+    packed_numel,
+    private_generator,
+)
 from optimus_cc_ext.compressors.orthogonalize import _two_passes
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
@@ -40,6 +49,15 @@ class Setting:
     tiny: bool
     all_ranks: bool
     repeats: int
+    cold: bool = False
+    """Whether the caches hold something else when a repetition begins."""
+
+    def alternate(
+        self, contenders: dict[str, Contender], *, rounds: int | None = None, in_a_row: int = 3
+    ) -> dict[str, Sample]:
+        """`compressors_contenders.alternate` in this setting: `repeats` repetitions, unless `rounds` says otherwise."""
+        rounds = rounds or -(-self.repeats // in_a_row)
+        return alternate(contenders, self.device, rounds, in_a_row=in_a_row, cold=self.cold)
 
 
 def slices(setting: Setting) -> Iterator[Row]:
@@ -50,58 +68,88 @@ def slices(setting: Setting) -> Iterator[Row]:
         nbytes = 4 * rows * columns
         bandwidth = copy_bandwidth(rows * columns, setting.device, setting.repeats)
         for compression_rank in RANKS:
-            generator = private_generator(714, model, device="cpu")
-            gradient = torch.randn(1, rows, columns, generator=generator).to(setting.device)
-            compared = setting.all_ranks or compression_rank in COMPARED_RANKS
-            works: dict[str, Work] = {}
-            for name, kind in (("ours", fast_compressor), ("reference", ReferenceLowRank))[: 2 if compared else 1]:
-                check(kind(), rows, columns, compression_rank, setting.device)
-                message = Message(kind(), gradient, compression_rank)
-                works[f"{name}, compress"], works[f"{name}, decompress"] = message.compress, message.decompress
-                if setting.device.type == "cuda" and name == "ours":
-                    works["ours, compress, graph"] = captured(message.compress)
-                    works["ours, decompress, graph"] = captured(message.decompress)
-            if compared:
-                alone = Bucket(gradient.clone().view(-1), 1, ((rows, columns),), 0)
-                works["hook, compress and decompress"] = HookWork(alone, compression_rank, batched=False).step
+            one = (model, rows, columns, compression_rank, setting.device)
+            contenders: dict[str, Contender] = {"ours": partial(_message, fast_compressor, *one)}
+            if setting.all_ranks or compression_rank in COMPARED_RANKS:
+                contenders["reference"] = partial(_message, ReferenceLowRank, *one)
+                contenders["hook"] = partial(_hook_message, *one)
             factors = 4 * packed_numel(rows, columns, compression_rank)
             # Read gradient and residual, write the sum; read it for Q; read it again and write the residual.
             floors = {"compress": (6 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
-            for name, sample in alternate(works, setting.device, setting.repeats).items():
+            for name, sample in setting.alternate(contenders).items():
                 what = name.split(", ")[1]
                 case = f"{model}, {rows} x {columns}, rank {compression_rank}"
                 yield Row("slices", case, name, sample, floors.get(what), {"gbit": nbytes * 8 / 1e9})
+
+
+def _gradient(model: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    generator = private_generator(714, model, device="cpu")
+    return torch.randn(1, rows, columns, generator=generator).to(device)
+
+
+def _message(
+    compressor: Callable[[], LowRank], model: str, rows: int, columns: int, compression_rank: int, device: torch.device
+) -> dict[str, Work]:
+    check(compressor(), rows, columns, compression_rank, device)
+    message = Message(compressor(), _gradient(model, rows, columns, device), compression_rank)
+    works: dict[str, Work] = {"compress": message.compress, "decompress": message.decompress}
+    if device.type == "cuda" and compressor is fast_compressor:
+        works |= {f"{name}, graph": captured(work) for name, work in works.items()}
+    return works
+
+
+def _hook_message(
+    model: str, rows: int, columns: int, compression_rank: int, device: torch.device
+) -> dict[str, Work]:  # fmt: skip
+    alone = Bucket(_gradient(model, rows, columns, device).view(-1), 1, ((rows, columns),), 0)
+    return {"compress and decompress": HookWork(alone, compression_rank, batched=False).step}
 
 
 def orthogonalization(setting: Setting) -> Iterator[Row]:
     """Batches of P alone. The hook's and LAPACK's time does not depend on the values; ours does, on a CPU."""
     layers, r = (2, 32) if setting.tiny else (STAGE_LAYERS, 128)
     for n in (384,) if setting.tiny else (3072, 1152):
-        generator = private_generator(3, "bench orthogonalization", n, device="cpu")
-        gaussian = torch.randn(layers, n, r, generator=generator)
-        # As P = M Q comes from a warm-started Q: nearly orthogonal columns, lengths that fall tenfold.
-        basis = torch.linalg.qr(gaussian).Q
-        mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
-        warm = basis @ mixed * torch.logspace(0, -1, r)
-        turn = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
-        cold = gaussian * torch.logspace(0, -5, r) @ turn
-        for kind, p in (("Gaussian", gaussian), ("warm-started", warm), ("condition 1e5", cold)):
-            p = p.to(setting.device)
-            out, other, theirs = torch.empty_like(p), torch.empty_like(p), p.clone()
-            scratch, fast = Scratch(), fast_compressor()
-            check_basis(p, fast.orthogonalize(p, out=out), f"{kind}, {layers} x {n} x {r}")
-            works: dict[str, Callable[[], Any]] = {
-                "ours": lambda fast=fast, p=p, out=out: fast.orthogonalize(p, out=out),
-                "hook's _orthogonalize": lambda theirs=theirs: powerSGD_hook._orthogonalize(theirs),
-                "LAPACK or cuSOLVER QR": lambda p=p: torch.linalg.qr(p),
-                "CholeskyQR2 in fp64": lambda p=p, other=other, scratch=scratch: _two_passes(p, other, scratch),
+        for kind in ("Gaussian", "warm-started", "condition 1e5"):
+            p = to_orthogonalize(kind, layers, n, r).to(setting.device)
+            out, theirs = torch.empty_like(p), p.clone()
+            powerSGD_hook._orthogonalize(theirs)
+            off = {
+                "ours": off_orthonormal(fast_compressor().orthogonalize(p, out=out)),
+                "hook's _orthogonalize": off_orthonormal(theirs),
+                "LAPACK or cuSOLVER QR": off_orthonormal(torch.linalg.qr(p).Q),
+                "CholeskyQR2 in fp64": off_orthonormal(_two_passes(p, None, Scratch())),
             }
-            bases = {name: work() for name, work in works.items()}
-            bases |= {"hook's _orthogonalize": theirs, "LAPACK or cuSOLVER QR": torch.linalg.qr(p).Q}
-            off = {name: off_orthonormal(basis) for name, basis in bases.items()}
-            for name, sample in alternate(works, setting.device, setting.repeats).items():
+            contenders = {name: partial(_orthogonalization, name, kind, layers, n, r, setting.device) for name in off}
+            for name, sample in setting.alternate(contenders).items():
                 more = {"off orthonormal": off[name]}
                 yield Row("orthogonalization", f"{kind}, {layers} x {n} x {r}", name, sample, None, more)
+
+
+def to_orthogonalize(kind: str, layers: int, n: int, r: int) -> torch.Tensor:
+    """A batch of P (layers, n, r), fp32, with an easy, a usual, or a hard spectrum."""
+    generator = private_generator(3, "bench orthogonalization", n, device="cpu")
+    gaussian = torch.randn(layers, n, r, generator=generator)
+    if kind == "Gaussian":
+        return gaussian
+    if kind == "warm-started":
+        # As P = M Q comes from a warm-started Q: nearly orthogonal columns, lengths that fall tenfold.
+        mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
+        return torch.linalg.qr(gaussian).Q @ mixed * torch.logspace(0, -1, r)
+    turn = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
+    return gaussian * torch.logspace(0, -5, r) @ turn
+
+
+def _orthogonalization(name: str, kind: str, layers: int, n: int, r: int, device: torch.device) -> dict[str, Work]:
+    p = to_orthogonalize(kind, layers, n, r).to(device)
+    out, scratch, fast = torch.empty_like(p), Scratch(), fast_compressor()
+    if name == "ours":
+        check_basis(p, fast.orthogonalize(p, out=out), f"{kind}, {layers} x {n} x {r}")
+        return {"": lambda: fast.orthogonalize(p, out=out)}
+    if name == "hook's _orthogonalize":
+        return {"": lambda: powerSGD_hook._orthogonalize(p)}
+    if name == "CholeskyQR2 in fp64":
+        return {"": lambda: _two_passes(p, out, scratch)}
+    return {"": lambda: torch.linalg.qr(p)}
 
 
 def off_orthonormal(basis: torch.Tensor) -> float:
@@ -128,21 +176,11 @@ def bucket(setting: Setting) -> Iterator[Row]:
     shapes, layers, vectors, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTORS, 128
     if setting.tiny:
         shapes, layers, vectors, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vectors // 16, 8
-    check_bucket(fast_compressor, shapes, setting.device, r)
-    repeats = max(1, setting.repeats // 3) if setting.device.type == "cpu" else setting.repeats
     rates = gemm_rate(128 if setting.tiny else 2048, setting.device, setting.repeats)
-    gradients = Bucket.random(layers, shapes, vectors, setting.device, seed=1)
-
-    def copy() -> Bucket:
-        return gradients.like(gradients.flat.clone())
-
-    works: dict[str, Work] = {
-        "ours": OurWork(fast_compressor(), gradients, r).step,
-        "hook, batched": HookWork(copy(), r, batched=True).step,
-        "hook, as by default": HookWork(copy(), r, batched=False).step,
-    }
-    if setting.device.type == "cuda":
-        works["ours, graph"] = captured(OurWork(fast_compressor(), copy(), r).step)
+    one = (layers, shapes, vectors, r, setting.device)
+    names = ("ours", "hook, batched", "hook, as by default")
+    contenders = {name: partial(_bucket_step, name, *one) for name in names}
+    gradients = Bucket(torch.empty(layers * (sum(n * m for n, m in shapes) + vectors)), layers, shapes, vectors)
     flops, best = gradients.gemm_flops(r), max(rates.values())
     bandwidth = copy_bandwidth(min(gradients.flat.numel(), 1 << 26), setting.device, setting.repeats)
     more = {
@@ -150,8 +188,24 @@ def bucket(setting: Setting) -> Iterator[Row]:
         **{f"gflops_{name}": rate / 1e9 for name, rate in rates.items()},
     }  # fmt: skip
     case = f"{layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB, rank {r}"
-    for name, sample in alternate(works, setting.device, repeats).items():
+    rounds = max(1, setting.repeats // 3) if setting.device.type == "cpu" else setting.repeats
+    # A gigabyte leaves nothing in the caches: there is nothing to warm up.
+    for name, sample in setting.alternate(contenders, rounds=rounds, in_a_row=1).items():
         yield Row("bucket", case, name, sample, flops / best, more)
+
+
+def _bucket_step(
+    name: str, layers: int, shapes: tuple[tuple[int, int], ...], vectors: int, r: int, device: torch.device
+) -> dict[str, Work]:  # fmt: skip
+    gradients = Bucket.random(layers, shapes, vectors, device, seed=1)
+    if name != "ours":
+        return {"": HookWork(gradients, r, batched=name == "hook, batched").step}
+    check_bucket(fast_compressor, shapes, device, r)
+    works: dict[str, Work] = {"": OurWork(fast_compressor(), gradients, r).step}
+    if device.type == "cuda":
+        copy = gradients.like(gradients.flat.clone())
+        works["graph"] = captured(OurWork(fast_compressor(), copy, r).step)
+    return works
 
 
 def check_bucket(
@@ -201,7 +255,7 @@ def layers(setting: Setting) -> Iterator[Row]:
         launches = {count: _operators(reducer.reduce) for count, reducer in reducers.items()}
         works: dict[str, Work] = {f"{count} layers": reducer.reduce for count, reducer in reducers.items()}
         for (count, reducer), sample in zip(
-            reducers.items(), alternate(works, setting.device, 2 * setting.repeats).values(), strict=True
+            reducers.items(), in_turn(works, setting.device, 2 * setting.repeats).values(), strict=True
         ):
             nbytes = 4 * sum(residual.numel() for residual in reducer.residuals())
             more = {"layers": count, "operators": launches[count], "megabytes": nbytes / 1e6}
@@ -232,7 +286,7 @@ def capture(setting: Setting) -> Iterator[Row]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         works: dict[str, Work] = {"eager": eager.compress, "graph": replay}
-        for name, sample in alternate(works, setting.device, setting.repeats).items():
+        for name, sample in in_turn(works, setting.device, setting.repeats).items():
             yield Row("capture", f"{model}, rank 16, compress: equal bits, no synchronisation", name, sample)
 
 

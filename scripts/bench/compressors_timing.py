@@ -9,7 +9,7 @@ import torch
 
 from optimus_cc_ext.compressors.products import linear, onednn_multiplies
 
-__all__ = ["Sample", "Work", "alternate", "captured", "copy_bandwidth", "gemm_rate"]
+__all__ = ["Sample", "Work", "captured", "copy_bandwidth", "gemm_rate", "in_turn", "seconds_of"]
 
 Work = Callable[[], object]
 
@@ -30,18 +30,23 @@ class Sample:
         return cls(middle, low, high, len(seconds))
 
 
-def alternate(works: dict[str, Work], device: torch.device, repeats: int) -> dict[str, Sample]:
+def in_turn(works: dict[str, Work], device: torch.device, repeats: int) -> dict[str, Sample]:
     """Time all of `works` in turn, again and again, so that what slows the machine down slows all of them.
 
-    A first round does not count. On a GPU by events on the device, on a CPU by its clock.
+    A first round does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for repetition in range(repeats + 1):
         for name, work in works.items():
-            took = _on_gpu(work) if device.type == "cuda" else _on_cpu(work)
+            took = seconds_of(work, device)
             if repetition > 0:
                 seconds[name].append(took)
     return {name: Sample.of(taken) for name, taken in seconds.items()}
+
+
+def seconds_of(work: Work, device: torch.device) -> float:
+    """How long `work` takes once: on a GPU by events on the device, on a CPU by its clock."""
+    return _on_gpu(work) if device.type == "cuda" else _on_cpu(work)
 
 
 def _on_cpu(work: Work) -> float:
@@ -78,7 +83,7 @@ def copy_bandwidth(values: int, device: torch.device, repeats: int) -> float:
     """Bytes per second, read and written together, of copying a tensor of so many fp32 values."""
     source = torch.zeros(values, device=device)
     target = torch.empty_like(source)
-    best = alternate({"copy": lambda: target.copy_(source)}, device, repeats)["copy"].median
+    best = in_turn({"copy": lambda: target.copy_(source)}, device, repeats)["copy"].median
     return 2 * source.nbytes / best
 
 
@@ -90,4 +95,4 @@ def gemm_rate(size: int, device: torch.device, repeats: int) -> dict[str, float]
     works: dict[str, Work] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
     if onednn_multiplies(a, 2 * size**3, fewest=0):
         works["oneDNN"] = lambda: linear(a, b)
-    return {name: 2 * size**3 / sample.median for name, sample in alternate(works, device, repeats).items()}
+    return {name: 2 * size**3 / sample.median for name, sample in in_turn(works, device, repeats).items()}

@@ -45,6 +45,9 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     whole = run([*AUTO, "--save", str(tmp_path / "whole"), "--save-interval", "4"], before=slow, probe=facts)
     assert all(rank.probed["matrices"] > 0 for rank in whole)
     assert "--dp-compression-stages auto: of 2 stages compressed: 0, 1" in whole[0].probed["ours"]
+    memory = [line for line in whole[0].probed["ours"] if line.startswith("compressor state in")]
+    assert len(memory) == 2, "before the first iteration, and once the stages are known"
+    assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
     expected, losses = last_stage_losses(vanilla), last_stage_losses(whole)
     # The loss of an iteration shows the updates before it.
     assert losses[: FIRST_COMPRESSED + 1] == expected[: FIRST_COMPRESSED + 1]

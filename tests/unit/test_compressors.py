@@ -22,7 +22,7 @@ from optimus_cc_ext.compressors import (
     private_generator,
     products,
 )
-from optimus_cc_ext.compressors.products import onednn_multiplies
+from optimus_cc_ext.compressors.products import add_outer, onednn_multiplies
 from tests.allocations import Watch
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -366,6 +366,19 @@ def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor, size, wir
     exact = p.double() @ q.double().mT
     # Entries of size sqrt(r), of which the wire's dtype keeps its digits; the largest is above 4.
     assert worst_error(arrives.detach(), exact) < 2 * torch.finfo(wire).eps
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN to compare")
+@pytest.mark.parametrize("r", [1, 3, 11, 16, 17, 40, 128, 200])
+@pytest.mark.parametrize("n, m", [(900, 2048), (1367, 1000)])
+def test_a_product_is_complete_before_it_is_added_to_what_is_there(n: int, m: int, r: int) -> None:
+    """What `subtract_reconstruction` relies on to skip a pass: T + (-P) Q^T has the bits of T - P Q^T."""
+    p, q, total = gaussian(n, r), gaussian(m, r, seed=1), gaussian(n, m, seed=2)
+    product = torch.zeros_like(total)
+    add_outer(p, q, product)
+    expected = total - product
+    add_outer(-p, q, total)
+    assert torch.equal(total, expected)
 
 
 @BOTH
