@@ -19,6 +19,9 @@ __all__ = ["Contender", "alternate"]
 Contender = Callable[[], Mapping[str, Work]]
 """Makes its tensors, in the process that calls it, and checks what it is going to do. Must be picklable."""
 
+_IMPORTED_ONCE = ["torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "matplotlib.figure"]
+"""What takes long to import; the server finds installed packages only, not the modules beside this one."""
+
 _SECONDS_TO_BE_READY, _SECONDS_FOR_A_TURN = 300.0, 600.0
 _EVICTING_VALUES = 1 << 25
 """128 MB of fp32: several times the last-level cache of one socket's share."""
@@ -44,7 +47,7 @@ def alternate(
     # Started by a server that has imported torch but never used its threads: a child of this process, which has used
     # them, would wait for threads that it does not have.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["compressors_sections"])
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     workers: dict[str, tuple[Any, Connection]] = {}
     seconds: dict[str, list[float]] = {}
     try:
