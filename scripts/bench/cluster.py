@@ -226,12 +226,16 @@ class _Bench:
         )
 
     def compare_losses(self, hosts: Network, name: str, layout: Layout) -> None:
-        """Vanilla once, every other variant at every pair of ranks, on unshaped links."""
+        """Vanilla, unless the file that is appended to has it, and every other variant at every pair of ranks."""
         options = self.options
         pairs = options.ranks_of_interest or [self._ranks(MODELS[name])]
         ours = [(variant, pair) for variant in options.variants if variant != VANILLA for pair in pairs]
-        for variant, ranks in [(VANILLA, pairs[0]), *ours]:
-            steps = options.loss_iterations
+        steps = options.loss_iterations
+        known = any(
+            (run.model, run.layout, run.variant, run.iterations) == (name, str(layout), VANILLA, steps)
+            for run in self.losses
+        )
+        for variant, ranks in ours if known else [(VANILLA, pairs[0]), *ours]:
             plan = Sweep([UNSHAPED], each=steps, cycles=1, warm_up=0)
             label = "losses" if variant == VANILLA else f"losses-{ranks[0]}-{ranks[1]}"
             run = self._train(hosts, name, layout, variant, ranks, plan, label, evaluations=_EVALUATION_ITERATIONS)
@@ -241,6 +245,7 @@ class _Bench:
             loss = LossRun(
                 model=name, layout=str(layout), variant=variant, ranks=None if variant == VANILLA else ranks,
                 iterations=steps, training_loss=statistics.mean(last), validation_loss=run.validation_loss,
+                further="" if variant == VANILLA else shlex.join(self.further),
             )  # fmt: skip
             self.losses.append(loss)
             self._save()

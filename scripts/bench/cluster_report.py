@@ -34,6 +34,8 @@ class LossRun:
     """Mean of the last tenth of the iterations."""
 
     validation_loss: float
+    further: str = ""
+    """Flags beyond the variant's own."""
 
 
 def save(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses: Sequence[LossRun]) -> str:
@@ -186,19 +188,20 @@ def _quality(runs: Sequence[Run]) -> str:
 
 def loss_table(losses: Sequence[LossRun]) -> str:
     """Validation losses, and how far each is from vanilla's on the same model and layout."""
-    vanilla = {(run.model, run.layout): run.validation_loss for run in losses if run.variant == VANILLA}
+    vanilla = {(run.model, run.layout, run.iterations): run.validation_loss for run in losses if run.variant == VANILLA}
     lines = [
         "## Losses on unshaped links\n",
-        "| model | layout | variant | ranks CB:SC | iterations | training loss | validation loss | gap to vanilla |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | layout | variant | ranks CB:SC | iterations | training loss | validation loss | gap to vanilla"
+        " | further flags |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in losses:
-        base = vanilla.get((run.model, run.layout))
+        base = vanilla.get((run.model, run.layout, run.iterations))
         gap = run.validation_loss / base - 1 if base and run.variant != VANILLA else None
         ranks = f"{run.ranks[0]}:{run.ranks[1]}" if run.ranks else "-"
         lines.append(
             f"| {run.model} | {run.layout} | {run.variant} | {ranks} | {run.iterations} | {run.training_loss:.4f}"
-            f" | {run.validation_loss:.4f} | {_number(gap, '+.2%')} |"
+            f" | {run.validation_loss:.4f} | {_number(gap, '+.2%')} | {run.further and f'`{run.further}`'} |"
         )
     return "\n".join([*lines, ""])
 
