@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +97,18 @@ def test_a_bucket_that_loses_gradient_is_not_timed(sections: ModuleType) -> None
         sections.check_bucket(Forgetful, shapes, cpu, 4)
     with pytest.raises(SystemExit, match="off the hook"):
         sections.check_bucket(Blind, shapes, cpu, 4)
+
+
+def test_contenders_work_in_processes_of_their_own_and_say_why_they_cannot(sections: ModuleType) -> None:
+    alternate, cpu = sections.alternate, torch.device("cpu")
+    message = partial(sections._message, FastLowRank, "8.3b", 24, 32, 4, cpu)
+    samples = alternate({"one": message, "other": message}, cpu, 2, in_a_row=3, cold=True)
+    assert {*samples} == {"one, compress", "one, decompress", "other, compress", "other, decompress"}
+    assert all(sample.repetitions == 6 and sample.median > 0 for sample in samples.values())
+    with pytest.raises(SystemExit, match="it is wrong"):
+        alternate({"one": message, "other": partial(sys.exit, "it is wrong")}, cpu, 1)
+    with pytest.raises(SystemExit, match="process of 'other' ended"):
+        alternate({"one": message, "other": partial(os._exit, 3)}, cpu, 1)
 
 
 def test_a_basis_that_is_none_is_not_timed(sections: ModuleType) -> None:
