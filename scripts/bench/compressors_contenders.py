@@ -2,11 +2,12 @@
 
 In one process they would share the allocator: what one has freed spares the other the page faults of its temporaries,
 or costs it some. And each would find the caches full of the other's tensors. In turn, again and again, one process
-works while the others wait; the first repetition of a turn does not count, so that the caches hold what they can of
-the contender's own.
+works while the others wait. The beginning of a turn does not count: a processor that was idle takes a while to run at
+its full speed, as it does in a training, and to fill its caches.
 """
 
 import multiprocessing
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +24,7 @@ _IMPORTED_ONCE = ["torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "
 """What takes long to import; the server finds installed packages only, not the modules beside this one."""
 
 _SECONDS_TO_BE_READY, _SECONDS_FOR_A_TURN = 300.0, 600.0
+_SECONDS_TO_WARM_UP = 0.2
 _EVICTING_VALUES = 1 << 25
 """128 MB of fp32: several times the last-level cache of one socket's share."""
 
@@ -34,8 +36,8 @@ def alternate(
 
     Args:
         rounds: how often each contender has its turn. A first round does not count.
-        in_a_row: repetitions of a piece of work in a turn that count, after one that does not where there are
-            several.
+        in_a_row: repetitions of a piece of work in a turn that count. Where there are several, those of the first
+            `_SECONDS_TO_WARM_UP`, at least one, do not.
         cold: the caches are filled with something else before every repetition, on a CPU.
 
     Raises:
@@ -101,7 +103,6 @@ def _serve(connection: Connection, make: Contender, threads: int, in_a_row: int,
         connection.send(str(failed))
         return
     connection.send({})
-    uncounted = int(in_a_row > 1)
     while True:
         try:
             connection.recv()
@@ -109,9 +110,13 @@ def _serve(connection: Connection, make: Contender, threads: int, in_a_row: int,
             return
         taken: dict[str, list[float]] = {}
         for what, work in works.items():
-            for repetition in range(uncounted + in_a_row):
+            warm = time.monotonic() + _SECONDS_TO_WARM_UP
+            while in_a_row > 1:
+                work()
+                if time.monotonic() > warm:
+                    break
+            taken[what] = []
+            for _ in range(in_a_row):
                 filler.add_(1.0)
-                took = seconds_of(work, device)
-                if repetition >= uncounted:
-                    taken.setdefault(what, []).append(took)
+                taken[what].append(seconds_of(work, device))
         connection.send(taken)
