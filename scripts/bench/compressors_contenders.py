@@ -24,20 +24,25 @@ _IMPORTED_ONCE = ["torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "
 """What takes long to import; the server finds installed packages only, not the modules beside this one."""
 
 _SECONDS_TO_BE_READY, _SECONDS_FOR_A_TURN = 300.0, 600.0
-_SECONDS_TO_WARM_UP = 0.2
 _EVICTING_VALUES = 1 << 25
 """128 MB of fp32: several times the last-level cache of one socket's share."""
 
 
 def alternate(
-    contenders: Mapping[str, Contender], device: torch.device, rounds: int, *, in_a_row: int = 3, cold: bool = False
+    contenders: Mapping[str, Contender],
+    device: torch.device,
+    rounds: int,
+    *,
+    in_a_row: int = 3,
+    warm_up: float = 0.2,
+    cold: bool = False,
 ) -> dict[str, Sample]:
     """Time every piece of work of all contenders; its name is the contender's, and its own after a comma if it has one.
 
     Args:
         rounds: how often each contender has its turn. A first round does not count.
-        in_a_row: repetitions of a piece of work in a turn that count. Where there are several, those of the first
-            `_SECONDS_TO_WARM_UP`, at least one, do not.
+        in_a_row: repetitions of a piece of work in a turn that count. Where there are several, those of its first
+            `warm_up` seconds, at least one, do not.
         cold: the caches are filled with something else before every repetition, on a CPU.
 
     Raises:
@@ -56,7 +61,7 @@ def alternate(
         for name, make in contenders.items():
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, make, torch.get_num_threads(), in_a_row, cold), daemon=True
+                target=_serve, args=(there, make, torch.get_num_threads(), in_a_row, warm_up, cold), daemon=True
             )
             process.start()
             there.close()
@@ -92,7 +97,7 @@ def _answer(name: str, connection: Connection, limit: float) -> dict[str, list[f
     return answer
 
 
-def _serve(connection: Connection, make: Contender, threads: int, in_a_row: int, cold: bool) -> None:
+def _serve(connection: Connection, make: Contender, threads: int, in_a_row: int, warm_up: float, cold: bool) -> None:
     """The life of a contender's process: a turn for every message."""
     torch.set_num_threads(threads)
     device = torch.device("cpu")
@@ -110,7 +115,7 @@ def _serve(connection: Connection, make: Contender, threads: int, in_a_row: int,
             return
         taken: dict[str, list[float]] = {}
         for what, work in works.items():
-            warm = time.monotonic() + _SECONDS_TO_WARM_UP
+            warm = time.monotonic() + warm_up
             while in_a_row > 1:
                 work()
                 if time.monotonic() > warm:

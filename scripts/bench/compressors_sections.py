@@ -57,7 +57,8 @@ class Setting:
     ) -> dict[str, Sample]:
         """`compressors_contenders.alternate` in this setting: `repeats` repetitions, unless `rounds` says otherwise."""
         rounds = rounds or -(-self.repeats // in_a_row)
-        return alternate(contenders, self.device, rounds, in_a_row=in_a_row, cold=self.cold)
+        warm_up = 0.0 if self.tiny else 0.2
+        return alternate(contenders, self.device, rounds, in_a_row=in_a_row, warm_up=warm_up, cold=self.cold)
 
 
 def slices(setting: Setting) -> Iterator[Row]:

@@ -102,7 +102,7 @@ def test_a_bucket_that_loses_gradient_is_not_timed(sections: ModuleType) -> None
 def test_contenders_work_in_processes_of_their_own_and_say_why_they_cannot(sections: ModuleType) -> None:
     alternate, cpu = sections.alternate, torch.device("cpu")
     message = partial(sections._message, FastLowRank, "8.3b", 24, 32, 4, cpu)
-    samples = alternate({"one": message, "other": message}, cpu, 2, in_a_row=3, cold=True)
+    samples = alternate({"one": message, "other": message}, cpu, 2, in_a_row=3, warm_up=0.0, cold=True)
     assert {*samples} == {"one, compress", "one, decompress", "other, compress", "other, decompress"}
     assert all(sample.repetitions == 6 and sample.median > 0 for sample in samples.values())
     with pytest.raises(SystemExit, match="it is wrong"):
