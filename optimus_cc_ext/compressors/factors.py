@@ -83,10 +83,16 @@ def next_warm_start(
         raise ValueError(f"fallback has shape {tuple(fallback.shape)}, the factor {tuple(q_new.shape)}")
     take = (scratch or Scratch()).take
     dtype = torch.promote_types(q_new.dtype, torch.float32)
-    basis = compressor.orthogonalize(q_new, out=take("basis", q_new.shape, dtype, q_new.device))
+    direct = out is not None and out.dtype == dtype and out is not fallback
+    basis = out if out is not None and direct else take("basis", q_new.shape, dtype, q_new.device)
+    compressor.orthogonalize(q_new, out=basis)
     # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
     lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
     torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
     alive = torch.gt(lengths, 0.5, out=take("alive", lengths.shape, torch.bool, basis.device))
-    torch.where(alive, basis, fallback, out=basis)
-    return basis.clone() if out is None else out.copy_(basis)
+    # All alive is the rule, and a CPU need not wait to know it.
+    if basis.device.type != "cpu" or not alive.numpy().all():
+        torch.where(alive, basis, fallback, out=basis)
+    if out is None:
+        return basis.clone()
+    return out if direct else out.copy_(basis)

@@ -9,17 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.orthogonalize_fp32 import orthonormalize_fp32
-from optimus_cc_ext.compressors.products import onednn_multiplies
+from optimus_cc_ext.compressors.orthogonalize_fp32 import is_for_fp32, orthonormalize_fp32
 from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["cholesky_qr", "gram_schmidt"]
 
 _AMPLIFIED_TO_NOTHING = 100.0
 """Condition squared up to which a pass in fp64 is enough: 100 times a shift of 1e-11."""
-
-_FEWEST_FLOPS_IN_FP32 = 1 << 23
-"""Of one matrix's Gram matrix: from there on, on a CPU, fp32 first. Below, fp64 is as fast."""
 
 
 @torch.no_grad()
@@ -94,8 +90,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     """
     _check(p)
     scratch = scratch or Scratch()
-    _, n, r = p.shape
-    if p.dtype == torch.float64 or not onednn_multiplies(p, 2 * n * r * r, _FEWEST_FLOPS_IN_FP32):
+    if not is_for_fp32(p):
         return _two_passes(p, out, scratch)
     take = partial(scratch.take, device=p.device)
     single = p if p.dtype == torch.float32 and p.is_contiguous() else take("single", p.shape, torch.float32).copy_(p)

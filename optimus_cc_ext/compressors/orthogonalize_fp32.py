@@ -15,22 +15,36 @@ With columns scaled to length 1, random P (n x r, n > 1.5 r) and the P of a warm
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.products import gram, linear
+from optimus_cc_ext.compressors.products import gram, linear, onednn_multiplies
 
-__all__ = ["orthonormalize_fp32"]
+__all__ = ["is_for_fp32", "orthonormalize_fp32"]
+
+_FEWEST_FLOPS, _FEWEST_FLOPS_OF_FEW_COLUMNS = 1 << 23, 1 << 18
+"""Of one matrix's Gram matrix. Below, fp64 is as fast."""
 
 _DONE, _WORTH_ANOTHER = 4.0, 1000.0
 _LENGTHS = 1e-30, 1e30
 """Squared lengths of columns between which fp32 loses nothing of a Gram matrix to its range."""
+
+_FEW_COLUMNS = 64
+"""Up to here a Gram matrix is factorised by NumPy, whose calls cost a third of torch's."""
 
 _LEAF = 32
 """Columns that LAPACK factorises at once: a batch of 32 x 32 takes it a fortieth of the time of one of 128 x 128."""
 
 Take = Callable[..., Tensor]
 """Scratch memory: (name, shape, dtype)."""
+
+
+def is_for_fp32(p: Tensor) -> bool:
+    """Whether bases of p (B, n, r) are sought in fp32 first: on a CPU, by shape alone."""
+    _, n, r = p.shape
+    fewest = _FEWEST_FLOPS_OF_FEW_COLUMNS if r <= _FEW_COLUMNS else _FEWEST_FLOPS
+    return p.dtype != torch.float64 and onednn_multiplies(p, 2 * n * r * r, fewest)
 
 
 def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
@@ -42,12 +56,13 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
     """
     hopeless: list[int] = []
     source, unfinished = p, list(range(len(p)))
+    turn = linear if _is_large(p[0]) else _turned
     for most in (_WORTH_ANOTHER, _DONE):
         weights, amplification = _weights([source[index] for index in unfinished], take)
         again = []
         for index, weight, factor in zip(unfinished, weights, amplification, strict=True):
             if factor <= most:  # NaN is not
-                out[index].copy_(linear(source[index], weight))
+                out[index].copy_(turn(source[index], weight))
                 if factor > _DONE:
                     again.append(index)
             else:
@@ -62,10 +77,15 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
 def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
     """For each A (n, r) the W D of the module's docstring, and how much W amplifies an error of the Gram matrix."""
     batch, r = len(matrices), matrices[0].shape[1]
-    exact, product = take("gram32", (batch, r, r), torch.float32), take("gram", (batch, r, r), torch.float64)
+    exact = take("gram32", (batch, r, r), torch.float32)
     for a, g in zip(matrices, exact, strict=True):
-        gram(a, out=g)
-    product.copy_(exact)
+        if _is_large(a):
+            gram(a, out=g)
+        else:
+            torch.mm(a.mT, a, out=g)
+    if r <= _FEW_COLUMNS:
+        return _weights_of_few(exact)
+    product = take("gram", (batch, r, r), torch.float64).copy_(exact)
     lengths = product.diagonal(dim1=-2, dim2=-1)
     in_range = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
     scale = lengths.rsqrt()
@@ -75,6 +95,38 @@ def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
     amplification = inverse.square().sum(-1).amax(-1).masked_fill_(in_range.logical_not_(), torch.nan)
     weights = take("weights", (batch, r, r), torch.float32)
     return weights.copy_(inverse.mul_(scale.unsqueeze(-2))), amplification.tolist()
+
+
+def _weights_of_few(grams: Tensor) -> tuple[Tensor, list[float]]:
+    """`_weights` from the Gram matrices (B, r, r), where r is so small that a call costs more than what it does."""
+    weights, amplification = torch.empty_like(grams), []
+    with np.errstate(all="ignore"):
+        for exact, weight in zip(grams.numpy(), weights.numpy(), strict=True):
+            product = exact.astype(np.float64)
+            lengths = product.diagonal()
+            if not (lengths.min() > _LENGTHS[0] and lengths.max() < _LENGTHS[1]):  # NaN is not
+                amplification.append(np.nan)
+                continue
+            scale = 1.0 / np.sqrt(lengths)
+            product = product * scale * scale[:, None]
+            try:
+                inverse = np.linalg.inv(np.linalg.cholesky(product))
+            except np.linalg.LinAlgError:
+                amplification.append(np.nan)
+                continue
+            amplification.append(float(np.square(inverse).sum(-1).max()))
+            np.multiply(inverse, scale, out=weight, casting="same_kind")
+    return weights, amplification
+
+
+def _is_large(a: Tensor) -> bool:
+    """Whether oneDNN multiplies A (n, r) faster than what torch calls."""
+    n, r = a.shape
+    return 2 * n * r * r >= _FEWEST_FLOPS
+
+
+def _turned(a: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(a, weight.mT)
 
 
 def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:

@@ -21,9 +21,9 @@ __all__ = ["add_outer", "gram", "in_row_blocks", "linear", "multiply", "onednn_m
 _FEWEST_FLOPS = 1 << 24
 """Of one matrix's product: below, the calls per matrix cost more than oneDNN saves over one call per batch."""
 
-_BLOCK_VALUES = 1 << 20
-"""Of a gradient-sized fp32 block, 4 MB: small enough to be still in the cache when it is read again, large enough that
-a call's fixed cost of 30 us does not show."""
+_BLOCK_VALUES = 1 << 22
+"""Of a gradient-sized fp32 block, 16 MB: small enough to be still in a last-level cache when it is read again, large
+enough that a call's fixed cost does not show."""
 
 
 @cache
