@@ -1,0 +1,34 @@
+"""Matrices to compress, one step of compression, and how far its result is off: for the compressors' tests."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, initial_factor, private_generator
+
+__all__ = ["BOTH", "EPS32", "first_q", "gaussian", "step", "worst_error"]
+
+EPS32 = torch.finfo(torch.float32).eps
+BOTH = pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
+    return initial_factor(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
+
+
+def step(compressor: LowRank, matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, Q' and what the other side makes of them."""
+    p = compressor.orthogonalize(compressor.project(matrices, q))
+    q_new = compressor.back_project(matrices, p)
+    return p, q_new, compressor.reconstruct(p, q_new)
+
+
+def worst_error(approximation: Tensor, matrices: Tensor) -> float:
+    """Largest error of an entry, in units of the matrix's largest entry."""
+    error = (approximation.double() - matrices.double()).abs().amax((-2, -1))
+    return (error / matrices.double().abs().amax((-2, -1))).max().item()

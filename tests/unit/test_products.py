@@ -1,0 +1,170 @@
+"""Sums, differences, and matrices that are large enough for oneDNN."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import FastLowRank, LowRank, products
+from optimus_cc_ext.compressors.products import add_outer, in_row_blocks, onednn_multiplies
+from tests.allocations import Watch
+from tests.low_rank_steps import BOTH, EPS32, first_q, gaussian, step, worst_error
+
+SMALL, LARGE = (2, 30, 40, 4), (2, 900, 2048, 8)
+"""(batch, n, m, r). On a CPU with oneDNN the large one is taken matrix by matrix, here in two blocks of rows each."""
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+WIRE = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SUM_OF_2048 = 24 * EPS32
+"""An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
+
+HAS_ONEDNN = onednn_multiplies(torch.empty(0), 1 << 40)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a matrix of a test's size has several."""
+    monkeypatch.setattr(products, "_BLOCK_VALUES", 1 << 20)
+
+
+def test_the_large_matrices_here_are_taken_in_two_blocks_each() -> None:
+    batch, n, m, _ = LARGE
+    assert len(list(in_row_blocks(batch, n, m))) == 2 * batch
+
+
+def as_in_a_bucket(matrices: Tensor) -> Tensor:
+    """The same values with other parameters' between them: contiguous rows, a batch that is strided."""
+    batch, n, m = matrices.shape
+    view = matrices.new_full((batch, n * m + 7), torch.nan)[:, : n * m].view(batch, n, m)
+    return view.copy_(matrices)
+
+
+@BOTH
+@SIZES
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_sum_is_projected_as_in_float64(compressor, size, residual_dtype, dtype) -> None:
+    batch, n, m, r = size
+    matrices, q = as_in_a_bucket(gaussian(batch, n, m, dtype=dtype)), first_q(batch, m, r)
+    residual = None if residual_dtype is None else gaussian(batch, n, m, seed=1, dtype=residual_dtype)
+    total, p = torch.full((batch, n, m), torch.nan), torch.full((batch, n, r), torch.nan)
+    compressor.project_sum(matrices, residual, q, total=total, out=p)
+    exact = matrices.double() + (0 if residual is None else residual.double())
+    assert worst_error(total, exact) <= EPS32 / 2  # of the largest entry: one rounding, of the sum
+    assert worst_error(p, exact @ q.double()) < SUM_OF_2048
+
+
+@BOTH
+@SIZES
+def test_the_sum_may_be_written_over_the_residual(compressor: LowRank, size: tuple[int, int, int, int]) -> None:
+    batch, n, m, r = size
+    matrices, residual, q = gaussian(batch, n, m), gaussian(batch, n, m, seed=1), first_q(batch, m, r)
+    total, p, again = torch.empty_like(residual), torch.empty(batch, n, r), torch.empty(batch, n, r)
+    compressor.project_sum(matrices, residual, q, total=total, out=p)
+    compressor.project_sum(matrices, residual, q, total=residual, out=again)
+    assert torch.equal(residual, total) and torch.equal(again, p)
+
+
+@BOTH
+@SIZES
+@WIRE
+def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor, size, wire) -> None:
+    batch, n, m, r = size
+    total = gaussian(batch, n, m)
+    p, q = gaussian(batch, n, r, seed=1, dtype=wire), gaussian(batch, m, r, seed=2, dtype=wire)
+    # The receiver's factors lie elsewhere, at another alignment, and it writes into a buffer that requires grad.
+    p_read, q_read = (torch.empty(f.numel() + 1, dtype=wire)[1:].view(f.shape).copy_(f) for f in (p, q))
+    arrives = torch.full((batch, n, m), torch.nan, dtype=wire, requires_grad=True)
+    compressor.reconstruct(p_read, q_read, out=arrives)
+    expected = total - arrives.detach()
+    compressor.subtract_reconstruction(total, p, q)
+    assert torch.equal(total, expected)
+    exact = p.double() @ q.double().mT
+    # Entries of size sqrt(r), of which the wire's dtype keeps its digits; the largest is above 4.
+    assert worst_error(arrives.detach(), exact) < 2 * torch.finfo(wire).eps
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN to compare")
+@pytest.mark.parametrize("r", [1, 3, 11, 16, 17, 40, 128, 200])
+@pytest.mark.parametrize("n, m", [(900, 2048), (1367, 1000)])
+def test_a_product_is_complete_before_it_is_added_to_what_is_there(n: int, m: int, r: int) -> None:
+    """What `subtract_reconstruction` relies on to skip a pass: T + (-P) Q^T has the bits of T - P Q^T."""
+    p, q, total = gaussian(n, r), gaussian(m, r, seed=1), gaussian(n, m, seed=2)
+    product = torch.zeros_like(total)
+    add_outer(p, q, product)
+    expected = total - product
+    add_outer(-p, q, total)
+    assert torch.equal(total, expected)
+
+
+@BOTH
+@WIRE
+def test_large_matrices_are_multiplied_as_in_float64(compressor: LowRank, wire: torch.dtype) -> None:
+    batch, n, m, r = LARGE
+    matrices, q = as_in_a_bucket(gaussian(batch, n, m, dtype=wire)), first_q(batch, m, r)
+    p = compressor.project(matrices, q)
+    assert worst_error(p, matrices.double() @ q.double()) < SUM_OF_2048
+    back = compressor.back_project(matrices, p)
+    assert worst_error(back, matrices.double().mT @ p.double()) < SUM_OF_2048
+    left = gaussian(batch, n, m, seed=3)
+    exact = left.double() - 0.25 * p.double() @ back.double().mT
+    compressor.deflate(left, p, back, share=0.25)
+    assert worst_error(left, exact) < 4 * EPS32
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN to compare")
+def test_with_and_without_onednn_only_the_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, n, m, r = LARGE
+    fast, matrices, q = FastLowRank(), gaussian(batch, n, m), first_q(batch, m, r)
+    with_onednn = step(fast, matrices, q)
+    monkeypatch.setattr(products, "_onednn_is_there", lambda: False)
+    for one, other in zip(with_onednn, step(fast, matrices, q), strict=True):
+        assert 0 < worst_error(one, other) < SUM_OF_2048
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_entry_of_a_large_matrix_reaches_its_own_results_only(bad: float) -> None:
+    batch, n, m, r = LARGE
+    fast, matrices, q = FastLowRank(), gaussian(batch, n, m), first_q(batch, m, r)
+    clean = step(fast, matrices, q)[2]
+    matrices[1, 700, 5] = bad
+    total, p = torch.empty_like(matrices), torch.empty(batch, n, r)
+    fast.project_sum(matrices, None, q, total=total, out=p)
+    assert not p[1].isfinite().all()
+    approximation = step(fast, matrices, q)[2]
+    assert approximation[1].isnan().all()
+    assert torch.equal(approximation[0], clean[0])
+
+
+@SIZES
+@WIRE
+def test_a_second_message_allocates_no_more_than_a_factor_at_a_time(size, wire) -> None:
+    batch, n, m, r = size
+    fast, matrices, q = FastLowRank(), gaussian(batch, n, m, dtype=wire), first_q(batch, m, r)
+    total, p, back = torch.zeros(batch, n, m), torch.empty(batch, n, r), torch.empty(batch, m, r)
+    arrives = torch.empty(batch, n, m, dtype=wire)
+    p_wire, back_wire = p.to(wire), back.to(wire)
+
+    def message() -> None:
+        fast.project_sum(matrices, total, q, total=total, out=p)
+        fast.orthogonalize(p, out=p)
+        p_wire.copy_(p)
+        back_wire.copy_(fast.back_project(total, p_wire, out=back))
+        fast.subtract_reconstruction(total, p_wire, back_wire)
+        fast.reconstruct(p_wire, back_wire, out=arrives)
+        fast.deflate(total, p, back, share=0.5)
+
+    message()
+    with Watch() as watch:
+        message()
+    assert watch.read_by_host == []
+    if size == SMALL or not HAS_ONEDNN:
+        assert watch.allocated == []
+    # oneDNN's linear layer returns a new tensor: a block's P, or one matrix's Q.
+    assert {entry.split()[0] for entry in watch.allocated} <= {"mkldnn._linear_pointwise.default"}
+    assert all(math.prod(shape) <= r * max(n, m) for shape in shapes_in(watch.allocated))
+
+
+def shapes_in(allocated: list[str]) -> list[tuple[int, ...]]:
+    return [tuple(int(size) for size in re.findall(r"\d+", entry[entry.index("(") :])) for entry in allocated]
