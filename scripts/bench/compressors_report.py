@@ -63,7 +63,8 @@ def write_report(machine: dict[str, Any], rows: list[Row], stem: Path) -> None:
     """STEM.md with the tables, STEM-slices.png, STEM-bucket.png and STEM-layers.png of what was measured."""
     device = stem.name.rsplit("-", 1)[1]
     parts = ["# Compressors", "", ", ".join(f"{name}: {value}" for name, value in machine.items()) + ".", ""]
-    parts += ["Medians of alternating repetitions; in brackets the quartiles. One run.", "", *_targets(rows, device)]
+    parts += ["Medians of repetitions in turn, on a CPU each contender in a process of its own. One run.", ""]
+    parts += _targets(rows, device)
     for section, draw in (
         ("slices", _draw_slices), ("orthogonalization", None), ("bucket", _draw_bucket), ("layers", _draw_layers),
         ("capture", None),
@@ -133,7 +134,7 @@ def _draw_slices(rows: list[Row]) -> Figure:
             axes.plot(*zip(*points, strict=True), style, color=colour, label=work, marker="o", ms=3, lw=1.4)
         axes.set(title=model, xlabel="compression rank", ylabel="Gbit/s", yscale="log")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=6, frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
     return figure
 
 
