@@ -51,7 +51,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     """Shifted Cholesky QR, twice, in float64: G = A^T A + shift, G = L L^T, A <- A L^-T.
 
     Batched products, r x r Cholesky factors and r x r triangular inverses: no loop over columns or
-    matrices, no branch on values, no host synchronisation. Large matrices on a CPU, where a branch on a
+    matrices, no branch on values, no host synchronisation. All but small matrices on a CPU, where a branch on a
     value is free and float64 is a quarter as fast, go through `orthonormalize_fp32` first: one pass in
     float32 where the matrix is well-conditioned, and float64 for those matrices only that it is not enough for.
 

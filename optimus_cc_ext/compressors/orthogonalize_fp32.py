@@ -56,13 +56,12 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
     """
     hopeless: list[int] = []
     source, unfinished = p, list(range(len(p)))
-    turn = linear if _is_large(p[0]) else _turned
     for most in (_WORTH_ANOTHER, _DONE):
         weights, amplification = _weights([source[index] for index in unfinished], take)
         again = []
         for index, weight, factor in zip(unfinished, weights, amplification, strict=True):
             if factor <= most:  # NaN is not
-                out[index].copy_(turn(source[index], weight))
+                out[index].copy_(_times(source[index], weight, take))
                 if factor > _DONE:
                     again.append(index)
             else:
@@ -84,7 +83,7 @@ def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
         else:
             torch.mm(a.mT, a, out=g)
     if r <= _FEW_COLUMNS:
-        return _weights_of_few(exact)
+        return _weights_of_few(exact, take("weights", (batch, r, r), torch.float32))
     product = take("gram", (batch, r, r), torch.float64).copy_(exact)
     lengths = product.diagonal(dim1=-2, dim2=-1)
     in_range = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
@@ -97,9 +96,12 @@ def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
     return weights.copy_(inverse.mul_(scale.unsqueeze(-2))), amplification.tolist()
 
 
-def _weights_of_few(grams: Tensor) -> tuple[Tensor, list[float]]:
-    """`_weights` from the Gram matrices (B, r, r), where r is so small that a call costs more than what it does."""
-    weights, amplification = torch.empty_like(grams), []
+def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]]:
+    """`_weights` from the Gram matrices (B, r, r), where r is so small that a call costs more than what it does.
+
+    NumPy's own arrays are r x r.
+    """
+    amplification: list[float] = []
     with np.errstate(all="ignore"):
         for exact, weight in zip(grams.numpy(), weights.numpy(), strict=True):
             product = exact.astype(np.float64)
@@ -125,8 +127,9 @@ def _is_large(a: Tensor) -> bool:
     return 2 * n * r * r >= _FEWEST_FLOPS
 
 
-def _turned(a: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(a, weight.mT)
+def _times(a: Tensor, weight: Tensor, take: Take) -> Tensor:
+    """A W^T: (n, r), (r, r) -> (n, r), where nobody else writes before the next."""
+    return linear(a, weight) if _is_large(a) else torch.mm(a, weight.mT, out=take("turned", a.shape, torch.float32))
 
 
 def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:

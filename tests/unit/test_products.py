@@ -137,7 +137,7 @@ def test_a_bad_entry_of_a_large_matrix_reaches_its_own_results_only(bad: float) 
     assert torch.equal(approximation[0], clean[0])
 
 
-@SIZES
+@pytest.mark.parametrize("size", [SMALL, LARGE, (2, 900, 2048, 16)], ids=["small", "large", "large, more columns"])
 @WIRE
 def test_a_second_message_allocates_no_more_than_a_factor_at_a_time(size, wire) -> None:
     batch, n, m, r = size
