@@ -25,8 +25,9 @@ FLAGS = [
     # With torch_dist a rank has a server process of Megatron's (a multiprocessing.Manager) that outlives a SIGKILL.
     *("--ckpt-format", "torch", "--save-interval", str(SAVE_EVERY), "--global-batch-size", "8"),
 ]  # fmt: skip
-FURTHEST = 6
-"""A killed run comes at most this many iterations further: 4 until it is killed, and what it does meanwhile."""
+FURTHEST = 10
+"""A killed run comes at most this many iterations further: 4 until it is killed, and what it does meanwhile, where an
+iteration takes a tenth of a second on a fast machine."""
 
 NO_HANG_SECONDS = 60
 
@@ -86,7 +87,7 @@ def state_files(folder: Path, iteration: int) -> Any:
 def kill_and_resume(number: int, folder: Path) -> None:
     seed = int(os.environ.get("OPTIMUS_CC_TEST_SEED", random.randrange(2**32)))
     print(f"killings drawn with OPTIMUS_CC_TEST_SEED={seed}:", *killings(seed, number), sep="\n  ")
-    last = number * FURTHEST + SAVE_EVERY
+    last = number * FURTHEST
     argv = [*FLAGS, "--train-iters", str(last), "--lr-decay-iters", str(last)]
 
     alone, killed = folder / "alone", folder / "killed"
@@ -103,7 +104,9 @@ def kill_and_resume(number: int, folder: Path) -> None:
     ended = torchrun(resume, folder, mark, ranks=RANKS)
     assert ended.code == 0, ended.output[-3000:]
     until = losses(ended.output)
-    assert max(until) == last and until == {n: expected[n] for n in until}, f"seed {seed}"
+    assert until and until == {n: expected[n] for n in until}, f"seed {seed}"
+    # Not the last of the losses: where the kills left two iterations only, the second has none of its own.
+    assert f"iteration {last:8d}/{last:8d}" in ended.output, ended.output[-3000:]
     assert "afresh" not in ended.output or min(until) == 1
     assert state_files(killed, last) == state_files(alone, last), f"seed {seed}"
     assert processes_of(mark) == []
