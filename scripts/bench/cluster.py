@@ -49,7 +49,7 @@ from cluster_network import (
     why_not,
 )
 from cluster_plan import FindRate, Plan, Sweep, plans
-from cluster_report import LossRun, load, save
+from cluster_report import JSON_NAME, LossRun, load, save
 from cluster_run import Iteration, Run, RunFailed, train
 
 from optimus_cc_ext.data import DataError, PreparedData, prepare
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     other.add_argument("--redraw", action="store_true", help="tables and plots again, from OUTPUT/cluster.json")
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
-    files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json")
+    files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
     files.add_argument(
         "--input", type=Path, help="text to train on (the Python sources of this environment's packages)"
     )
@@ -185,7 +185,7 @@ class _Bench:
         self.runs: list[Run] = []
         self.losses: list[LossRun] = []
         self.text = ""
-        if options.append:
+        if options.append and (options.output / JSON_NAME).exists():
             _, self.runs, self.losses = load(options.output)
 
     def introduce(self, name: str, layout: Layout) -> None:
@@ -232,7 +232,8 @@ class _Bench:
         ours = [(variant, pair) for variant in options.variants if variant != VANILLA for pair in pairs]
         steps = options.loss_iterations
         known = any(
-            (run.model, run.layout, run.variant, run.iterations) == (name, str(layout), VANILLA, steps)
+            (run.model, run.layout, run.variant, run.iterations, run.seed)
+            == (name, str(layout), VANILLA, steps, options.seed)
             for run in self.losses
         )
         for variant, ranks in ours if known else [(VANILLA, pairs[0]), *ours]:
@@ -245,7 +246,7 @@ class _Bench:
             loss = LossRun(
                 model=name, layout=str(layout), variant=variant, ranks=None if variant == VANILLA else ranks,
                 iterations=steps, training_loss=statistics.mean(last), validation_loss=run.validation_loss,
-                further="" if variant == VANILLA else shlex.join(self.further),
+                further="" if variant == VANILLA else shlex.join(self.further), seed=options.seed,
             )  # fmt: skip
             self.losses.append(loss)
             self._save()

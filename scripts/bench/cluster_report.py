@@ -13,7 +13,7 @@ from cluster_network import FRAMING_BYTES, UNSHAPED
 from cluster_results import Row, drift, losses_agree, rows
 from cluster_run import Iteration, Run
 
-__all__ = ["LossRun", "load", "loss_table", "markdown", "save"]
+__all__ = ["JSON_NAME", "LossRun", "load", "loss_table", "markdown", "save"]
 
 JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
 _FORMAT = 1
@@ -36,6 +36,8 @@ class LossRun:
     validation_loss: float
     further: str = ""
     """Flags beyond the variant's own."""
+
+    seed: int = 1234
 
 
 def save(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses: Sequence[LossRun]) -> str:
@@ -188,20 +190,25 @@ def _quality(runs: Sequence[Run]) -> str:
 
 def loss_table(losses: Sequence[LossRun]) -> str:
     """Validation losses, and how far each is from vanilla's on the same model and layout."""
-    vanilla = {(run.model, run.layout, run.iterations): run.validation_loss for run in losses if run.variant == VANILLA}
+
+    def same_training(run: LossRun) -> tuple[str, str, int, int]:
+        return run.model, run.layout, run.iterations, run.seed
+
+    vanilla = {same_training(run): run.validation_loss for run in losses if run.variant == VANILLA}
     lines = [
         "## Losses on unshaped links\n",
-        "| model | layout | variant | ranks CB:SC | iterations | training loss | validation loss | gap to vanilla"
-        " | further flags |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | layout | variant | ranks CB:SC | iterations | seed | training loss | validation loss"
+        " | gap to vanilla | further flags |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in losses:
-        base = vanilla.get((run.model, run.layout, run.iterations))
+        base = vanilla.get(same_training(run))
         gap = run.validation_loss / base - 1 if base and run.variant != VANILLA else None
         ranks = f"{run.ranks[0]}:{run.ranks[1]}" if run.ranks else "-"
         lines.append(
-            f"| {run.model} | {run.layout} | {run.variant} | {ranks} | {run.iterations} | {run.training_loss:.4f}"
-            f" | {run.validation_loss:.4f} | {_number(gap, '+.2%')} | {run.further and f'`{run.further}`'} |"
+            f"| {run.model} | {run.layout} | {run.variant} | {ranks} | {run.iterations} | {run.seed}"
+            f" | {run.training_loss:.4f} | {run.validation_loss:.4f} | {_number(gap, '+.2%')}"
+            f" | {run.further and f'`{run.further}`'} |"
         )
     return "\n".join([*lines, ""])
 

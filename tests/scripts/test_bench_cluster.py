@@ -200,9 +200,13 @@ def test_the_table_says_what_the_runs_say(tmp_path: Path) -> None:
     assert ours.kernel_to_metrics == pytest.approx(1) and ours.seconds.count == 4
     assert losses_agree(runs) and drift(runs[0]) == {"none": 0, "50mbit": 0}
 
-    losses = [LossRun("small", "pp2dp2", "vanilla", None, 9, 5.0, 4.0), LossRun("small", "pp2dp2", "auto", (2, 11), 9, 5.0, 4.1)]  # fmt: skip # noqa: E501
+    vanilla = LossRun("small", "pp2dp2", "vanilla", None, 9, 5.0, 4.0)
+    auto = LossRun("small", "pp2dp2", "auto", (2, 11), 9, 5.0, 4.1)
+    another = [dataclasses.replace(auto, seed=7), dataclasses.replace(vanilla, seed=7, validation_loss=4.05)]
+    losses = [vanilla, auto, *another]
     text = save(tmp_path, {"seed": 1}, runs, losses)
-    assert "62.5% (50.0%, 75.0%)" in text and "| 2:11 | 9 | 5.0000 | 4.1000 | +2.50% |" in text
+    assert "62.5% (50.0%, 75.0%)" in text and "| 2:11 | 9 | 1234 | 5.0000 | 4.1000 | +2.50% |" in text
+    assert "| 2:11 | 9 | 7 | 5.0000 | 4.1000 | +1.23% |" in text
     assert {path.name for path in tmp_path.glob("*.png")} == {
         f"{name}_small_pp2dp2.png" for name in ("time", "recovered", "bytes")
     }

@@ -150,6 +150,15 @@ def _script(output: Path, *arguments: str) -> list[str]:
     return [sys.executable, str(BENCH / "cluster.py"), *tiny, *arguments]
 
 
+def _processes_of_a_training(script: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All below the script, as soon as it has told an iteration on shaped links."""
+    assert script.stdout is not None
+    for line in script.stdout:
+        if "20mbit" in line and line.split()[0].isdecimal():
+            break
+    return psutil.Process(script.pid).children(recursive=True)
+
+
 @needs_namespaces
 @pytest.mark.full
 @pytest.mark.timeout(600)
@@ -180,11 +189,7 @@ def test_an_interrupted_cluster_leaves_nothing_behind(tmp_path: Path, how: str) 
     command = _script(tmp_path / "out", *arguments)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
         try:
-            assert script.stdout is not None
-            for line in script.stdout:
-                if "20mbit" in line and line.split()[0].isdecimal():
-                    break
-            below = psutil.Process(script.pid).children(recursive=True)
+            below = _processes_of_a_training(script)
             assert len(below) >= 4, "two torchruns, a rank each"
             if how.startswith("SIGKILL"):
                 [rank, *_] = [each for each in below if "torch.distributed.run" not in each.cmdline()]
@@ -209,11 +214,7 @@ def test_processes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
     arguments = ["--rates", "20mbit,none", "--variants", "vanilla", "--blocks", "1", "--iterations", "1000"]
     with subprocess.Popen(_script(tmp_path / "out", *arguments), stdout=subprocess.PIPE, text=True) as script:
         try:
-            assert script.stdout is not None
-            for line in script.stdout:
-                if "20mbit" in line and line.split()[0].isdecimal():
-                    break
-            below = psutil.Process(script.pid).children(recursive=True)
+            below = _processes_of_a_training(script)
         finally:
             script.kill()
     assert len(below) >= 4 and not psutil.wait_procs(below, timeout=10)[1]
