@@ -84,7 +84,7 @@ MODELS: Mapping[str, Model] = {
         layers_per_stage=1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4,
     ),
     "small": Model(
-        layers_per_stage=4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=2, micro_batches=6,
+        layers_per_stage=4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12,
     ),
     "deep": Model(
         layers_per_stage=8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6,
