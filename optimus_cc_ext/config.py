@@ -30,6 +30,11 @@ def _require_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:
         raise FlagError(flag, f"{value!r} is not one of {', '.join(choices)}", f"Give one of {', '.join(choices)}")
 
 
+def _require_fraction(flag: str, fraction: float) -> None:
+    if not 0.0 <= fraction <= 1.0:  # NaN is not, either
+        raise FlagError(flag, f"{fraction} is not a fraction of the training iterations", "Give a number from 0 to 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressedBackpropConfig:
     """Technique 1, paper sections 5.1 and 5.2: low-rank activation gradients between pipeline stages."""
@@ -43,6 +48,9 @@ class CompressedBackpropConfig:
     compressed_backprop_messages: Literal["epilogue", "all"] = "epilogue"
     """`epilogue`: only the messages of the receiver's cooldown, which no computation hides."""
 
+    compressed_backprop_warmup: float = 0.0
+    """Fraction of the training iterations that come first and whose gradients are sent as they are."""
+
     lazy_error_propagation: bool = True
     """Add what compression left out to the next compressed message of the same link."""
 
@@ -52,6 +60,7 @@ class CompressedBackpropConfig:
     def __post_init__(self) -> None:
         _require_rank("--compressed-backprop-rank", self.compressed_backprop_rank)
         _require_choice("--compressed-backprop-messages", self.compressed_backprop_messages, ("epilogue", "all"))
+        _require_fraction("--compressed-backprop-warmup", self.compressed_backprop_warmup)
         _require_choice("--residual-across-iterations", self.residual_across_iterations, ("carry", "drop"))
 
 
@@ -85,12 +94,7 @@ class DataParallelCompressionConfig:
 
     def __post_init__(self) -> None:
         _require_rank("--dp-compression-rank", self.dp_compression_rank)
-        if not 0.0 <= self.dp_compression_warmup <= 1.0:  # NaN is not, either
-            raise FlagError(
-                "--dp-compression-warmup",
-                f"{self.dp_compression_warmup} is not a fraction of the training iterations",
-                "Give a number from 0 to 1",
-            )
+        _require_fraction("--dp-compression-warmup", self.dp_compression_warmup)
         stages = self.dp_compression_stages
         if stages not in ("all", "auto") and (not isinstance(stages, int) or stages < 1):
             raise FlagError(

@@ -130,6 +130,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Which of them: only those of the receiver's cooldown, or all (epilogue).",
         choices=("epilogue", "all"),
     )
+    flag(
+        "--compressed-backprop-warmup",
+        "Fraction of the iterations that come first and send them uncompressed (0.0).",
+        type=float,
+        metavar="F",
+    )
     flag("--lazy-error-propagation", "Add the error to the link's next message (on).", action=on_off)
     flag(
         "--residual-across-iterations",

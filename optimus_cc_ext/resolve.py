@@ -107,12 +107,17 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
             f"{stages} stages are to be compressed but there are only {layout.stages}",
             f"Give 'all' or a number up to {layout.stages}",
         )
-    if config.dp_compression and config.dp_compression_warmup > 0 and layout.train_iters is None:
-        raise FlagError(
-            "--dp-compression-warmup",
-            "a fraction of the training iterations means nothing where their number is not known",
-            "Give --train-iters, or a warm-up of 0",
-        )
+    warmups = {
+        "--compressed-backprop-warmup": config.compressed_backprop and config.compressed_backprop_warmup,
+        "--dp-compression-warmup": config.dp_compression and config.dp_compression_warmup,
+    }
+    for flag, fraction in warmups.items():
+        if fraction and layout.train_iters is None:
+            raise FlagError(
+                flag,
+                "a fraction of the training iterations means nothing where their number is not known",
+                "Give --train-iters, or a warm-up of 0",
+            )
 
 
 def _preset(layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:

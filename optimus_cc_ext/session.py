@@ -23,11 +23,7 @@ from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLin
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, RankPlace, union_ranks
 from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Schedule
-from optimus_cc_ext.techniques.selective_stage_compression import (
-    BucketReducer,
-    stages_to_compress,
-    warmup_iterations,
-)
+from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, stages_to_compress
 from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import Traffic
 
@@ -283,8 +279,12 @@ class Session:
 
     def in_warmup(self) -> bool:
         """Whether this iteration comes before data-parallel compression begins."""
+        return self._is_among_the_first(self.config.dp_compression_warmup)
+
+    def _is_among_the_first(self, fraction: float) -> bool:
+        """Whether this iteration belongs to the first `fraction` of the training."""
         train_iters = self.layout.train_iters if self.layout else None
-        return self._step.iteration < warmup_iterations(self.config, train_iters)
+        return self._step.iteration < int(fraction * (train_iters or 0))
 
     def add_reducer(self, make: Callable[[str], BucketReducer]) -> BucketReducer:
         """Make the reducer of one more bucket; `make` is given the bucket's share of the seed."""
@@ -327,9 +327,10 @@ class Session:
         self._settle(applied=not self._step.open)
         self._follow(loss_scale)
         self._measure(self._step.open and self._step.measured)
+        compressing = not self._is_among_the_first(self.config.compressed_backprop_warmup)
         for link in (self.sending, self.receiving):
             if link is not None:
-                link.begin_iteration(schedule)
+                link.begin_iteration(schedule, compressing=compressing)
         self._step.passes += 1
         self.active = True
         try:

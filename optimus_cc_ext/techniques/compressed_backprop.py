@@ -86,14 +86,16 @@ class Link:
         self.plan = plan
         self._rank, self._peer_rank = rank, peer_rank
         self._expected: Sequence[Message] = ()
+        self._compressing = True
         self.compressed: list[bool] = []
         """Of this iteration's messages so far, in order: whether it was compressed."""
 
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def begin_iteration(self, schedule: Schedule) -> None:
-        """Number the messages from 0 again."""
+    def begin_iteration(self, schedule: Schedule, *, compressing: bool = True) -> None:
+        """Number the messages from 0 again. Without `compressing` all of them travel as they are: the warm-up."""
         self._expected = schedule.messages(self.plan.receiving_stage)
+        self._compressing = compressing
         self.compressed = []
 
     def end_iteration(self) -> None:
@@ -110,7 +112,7 @@ class Link:
         if len(self.compressed) == len(self._expected):
             raise self._disagreement(len(self.compressed) + 1)
         message = self._expected[len(self.compressed)]
-        self.compressed.append(self.plan.compresses(message, shape))
+        self.compressed.append(self._compressing and self.plan.compresses(message, shape))
         return message, self.compressed[-1]
 
     def _disagreement(self, seen: int) -> RanksDisagree:
@@ -191,9 +193,9 @@ class SendingLink(Link):
         self._loaded: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
         """Of a checkpoint, until the first message of this chunk, shape and dtype makes the state."""
 
-    def begin_iteration(self, schedule: Schedule) -> None:
+    def begin_iteration(self, schedule: Schedule, *, compressing: bool = True) -> None:
         self.remember()
-        super().begin_iteration(schedule)
+        super().begin_iteration(schedule, compressing=compressing)
         if self.plan.config.residual_across_iterations == "drop":
             for state in self._states.values():
                 state.residual.zero_()

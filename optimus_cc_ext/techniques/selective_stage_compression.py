@@ -51,7 +51,7 @@ from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.stepped import note_finite
 from optimus_cc_ext.techniques.strided import progressions
 
-__all__ = ["BucketReducer", "reduced_bytes", "stages_to_compress", "warmup_iterations", "worth_compressing"]
+__all__ = ["BucketReducer", "reduced_bytes", "stages_to_compress", "worth_compressing"]
 
 PACKED_UP_TO_BYTES = 1 << 20
 """Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
@@ -70,11 +70,6 @@ def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> fr
     if config.dp_compression_stages == "auto":
         return None
     return frozenset(range(stages if config.dp_compression_stages == "all" else config.dp_compression_stages))
-
-
-def warmup_iterations(config: DataParallelCompressionConfig, train_iters: int | None) -> int:
-    """How many iterations at the start of the run are reduced uncompressed."""
-    return int(config.dp_compression_warmup * (train_iters or 0))
 
 
 def worth_compressing(gradient: torch.Tensor, compression_rank: int, force: bool) -> bool:

@@ -129,6 +129,15 @@ def test_epilogue_messages_follow_the_rule_on_both_ends_and_lep_loses_nothing(st
         assert residual.abs().max() > 1e-3 * offered.abs().max(), "rank 4 must leave something out"
 
 
+def test_in_their_warmup_messages_travel_as_they_are_on_both_ends() -> None:
+    flags = ["--compressed-backprop", "--compressed-backprop-rank", "4", "--no-compression-forecast"]
+    flags += ["--compressed-backprop-warmup", "0.5", "--train-iters", "4", "--global-batch-size", "8"]
+    layout = (2, ["--pipeline-model-parallel-size", "2"])
+    first, last = (run.probed for run in run_optimus(layout, flags, before=_install_recording, probe=_ends))
+    rule = _expected(2, 4, 0)
+    assert first["received"][0] == last["sent"][0] == [[False] * 4] * 2 + [rule] * 2
+
+
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:
     session = optimus_cc_ext.current_session()
     assert session is not None

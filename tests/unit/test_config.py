@@ -12,6 +12,7 @@ from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompress
 from optimus_cc_ext.errors import FlagError, OptimusError
 
 RANKS = ("compressed_backprop_rank", "dp_compression_rank")
+WARMUPS = ("compressed_backprop_warmup", "dp_compression_warmup")
 
 
 def flag_of(field: str) -> str:
@@ -59,18 +60,20 @@ def test_a_rank_from_one_on_is_accepted(field: str, rank: int) -> None:
     assert getattr(OptimusConfig(**{field: rank}), field) == rank
 
 
+@pytest.mark.parametrize("field", WARMUPS)
 @given(
     fraction=st.floats(max_value=0.0, exclude_max=True) | st.floats(min_value=1.0, exclude_min=True) | st.just(math.nan)
 )
-def test_a_warmup_that_is_no_fraction_is_refused(fraction: float) -> None:
-    error = refused(dp_compression_warmup=fraction)
-    assert error.flag == "--dp-compression-warmup"
+def test_a_warmup_that_is_no_fraction_is_refused(field: str, fraction: float) -> None:
+    error = refused(**{field: fraction})
+    assert error.flag == "--" + field.replace("_", "-")
     assert "not a fraction" in str(error) and "from 0 to 1" in str(error)
 
 
+@pytest.mark.parametrize("field", WARMUPS)
 @given(fraction=st.floats(min_value=0.0, max_value=1.0))
-def test_a_warmup_that_is_a_fraction_is_accepted(fraction: float) -> None:
-    assert OptimusConfig(dp_compression_warmup=fraction).dp_compression_warmup == fraction
+def test_a_warmup_that_is_a_fraction_is_accepted(field: str, fraction: float) -> None:
+    assert getattr(OptimusConfig(**{field: fraction}), field) == fraction
 
 
 @pytest.mark.parametrize("stages", [0, -1, "some", None, 1.5])

@@ -38,6 +38,7 @@ OUR_NAMES = [
     "--compressed-backprop",
     "--compressed-backprop-rank",
     "--compressed-backprop-messages",
+    "--compressed-backprop-warmup",
     "--lazy-error-propagation",
     "--no-lazy-error-propagation",
     "--residual-across-iterations",

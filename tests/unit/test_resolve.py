@@ -86,6 +86,7 @@ def test_the_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out
         ("--no-dp-compression", {"dp_compression": False}),
         ("--compressed-backprop-rank 4", {"compressed_backprop_rank": 4}),
         ("--compressed-backprop-messages all", {"compressed_backprop_messages": "all"}),
+        ("--compressed-backprop-warmup 0.1", {"compressed_backprop_warmup": 0.1}),
         ("--no-lazy-error-propagation", {"lazy_error_propagation": False}),
         ("--residual-across-iterations drop", {"residual_across_iterations": "drop"}),
         ("--dp-compression-rank 8", {"dp_compression_rank": 8}),
@@ -136,10 +137,11 @@ def test_an_individual_flag_that_cannot_work_is_refused(
     assert all(part in said for part in says), said
 
 
-def test_a_warmup_without_a_number_of_iterations_is_refused() -> None:
-    said = refused("--dp-compression --dp-compression-warmup 0.1", layout(train_iters=None))
-    assert said.startswith("--dp-compression-warmup: ") and "--train-iters" in said
-    resolved("--dp-compression", layout(train_iters=None))
+@pytest.mark.parametrize("technique", ["--dp-compression", "--compressed-backprop"])
+def test_a_warmup_without_a_number_of_iterations_is_refused(technique: str) -> None:
+    said = refused(f"{technique} {technique}-warmup 0.1", layout(train_iters=None))
+    assert said.startswith(f"{technique}-warmup: ") and "--train-iters" in said
+    resolved(technique, layout(train_iters=None))
 
 
 def test_the_artifacts_command_line_keeps_the_artifacts_meaning() -> None:

@@ -21,6 +21,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compressed_backprop": st.booleans(),
     "compressed_backprop_rank": RANKS,
     "compressed_backprop_messages": st.sampled_from(["epilogue", "all"]),
+    "compressed_backprop_warmup": FRACTIONS,
     "lazy_error_propagation": st.booleans(),
     "residual_across_iterations": st.sampled_from(["carry", "drop"]),
     "fused_embedding_sync": st.booleans(),

@@ -89,6 +89,15 @@ def test_warmup_ends_after_its_fraction_of_the_iterations(session):
     assert in_warmup == [True] * 4 + [False] * 4
 
 
+def test_messages_travel_as_they_are_until_their_own_warmup_ends(session):
+    session.config = session.config.replace(compressed_backprop_warmup=0.25)
+    compressed = []
+    for iteration in range(4):
+        announced_step(session, iteration, [iteration])
+        compressed.append(session.sending.compressed)
+    assert compressed == [[False] * MICRO_BATCHES] * 2 + [[True] * MICRO_BATCHES] * 2
+
+
 def test_a_resumed_run_knows_which_iteration_it_is(session):
     session.begin_step(6)
     assert not session.in_warmup()
