@@ -284,7 +284,8 @@ class Session:
     def _is_among_the_first(self, fraction: float) -> bool:
         """Whether this iteration belongs to the first `fraction` of the training."""
         train_iters = self.layout.train_iters if self.layout else None
-        return self._step.iteration < int(fraction * (train_iters or 0))
+        # Rounded: 0.29 of 100 is a little less than 29 in floating point.
+        return self._step.iteration < round(fraction * (train_iters or 0))
 
     def add_reducer(self, make: Callable[[str], BucketReducer]) -> BucketReducer:
         """Make the reducer of one more bucket; `make` is given the bucket's share of the seed."""

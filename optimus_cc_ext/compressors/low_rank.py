@@ -76,9 +76,10 @@ class FastLowRank:
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
-    the same shapes and dtypes allocates nothing on a GPU, and on a CPU nothing but what oneDNN returns: one matrix's
-    P or Q at a time (`products`). Large matrices on a CPU are taken one by one, in blocks of rows that stay in the
-    cache; on a GPU the number of operations depends neither on how many matrices there are nor on their size.
+    the same shapes and dtypes allocates nothing on a GPU, and on a CPU nothing but what oneDNN returns, one matrix's
+    P or Q at a time (`products`), and r x r matrices (`orthogonalize_fp32`). Large matrices on a CPU are taken one by
+    one, in blocks of rows that stay in the cache; on a GPU the number of operations depends neither on how many
+    matrices there are nor on their size.
     Calls must be ordered on one stream.
     """
 

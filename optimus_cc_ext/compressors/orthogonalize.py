@@ -74,7 +74,8 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     Args:
         p: (B, n, r), r <= n; any floating dtype (of float64 only what is between 1e-150 and 1e+150).
         out: where to write the result, (B, n, r) of any floating dtype; may be `p` itself.
-        scratch: keeps the intermediate tensors between calls; with it and `out`, nothing is allocated.
+        scratch: keeps the intermediate tensors between calls; with it and `out`, nothing is allocated, but on a
+            CPU r x r matrices and what oneDNN returns.
 
     Returns:
         `out`, or (B, n, r) in float32 (float64 for float64 input). Columns are orthonormal to rounding, or to

@@ -5,15 +5,16 @@ What a pipeline stage sends back to the one before it is the gradient of that st
 iteration, packed into one message; what that leaves out is added to the link's next compressed message.
 
 A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
-order in which they are sent and received; both ends decide from the same schedule which of them are compressed.
+order in which they are sent and received; both ends decide from the same schedule, and in a warm-up from the same
+iteration number, which of them are compressed.
 
 Only P and Q are needed before a message can leave. What the link remembers of it (`SendingLink.remember`) is computed
 after the message was posted, while it travels and the stage would else wait for it. Passes over memory of the
 gradient's size beside the two products that read it (fp32 gradient and state):
 
     before the message leaves   M = G + E          read, read, write
-    while it travels            what arrives       write, a product
-                                E = M - arrived    read, read, write
+    while it travels            E = M - arrived    a product that adds to what it reads (in fp32 on a CPU; else what
+                                                   arrives is written first, and read)
     once per iteration          the step counts    none on a CPU; on a GPU read, read, write
 """
 
@@ -60,7 +61,7 @@ class LinkPlan:
     """Compress even where nothing is saved (tests)."""
 
     def compresses(self, message: Message, shape: torch.Size) -> bool:
-        """Whether this message travels as [P | Q]."""
+        """Whether this message travels as [P | Q] once the warm-up is over."""
         rows, columns = matrix_shape(shape)
         worth_it = self.force or pays(rows, columns, self.config.compressed_backprop_rank)
         return worth_it and (self.config.compressed_backprop_messages == "all" or message.epilogue)
@@ -196,7 +197,8 @@ class SendingLink(Link):
     def begin_iteration(self, schedule: Schedule, *, compressing: bool = True) -> None:
         self.remember()
         super().begin_iteration(schedule, compressing=compressing)
-        if self.plan.config.residual_across_iterations == "drop":
+        # What a run with a shorter warm-up has left would be out of date when this one ends.
+        if not compressing or self.plan.config.residual_across_iterations == "drop":
             for state in self._states.values():
                 state.residual.zero_()
 
@@ -215,6 +217,7 @@ class SendingLink(Link):
         self.remember()
         message, compressed = self._next(gradient.shape)
         if not compressed:
+            self.statistics.no_error(len(self.compressed) - 1)
             return gradient, _nothing
         buffer = self._take_buffer(gradient)
         with self._gauge.timed(gradient.device):

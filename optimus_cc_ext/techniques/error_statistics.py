@@ -27,8 +27,8 @@ class StatisticsSums:
 class ErrorStatistics:
     """Pairs each message's error with the difference of two activations, as both become known.
 
-    A stage receives activations ahead of sending gradients, by as many as its warm-up at most: what is kept is
-    dropped as soon as it was used.
+    A stage receives activations ahead of sending gradients, by as many as its warm-up and one at most: what is kept
+    is dropped as soon as it was used, or is known not to be needed.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,10 @@ class ErrorStatistics:
         if self.on:
             self._errors[message] = error.flatten().clone()
             self._pair(message)
+
+    def no_error(self, message: int) -> None:
+        """The gradient of micro-batch `message` was sent as it is."""
+        self._activations.pop(message, None)
 
     def sums(self) -> StatisticsSums:
         """What this iteration gave, from the device."""

@@ -108,7 +108,7 @@ def left_after_backward(reduction: float, backward: float, buckets: int) -> floa
 
 def smallest_useful(backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float],
                     embedding: float) -> frozenset[int]:  # fmt: skip
-    """The fewest stages whose compression makes the iteration as short as any choice of stages can.
+    """The fewest stages whose compression makes the iteration as short as any choice can, within `INDIFFERENT`.
 
     Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
     """

@@ -81,6 +81,15 @@ def test_an_error_meets_the_difference_of_its_activation_and_the_next(ahead: int
     assert found.difference_mean == pytest.approx(sum(float(d.mean()) for _, d in expected), abs=1e-6)
 
 
+def test_activations_of_messages_sent_as_they_are_are_not_kept() -> None:
+    statistics = ErrorStatistics()
+    statistics.begin(True)
+    for b in range(4):
+        statistics.activation(noise(4, 2, 6, seed=b))
+        statistics.no_error(b)
+    assert not statistics._activations
+
+
 def test_statistics_of_an_unmeasured_iteration_keep_nothing() -> None:
     statistics = ErrorStatistics()
     statistics.activation(noise(2, 2))

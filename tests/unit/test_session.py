@@ -1,5 +1,7 @@
 """Law: state follows the step. What a repeated or skipped step left behind reaches no later one."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -96,6 +98,21 @@ def test_messages_travel_as_they_are_until_their_own_warmup_ends(session):
         announced_step(session, iteration, [iteration])
         compressed.append(session.sending.compressed)
     assert compressed == [[False] * MICRO_BATCHES] * 2 + [[True] * MICRO_BATCHES] * 2
+
+
+def test_a_residual_from_before_a_warmup_is_forgotten_in_it(session):
+    announced_step(session, 0, [1])
+    assert residual(session).any()
+    session.config = session.config.replace(compressed_backprop_warmup=0.25)  # as where the run got longer
+    announced_step(session, 1, [2])
+    assert not residual(session).any()
+
+
+def test_a_fraction_of_the_iterations_is_rounded_to_whole_ones(session):
+    session.config = session.config.replace(dp_compression_warmup=0.29)
+    session.layout = dataclasses.replace(session.layout, train_iters=100)
+    session.begin_step(28)
+    assert session.in_warmup()
 
 
 def test_a_resumed_run_knows_which_iteration_it_is(session):
