@@ -24,7 +24,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from cluster_bound import chooses_by_the_links
 from cluster_model import (  # also puts the checkout on the path
     MODELS,
     PAPER,
@@ -56,6 +58,7 @@ from optimus_cc_ext.data import DataError, PreparedData, prepare
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVALUATION_ITERATIONS = 20
+_SAME_DATA = ("input", "max_mb")
 _SCHEDULE_ITERATIONS = 200
 """Of the learning rate where times are compared: runs differ in length, and their losses should not by that."""
 
@@ -151,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _do(options: argparse.Namespace, further: list[str]) -> None:
     if options.redraw:
-        print(save(options.output, *load(options.output)))
+        with _claimed(options.output):
+            arguments, runs, losses, machine = load(options.output)
+            print(save(options.output, arguments, runs, losses, machine))
         return
     if (reason := why_not()) is not None:
         raise NetworkError(f"{reason}. Run as root on a Linux machine with iproute2")
@@ -185,8 +190,17 @@ class _Bench:
         self.runs: list[Run] = []
         self.losses: list[LossRun] = []
         self.text = ""
-        if options.append and (options.output / JSON_NAME).exists():
-            _, self.runs, self.losses = load(options.output)
+        if not (options.output / JSON_NAME).exists():
+            return
+        if not (options.append or options.find_rate):
+            raise ValueError(
+                f"--output {options.output}: it has results. Give --append to keep them, or another folder"
+            )
+        if options.append:
+            earlier, self.runs, self.losses, _ = load(options.output)
+            mine = {name: value for name, value in self._said().items() if name in _SAME_DATA}
+            if any(earlier.get(name) != value for name, value in mine.items()):
+                raise ValueError(f"--append: {options.output} is of another text ({mine} now). Give another --output")
 
     def introduce(self, name: str, layout: Layout) -> None:
         """Say whether the model speaks for large ones."""
@@ -198,6 +212,7 @@ class _Bench:
     def sweep(self, hosts: Network, name: str, layout: Layout) -> None:
         """All variants in alternating blocks, all rates in each run."""
         options = self.options
+        self._check_comparable(name, layout)
         earlier = [run.block for run in self.runs if (run.model, run.layout) == (name, str(layout))]
         first = 1 + max(earlier, default=-1)
         for block in range(first, first + options.blocks):
@@ -205,11 +220,27 @@ class _Bench:
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
                 ranks = self._ranks(MODELS[name])
                 flags = variant_flags(variant, layout, ranks, self.further)
+                chooses = chooses_by_the_links(flags, layout)
                 much = {"each": options.iterations, "cycles": options.cycles, "warm_up": options.warm_up}
-                for plan in plans(flags, options.rates, **much):
+                for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if len(plan.rates) == 1 else "")
                     self.runs.append(self._train(hosts, name, layout, variant, ranks, plan, label, block=block))
                     self._save()
+
+    def _check_comparable(self, name: str, layout: Layout) -> None:
+        """What is appended to has to be the same training.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for run in self.runs:
+            if (run.model, run.layout) == (name, str(layout)) and run.variant in self.options.variants:
+                flags = variant_flags(run.variant, layout, self._ranks(MODELS[name]), self.further)
+                if (run.flags, run.seed) != (flags, self.options.seed):
+                    raise ValueError(
+                        f"--append: {self.options.output} has {run.variant} with other flags or another seed"
+                        f" ({shlex.join(run.flags)}, seed {run.seed}). Give another --output"
+                    )
 
     def find_rate(self, hosts: Network, name: str, layout: Layout) -> None:
         """Print the rate at which half of vanilla's time is exposed communication."""
@@ -262,7 +293,7 @@ class _Bench:
             decay_iterations=options.loss_iterations or _SCHEDULE_ITERATIONS, evaluation_iterations=evaluations,
         )  # fmt: skip
         print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
-        run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours)
+        run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours, seed=options.seed)
         folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
         deadline = time.monotonic() + 60 * options.timeout
         train(run, hosts, layout, [*shared, *ours], folder, plan, deadline=deadline, on_iteration=_tell)
@@ -283,12 +314,17 @@ class _Bench:
         )  # fmt: skip
 
     def _save(self) -> None:
-        said = {
-            key: [str(each) for each in value] if isinstance(value, list) else value
-            for key, value in vars(self.options).items()
-            if value is None or isinstance(value, (list, int, float, str))
-        }
-        self.text = save(self.options.output, said | {"further": self.further}, self.runs, self.losses)
+        self.text = save(self.options.output, self._said(), self.runs, self.losses)
+
+    def _said(self) -> dict[str, Any]:
+        """The command line, as it is kept with the results."""
+        said: dict[str, Any] = {"further": self.further}
+        for key, value in vars(self.options).items():
+            if isinstance(value, list):
+                said[key] = [str(each) for each in value]
+            elif value is None or isinstance(value, (int, float, str, Path)):
+                said[key] = str(value) if isinstance(value, Path) else value
+        return said
 
 
 def _tell(iteration: Iteration) -> None:
@@ -313,6 +349,12 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--{name.replace('_', '-')} {value}: give 1 or more")
     if options.warm_up < 1:
         parser.error(f"--warm-up {options.warm_up}: the first iteration makes the connections. Give 1 or more")
+    if options.ranks_of_interest and not options.loss_iterations:
+        parser.error(
+            "--ranks-of-interest: they are for loss runs. Give --loss-iterations N, or --cb-rank and --sc-rank"
+        )
+    if options.find_rate and options.loss_iterations:
+        parser.error("--find-rate and --loss-iterations: two things in one call. Give one of them")
     if not options.timeout > 0:
         parser.error(f"--timeout {options.timeout:g}: no time at all. Give a positive number of minutes")
 

@@ -21,7 +21,7 @@ from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.selective_stage_compression import stages_to_compress
 from optimus_cc_ext.traffic import all_reduce_bytes
 
-__all__ = ["bound_share", "chosen_stages", "config_of"]
+__all__ = ["bound_share", "chooses_by_the_links", "chosen_stages", "config_of"]
 
 _VALUE = 4
 """Bytes: everything travels in fp32."""
@@ -36,6 +36,12 @@ def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
     args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
     facts = resolve.Layout(stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1)
     return resolve.resolve(request_from(args), facts).config
+
+
+def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
+    """Whether a variant measures at its start which stages it compresses."""
+    config = config_of(flags, layout)
+    return config.dp_compression and config.dp_compression_stages == "auto"
 
 
 def chosen_stages(said: Sequence[str]) -> frozenset[int]:

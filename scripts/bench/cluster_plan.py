@@ -79,14 +79,14 @@ class Sweep:
 
 
 def plans(
-    flags: Sequence[str], rates: Sequence[str], *, each: int, cycles: int, warm_up: int
+    rates: Sequence[str], *, chooses: bool, each: int, cycles: int, warm_up: int
 ) -> list[Sweep]:  # fmt: skip
-    """The runs that measure one variant: a single one for all rates, unless its flags let it choose by the links.
+    """The runs that measure one variant: a single one for all rates, unless it `chooses` by the links.
 
     What chooses at the start of a run (`--dp-compression-stages auto`) has to find the rate that it is measured at:
     it gets a run for each rate, with as many measured iterations.
     """
-    if "auto" in flags:
+    if chooses:
         return [Sweep([rate], each=each * cycles, cycles=1, warm_up=warm_up, initial=rate) for rate in rates]
     return [Sweep(rates, each=each, cycles=cycles, warm_up=warm_up)]
 

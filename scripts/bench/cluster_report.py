@@ -16,7 +16,7 @@ from cluster_run import Iteration, Run
 __all__ = ["JSON_NAME", "LossRun", "load", "loss_table", "markdown", "save"]
 
 JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,21 @@ class LossRun:
     seed: int = 1234
 
 
-def save(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses: Sequence[LossRun]) -> str:
-    """Write JSON, tables and plots of what there is so far; return the tables."""
+def save(
+    folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses: Sequence[LossRun],
+    machine: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """Write JSON, tables and plots of what there is so far; return the tables.
+
+    Args:
+        machine: where the runs ran; None: here.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = rows(runs)
-    machine = _machine()
+    machine = machine or _machine()
+    models = {each.model: asdict(MODELS[each.model]) for each in (*runs, *losses)}
     content = {
-        "format": _FORMAT, "machine": machine, "arguments": dict(arguments),
+        "format": _FORMAT, "machine": machine, "models": models, "arguments": dict(arguments),
         "rows": [asdict(row) for row in table], "losses": [asdict(loss) for loss in losses],
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip
@@ -61,16 +69,19 @@ def save(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], losses
     return text
 
 
-def load(folder: Path) -> tuple[dict[str, Any], list[Run], list[LossRun]]:
-    """Read what `save` wrote: the arguments, the runs and the loss runs.
+def load(folder: Path) -> tuple[dict[str, Any], list[Run], list[LossRun], dict[str, Any]]:
+    """Read what `save` wrote: the arguments, the runs, the loss runs, and the machine.
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not ours.
+        ValueError: it is not ours, or of models that have changed since.
     """
     content = json.loads((folder / JSON_NAME).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{folder / JSON_NAME}: not written by this script, or by another version of it")
+    for name, model in content["models"].items():
+        if name not in MODELS or asdict(MODELS[name]) != model:
+            raise ValueError(f"{folder / JSON_NAME}: it is of another model called {name!r}. Give another --output")
     runs = []
     for saved in content["runs"]:
         iterations = [
@@ -79,7 +90,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run], list[LossRun]]:
         ]
         runs.append(Run(**saved | {"iterations": iterations}))
     losses = [LossRun(**saved | {"ranks": saved["ranks"] and tuple(saved["ranks"])}) for saved in content["losses"]]
-    return content["arguments"], runs, losses
+    return content["arguments"], runs, losses, content["machine"]
 
 
 def markdown(

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster_bound import bound_share, chosen_stages, config_of
+from cluster_bound import bound_share, chooses_by_the_links, chosen_stages, config_of
 from cluster_model import MODELS, VANILLA, parse_layout
 from cluster_network import UNSHAPED, bits_per_second
 from cluster_run import Iteration, Run
@@ -122,7 +122,9 @@ def _group(runs: Sequence[Run]) -> list[Row]:
         if compared and rate != UNSHAPED and unshaped in cells:
             recovered = share_recovered(medians[vanilla], medians[key], medians[unshaped])
             if recovered is not None:
-                bound = _bound(cell[0][0], rate, medians[unshaped])
+                # Of every run its own: what each has chosen differs.
+                runs_here = {id(run): run for run, _ in cell}.values()
+                bound = statistics.mean(_bound(run, rate, medians[unshaped]) for run in runs_here)
             recovered_by_block = _shares(by_block[vanilla], by_block[key], by_block[unshaped])
         traffic = _mean_traffic([each.traffic for _, each in cell])
         return Row(
@@ -144,12 +146,14 @@ def _group(runs: Sequence[Run]) -> list[Row]:
     return [row(variant, rate) for rate in rates for variant in variants if (variant, rate) in cells]
 
 
-def _bound(run: Run, rate: str, unshaped: float) -> float | None:
+def _bound(run: Run, rate: str, unshaped: float) -> float:
+    """Of a rate at which vanilla was measured to lose time; where the simulation has it lose none: 0."""
     layout = parse_layout(run.layout)
-    return bound_share(
+    share = bound_share(
         MODELS[run.model], layout, config_of(run.flags, layout), chosen_stages(run.forecast),
         bits=bits_per_second(rate), unshaped=unshaped,
     )  # fmt: skip
+    return share or 0.0
 
 
 def ratio_to_vanilla(vanilla: Mapping[int, float], ours: Mapping[int, float]) -> dict[int, float]:
@@ -192,7 +196,7 @@ def losses_agree(runs: Sequence[Run]) -> bool:
     known: dict[tuple[str, str, str], dict[int, float]] = {}
     agree = True
     for run in runs:
-        if "auto" in run.flags:
+        if chooses_by_the_links(run.flags, parse_layout(run.layout)):
             continue
         losses = known.setdefault((run.model, run.layout, run.variant), {})
         for each in run.iterations:

@@ -76,6 +76,8 @@ class Run:
     flags: list[str]
     """Ours only."""
 
+    seed: int = 1234
+
     techniques: str = ""
     """What the hooks said is switched on."""
 

@@ -18,6 +18,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "paper")]  # the package and figure14, installed or not
@@ -37,13 +38,17 @@ def main() -> None:
     parser.add_argument("--all-ranks", action="store_true", help="reference and hook at all ranks, not at 8, 16, 40")
     parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
     parser.add_argument("--repeats", type=int, default=9, help="repetitions of everything but the bucket's third (9)")
-    parser.add_argument("--cold", action="store_true", help="caches emptied before each repetition (CPU)")
+    parser.add_argument(
+        "--cold", action="store_true", help="caches emptied before each repetition (CPU; not for layers)"
+    )
     options = parser.parse_args()
     for name, value in (("--threads", options.threads), ("--repeats", options.repeats)):
         if value < 1:
             parser.error(f"{name} {value}: at least 1 is needed")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
+    if options.device == "cuda" and options.cold:
+        parser.error("--cold: it empties the caches of a CPU. Leave it out, or give --device cpu")
     if options.device == "cpu" and options.only == ["capture"]:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
@@ -51,27 +56,32 @@ def main() -> None:
     setting = Setting(
         torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.cold
     )
-    rows: list[Row] = []
-    for name in options.only or SECTIONS:
-        if name == "capture" and options.device == "cpu":
-            continue
-        for row in SECTIONS[name](setting):
-            rows.append(row)
-            print(row.line(), flush=True)
     on_gpu = options.device == "cuda"
     machine = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}",
         "threads": options.threads,
         "torch": torch.__version__,
         "scale": options.scale,
-        "caches": "emptied before each repetition" if options.cold else "warm",
+        "caches": "emptied before each repetition, but for layers and floors" if options.cold else "warm",
     }
     options.results.mkdir(parents=True, exist_ok=True)
     stem = options.results / f"compressors-{options.device}"
+    rows: list[Row] = []
+    for name in options.only or SECTIONS:
+        if name == "capture" and not on_gpu:
+            continue
+        for row in SECTIONS[name](setting):
+            rows.append(row)
+            print(row.line(), flush=True)
+        # After each section: what fails in a later one leaves the figures of those before it.
+        _write(machine, rows, stem)
+    print(f"written: {stem}.json, .md and pictures")
+
+
+def _write(machine: dict[str, Any], rows: list[Row], stem: Path) -> None:
     text = json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1)
     stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     write_report(machine, rows, stem)
-    print(f"written: {stem}.json, .md and pictures")
 
 
 if __name__ == "__main__":

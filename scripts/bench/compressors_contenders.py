@@ -69,8 +69,7 @@ def alternate(
             _answer(name, here, _SECONDS_TO_BE_READY)
         for turn in range(rounds + 1):
             for name, (_, connection) in workers.items():
-                connection.send(True)
-                for what, taken in _answer(name, connection, _SECONDS_FOR_A_TURN).items():
+                for what, taken in _answer(name, connection, _SECONDS_FOR_A_TURN, asked=True).items():
                     if turn > 0:
                         seconds.setdefault(_joined(name, what), []).extend(taken)
     finally:
@@ -85,12 +84,15 @@ def _joined(name: str, what: str) -> str:
     return f"{name}, {what}" if what else name
 
 
-def _answer(name: str, connection: Connection, limit: float) -> dict[str, list[float]]:
-    if not connection.poll(limit):
-        raise SystemExit(f"compressors.py: the process of {name!r} did not answer within {limit:g} s")
+def _answer(name: str, connection: Connection, limit: float, *, asked: bool = False) -> dict[str, list[float]]:
+    """What a contender says, after it was asked for a turn or has got ready."""
     try:
+        if asked:
+            connection.send(True)
+        if not connection.poll(limit):
+            raise SystemExit(f"compressors.py: the process of {name!r} did not answer within {limit:g} s")
         answer = connection.recv()
-    except EOFError:
+    except (EOFError, OSError):  # also where the kernel ended it between two turns
         raise SystemExit(f"compressors.py: the process of {name!r} ended, see above") from None
     if isinstance(answer, str):
         raise SystemExit(answer)

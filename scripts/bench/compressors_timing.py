@@ -13,12 +13,16 @@ __all__ = ["Sample", "Work", "captured", "copy_bandwidth", "gemm_rate", "in_turn
 
 Work = Callable[[], object]
 
+_WARM_UP_SECONDS = 0.2
+"""A processor that was idle takes a while to run at its full speed, and its caches to fill."""
+
 
 @dataclass(frozen=True)
 class Sample:
     """Seconds of one piece of work, over its repetitions."""
 
     median: float
+    fastest: float
     first_quartile: float
     third_quartile: float
     repetitions: int
@@ -27,20 +31,22 @@ class Sample:
     def of(cls, seconds: list[float]) -> "Sample":
         """Of a list of one or more."""
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-        return cls(middle, low, high, len(seconds))
+        return cls(middle, min(seconds), low, high, len(seconds))
 
 
 def in_turn(works: dict[str, Work], device: torch.device, repeats: int) -> dict[str, Sample]:
     """Time all of `works` in turn, again and again, so that what slows the machine down slows all of them.
 
-    A first round does not count.
+    What each of them does in its first `_WARM_UP_SECONDS`, once at least, does not count.
     """
+    for work in works.values():
+        warm = time.monotonic() + _WARM_UP_SECONDS
+        while seconds_of(work, device) >= 0 and time.monotonic() < warm:
+            pass
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for repetition in range(repeats + 1):
+    for _ in range(repeats):
         for name, work in works.items():
-            took = seconds_of(work, device)
-            if repetition > 0:
-                seconds[name].append(took)
+            seconds[name].append(seconds_of(work, device))
     return {name: Sample.of(taken) for name, taken in seconds.items()}
 
 
@@ -80,19 +86,19 @@ def captured(work: Work) -> Work:
 
 
 def copy_bandwidth(values: int, device: torch.device, repeats: int) -> float:
-    """Bytes per second, read and written together, of copying a tensor of so many fp32 values."""
+    """Bytes per second, read and written together, of copying a tensor of so many fp32 values: the fastest copy."""
     source = torch.zeros(values, device=device)
     target = torch.empty_like(source)
-    best = in_turn({"copy": lambda: target.copy_(source)}, device, repeats)["copy"].median
-    return 2 * source.nbytes / best
+    copies = in_turn({"copy": lambda: target.copy_(source)}, device, repeats)["copy"]
+    return 2 * source.nbytes / copies.fastest
 
 
 def gemm_rate(size: int, device: torch.device, repeats: int) -> dict[str, float]:
-    """Operations per second of a size x size fp32 product, by every library that the compressors may use."""
+    """Operations per second of the fastest size x size fp32 product, by every library that the compressors may use."""
     generator = torch.Generator(device).manual_seed(5)
     a, b = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
     out = torch.empty_like(a)
     works: dict[str, Work] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
     if onednn_multiplies(a, 2 * size**3, fewest=0):
         works["oneDNN"] = lambda: linear(a, b)
-    return {name: 2 * size**3 / sample.median for name, sample in in_turn(works, device, repeats).items()}
+    return {name: 2 * size**3 / sample.fastest for name, sample in in_turn(works, device, repeats).items()}

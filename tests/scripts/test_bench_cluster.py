@@ -1,6 +1,7 @@
 """scripts/bench/cluster.py: its models, its plans of rates, its arithmetic and its tables."""
 
 import dataclasses
+import json
 import math
 import signal
 import sys
@@ -111,9 +112,9 @@ def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_
 
 def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> None:
     much = {"each": 3, "cycles": 2, "warm_up": 1}
-    [run] = plans(["--optimus-cc"], ["8mbit", "none"], **much)
+    [run] = plans(["8mbit", "none"], chooses=False, **much)
     assert run.initial == "none" and run.rates == ["8mbit", "none"]
-    chosen = plans(["--dp-compression-stages", "auto"], ["8mbit", "none"], **much)
+    chosen = plans(["8mbit", "none"], chooses=True, **much)
     assert [(run.initial, run.iterations) for run in chosen] == [("8mbit", 7), ("none", 7)]
     assert _counted(chosen[0], lambda rate: 1.0) == ["8mbit"] * 6
 
@@ -210,7 +211,31 @@ def test_the_table_says_what_the_runs_say(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {
         f"{name}_small_pp2dp2.png" for name in ("time", "recovered", "bytes")
     }
-    assert load(tmp_path) == ({"seed": 1}, runs, losses)
+    assert load(tmp_path)[:3] == ({"seed": 1}, runs, losses)
+    # Drawn again on another machine it says where it was measured, and runs of another model are not mixed in.
+    save(tmp_path, {"seed": 1}, runs, losses, {**load(tmp_path)[3], "cores": 77})
+    assert load(tmp_path)[3]["cores"] == 77
+    content = json.loads((tmp_path / "cluster.json").read_text())
+    content["models"]["small"]["hidden"] += 1
+    (tmp_path / "cluster.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="another model called 'small'"):
+        load(tmp_path)
+
+
+def test_the_bound_of_a_variant_that_chooses_is_that_of_what_each_run_has_chosen() -> None:
+    chosen = [["--dp-compression-stages auto: of 2 stages compressed: 0"], ["--dp-compression-stages auto: of 2 stages compressed: 0, 1"]]  # fmt: skip # noqa: E501
+    flags = ["--optimus-cc", "--dp-compression-stages", "auto", "--dp-compression-rank", "11"]
+    vanilla = [_run("vanilla", block, {"none": 1, "50mbit": 4}, 100) for block in (0, 1)]
+    auto = [dataclasses.replace(_run("auto", b, {"50mbit": 2}, 50), flags=flags, forecast=chosen[b]) for b in (0, 1)]
+
+    def bound(*ours: Run) -> float:
+        found = {(row.variant, row.rate): row.bound for row in rows([*vanilla, *ours])}["auto", "50mbit"]
+        assert found is not None
+        return found
+
+    first, second = bound(auto[0]), bound(auto[1])
+    assert 0 < first < second
+    assert bound(*auto) == pytest.approx((first + second) / 2)
 
 
 def test_losses_that_differ_between_blocks_are_noticed() -> None:
