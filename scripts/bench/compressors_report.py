@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio that has to be reached: the second piece of work over the first, of the cases that contain `case`."""
+    """A ratio that has to be reached: the fastest work that begins with `against` over ours, where `case` is in it."""
 
     section: str
     case: str
@@ -48,12 +48,12 @@ TARGETS = (
     Target("slices", "8.3b, 1024 x 3072, rank 16", "ours, compress", "reference, compress", 5.0, "cpu"),
     Target("orthogonalization", "warm-started, 18 x 3072 x 128", "ours", "hook's _orthogonalize", 5.0, "cpu"),
     Target("orthogonalization", "Gaussian, 18 x 3072 x 128", "ours", "hook's _orthogonalize", 5.0, "cpu"),
-    Target("bucket", "18 layers", "ours", "hook, as by default", 1.3, "cpu"),
+    Target("bucket", "18 layers", "ours", "hook, ", 1.3, "cpu"),
     Target("slices", "8.3b, 1024 x 3072, rank 16", "ours, compress", "reference, compress", 15.0, "cuda"),
     Target("slices", "8.3b, 1024 x 3072, rank 16", "ours, decompress", "reference, decompress", 15.0, "cuda"),
     Target("slices", "175b, 2048 x 12288, rank 16", "ours, compress", "reference, compress", 15.0, "cuda"),
     Target("slices", "175b, 2048 x 12288, rank 16", "ours, decompress", "reference, decompress", 15.0, "cuda"),
-    Target("bucket", "18 layers", "ours", "hook, as by default", 20.0, "cuda"),
+    Target("bucket", "18 layers", "ours", "hook, ", 20.0, "cuda"),
 )
 
 _COLOURS = {"ours": "#2a9d8f", "reference": "#c2453d", "hook": "#e07b1f"}
@@ -89,9 +89,10 @@ def _targets(rows: list[Row], device: str) -> list[str]:
         found = {
             row.work: row.sample.median for row in rows if row.section == target.section and target.case in row.case
         }
-        measured = target.on == device and target.ours in found and target.against in found
-        ratio = f"{found[target.against] / found[target.ours]:.2f}" if measured else "not measured"
-        what = f"{target.section}: {target.ours} against {target.against}"
+        against = [seconds for work, seconds in found.items() if work.startswith(target.against)]
+        measured = target.on == device and target.ours in found and against
+        ratio = f"{min(against) / found[target.ours]:.2f}" if measured else "not measured"
+        what = f"{target.section}: {target.ours} against {target.against.rstrip(', ')}"
         lines.append(f"| {target.on} | {what} | {target.case} | {ratio} | {target.at_least:g} |")
     return [*lines, ""]
 

@@ -41,8 +41,10 @@ def in_turn(works: dict[str, Work], device: torch.device, repeats: int) -> dict[
     """
     for work in works.values():
         warm = time.monotonic() + _WARM_UP_SECONDS
-        while seconds_of(work, device) >= 0 and time.monotonic() < warm:
-            pass
+        while True:
+            seconds_of(work, device)
+            if time.monotonic() > warm:
+                break
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():

@@ -15,6 +15,7 @@ from tests.shell_scripts import ROOT
 BENCH = ROOT / "scripts/bench"
 sys.path.insert(0, str(BENCH))  # its modules import each other by name, as a script's do
 
+import cluster  # noqa: E402
 import cluster_network  # noqa: E402
 from cluster_bound import _rank, bound_share, chosen_stages, config_of  # noqa: E402
 from cluster_model import MODELS, PAPER, Layout, parse_layout, proportions, variant_flags  # noqa: E402
@@ -220,6 +221,20 @@ def test_the_table_says_what_the_runs_say(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="another model called 'small'"):
         load(tmp_path)
+
+
+def test_results_are_neither_overwritten_nor_mixed_with_those_of_another_seed(tmp_path: Path) -> None:
+    def bench(*words: str) -> cluster._Bench:
+        return cluster._Bench(cluster.build_parser().parse_args(["--output", str(tmp_path), *words]), [])
+
+    save(tmp_path, bench()._said(), [_run("vanilla", 0, {"none": 1}, 100)], [])
+    with pytest.raises(ValueError, match="--append"):
+        bench()
+    bench("--append")._check_comparable("small", Layout(1, 2, 2))
+    with pytest.raises(ValueError, match="another seed"):
+        bench("--append", "--seed", "7")._check_comparable("small", Layout(1, 2, 2))
+    with pytest.raises(ValueError, match="another text"):
+        bench("--append", "--max-mb", "1")
 
 
 def test_the_bound_of_a_variant_that_chooses_is_that_of_what_each_run_has_chosen() -> None:
