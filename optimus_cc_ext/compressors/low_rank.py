@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
-from optimus_cc_ext.compressors.products import add_outer, in_row_blocks, linear, multiply, onednn_multiplies
+from optimus_cc_ext.compressors.products import add_product, in_row_blocks, multiply, onednn, onednn_multiplies
 from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["FastLowRank", "LowRank"]
+
+_FEW_COLUMNS = 64
+"""Of a factor: up to here it is nothing to transpose it, beside a product with a large matrix."""
 
 
 class LowRank(Protocol):
@@ -76,10 +79,9 @@ class FastLowRank:
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
-    the same shapes and dtypes allocates nothing on a GPU, and on a CPU nothing but what oneDNN returns, one matrix's
-    P or Q at a time (`products`), and r x r matrices (`orthogonalize_fp32`). Large matrices on a CPU are taken one by
-    one, in blocks of rows that stay in the cache; on a GPU the number of operations depends neither on how many
-    matrices there are nor on their size.
+    the same shapes and dtypes allocates nothing but, on a CPU, r x r matrices (`orthogonalize_fp32`). Sums with, and
+    differences from, large matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number
+    of operations depends neither on how many matrices there are nor on their size.
     Calls must be ordered on one stream.
     """
 
@@ -92,8 +94,15 @@ class FastLowRank:
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         return cholesky_qr(p, out, self._scratch)
 
+    @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._product(matrices.mT, p, out)
+        (batch, n, m), r = matrices.shape, p.shape[2]
+        if r > _FEW_COLUMNS or not onednn_multiplies(p, 2 * n * m * r):
+            return self._product(matrices.mT, p, out)
+        # As (P^T M)^T: oneDNN would transpose the large matrix, block by block, torch transposes the factor.
+        dtype = torch.promote_types(torch.promote_types(matrices.dtype, p.dtype), torch.float32)
+        turned = self._product(p.mT, matrices, self._scratch.take("turned", (batch, r, m), dtype, p.device))
+        return turned.mT.contiguous() if out is None else out.copy_(turned.mT)
 
     @torch.no_grad()
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -102,18 +111,14 @@ class FastLowRank:
             out = p.new_empty(p.shape[0], p.shape[1], q.shape[1])
         if not _in_blocks(p, q):
             return self._product(p, q.mT, out)
-        for index, rows in in_row_blocks(*out.shape):
-            self._rebuild(p[index, rows], q[index], out[index, rows])
+        with onednn():
+            for index, rows in in_row_blocks(*out.shape):
+                self._product(p[index, rows], q[index].mT, out[index, rows])
         return out
 
     @torch.no_grad()
     def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
-        if not (_in_blocks(p, q) and matrices.is_contiguous() and p.is_contiguous() and q.is_contiguous()):
-            matrices.baddbmm_(p, q.mT, alpha=-share)
-            return
-        scaled = torch.mul(p, -share, out=self._scratch.take("left", p.shape, p.dtype, p.device))
-        for matrix, p_i, q_i in zip(matrices, scaled, q, strict=True):
-            add_outer(p_i, q_i, matrix)
+        add_product(p, q.mT, matrices, scale=-share)
 
     @torch.no_grad()
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
@@ -123,10 +128,11 @@ class FastLowRank:
             self._product(total, q, out)
             return
         q = self._widened("right", q, torch.float32)
-        for index, rows in in_row_blocks(batch, n, m):
-            block = total[index, rows]
-            _write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
-            out[index, rows].copy_(linear(block, q[index].mT))
+        with onednn():
+            for index, rows in in_row_blocks(batch, n, m):
+                block = total[index, rows]
+                _write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
+                self._product(block, q[index], out[index, rows])
 
     @torch.no_grad()
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
@@ -138,14 +144,14 @@ class FastLowRank:
             return
         unrounded = wire == p.dtype and total.is_contiguous()
         minus_p = torch.neg(p, out=self._scratch.take("minus", p.shape, p.dtype, p.device)) if unrounded else p
-        # The blocks of `reconstruct`, made by the same calls: so they have its bits. oneDNN adds a product to what is
-        # there when it is complete, so that T + (-P) Q^T has the bits of T - P Q^T.
-        for index, rows in in_row_blocks(*total.shape):
-            block = total[index, rows]
-            if unrounded:
-                add_outer(minus_p[index, rows], q[index], block)
-            else:
-                block.sub_(self._rebuild(p[index, rows], q[index], take(block.shape)))
+        # The blocks of `reconstruct`, made by the same calls: so they have its bits.
+        with onednn():
+            for index, rows in in_row_blocks(*total.shape):
+                block = total[index, rows]
+                if unrounded:
+                    add_product(minus_p[index, rows], q[index].mT, block)
+                else:
+                    block.sub_(self._product(p[index, rows], q[index].mT, take(block.shape)))
 
     @torch.no_grad()
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
@@ -156,13 +162,6 @@ class FastLowRank:
         if out.dtype == dtype:
             return multiply(a, b, out)
         return out.copy_(multiply(a, b, self._scratch.take("wide", out.shape, dtype, out.device)))
-
-    def _rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """out = P Q^T, rounded to its dtype, by oneDNN: (n, r), (m, r) -> (n, m)."""
-        direct = out.dtype == p.dtype and out.is_contiguous()
-        exact = out if direct else self._scratch.take("wide", out.shape, p.dtype, p.device)
-        add_outer(p, q, exact.zero_())
-        return out if direct else out.copy_(exact)
 
     def _factors(self, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """P and Q, contiguous and of one dtype, fp32 or fp64."""

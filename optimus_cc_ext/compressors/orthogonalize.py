@@ -75,11 +75,11 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
         p: (B, n, r), r <= n; any floating dtype (of float64 only what is between 1e-150 and 1e+150).
         out: where to write the result, (B, n, r) of any floating dtype; may be `p` itself.
         scratch: keeps the intermediate tensors between calls; with it and `out`, nothing is allocated, but on a
-            CPU r x r matrices and what oneDNN returns.
+            CPU r x r matrices.
 
     Returns:
         `out`, or (B, n, r) in float32 (float64 for float64 input). Columns are orthonormal to rounding, or to
-        1.5e-6 where a float32 pass was enough, except that one with no direction of its own (zero, or exactly
+        2e-6 where a float32 pass was enough, except that one with no direction of its own (zero, or exactly
         dependent on others) may be shorter, down to zero. A matrix with a NaN or Inf anywhere comes out as
         all NaN; its neighbours in the batch are untouched.
 

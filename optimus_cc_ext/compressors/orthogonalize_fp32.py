@@ -2,9 +2,10 @@
 
     D = diag(A^T A)^-1/2,  D A^T A D = L L^T,  W = L^-1,  A <- A (W D)^T
 
-The computed Gram matrix is off by e, some 4e-7 of its columns' lengths. What comes out is then off orthonormal by
-W e W^T: at most e times the largest squared length of W's rows, which is known as soon as W is, and decides (on a CPU
-reading a value costs nothing; on a GPU it would stall, so there `cholesky_qr` always does two passes in fp64):
+The computed Gram matrix and factor are off by e, some 4e-7 of the columns' lengths. What comes out is then off
+orthonormal by W e W^T: at most e times the largest squared length of W's rows, which is known as soon as W is, and
+decides (on a CPU reading a value costs nothing; on a GPU it would stall, so there `cholesky_qr` always does two passes
+in fp64):
 
     up to 4       done: orthonormal to about 1e-6
     up to 1000    once more, from the result, which is so close to orthonormal that 1 comes out then
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.products import gram, linear, onednn_multiplies
+from optimus_cc_ext.compressors.products import multiply, onednn_multiplies
 
 __all__ = ["is_for_fp32", "orthonormalize_fp32"]
 
@@ -29,6 +30,9 @@ _FEWEST_FLOPS, _FEWEST_FLOPS_OF_FEW_COLUMNS = 1 << 23, 1 << 18
 _DONE, _WORTH_ANOTHER = 4.0, 1000.0
 _LENGTHS = 1e-30, 1e30
 """Squared lengths of columns between which fp32 loses nothing of a Gram matrix to its range."""
+
+_FEW_VALUES = 1 << 20
+"""Of P, fp32, that are turned at once where the result goes over it: 4 MB stay in a last-level cache."""
 
 _FEW_COLUMNS = 64
 """Up to here a Gram matrix is factorised by NumPy, whose calls cost a third of torch's."""
@@ -54,46 +58,47 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
         The matrices that need more than fp32 can do; in `out` they are what they were in `p`, or have been turned
         into another basis of the same columns.
     """
-    hopeless: list[int] = []
-    source, unfinished = p, list(range(len(p)))
-    for most in (_WORTH_ANOTHER, _DONE):
-        weights, amplification = _weights([source[index] for index in unfinished], take)
-        again = []
-        for index, weight, factor in zip(unfinished, weights, amplification, strict=True):
-            if factor <= most:  # NaN is not
-                out[index].copy_(_times(source[index], weight, take))
-                if factor > _DONE:
-                    again.append(index)
-            else:
-                out[index].copy_(source[index])
-                hopeless.append(index)
-        source, unfinished = out, again
-        if not unfinished:
-            break
+    weights, amplification = _weights(p, take)
+    hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]  # NaN is not
+    for index in hopeless:
+        weights[index].zero_().fill_diagonal_(1.0)
+    _turn(p, weights, out, take)
+    for index in (index for index, factor in enumerate(amplification) if _DONE < factor <= _WORTH_ANOTHER):
+        one = out[index : index + 1]
+        weights, (factor,) = _weights(one, take)
+        if factor <= _DONE:
+            _turn(one, weights, one, take)
+        else:
+            hopeless.append(index)
     return hopeless
 
 
-def _weights(matrices: list[Tensor], take: Take) -> tuple[Tensor, list[float]]:
-    """For each A (n, r) the W D of the module's docstring, and how much W amplifies an error of the Gram matrix."""
-    batch, r = len(matrices), matrices[0].shape[1]
-    exact = take("gram32", (batch, r, r), torch.float32)
-    for a, g in zip(matrices, exact, strict=True):
-        if _is_large(a):
-            gram(a, out=g)
-        else:
-            torch.mm(a.mT, a, out=g)
+def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:
+    """out = P W^T for a batch; p may be out."""
+    if p.data_ptr() != out.data_ptr():
+        multiply(p, weights.mT, out)
+        return
+    # A few at a time, so that what is copied back is still in the cache.
+    few = max(1, _FEW_VALUES // p[0].numel())
+    for some, weight in zip(p.split(few), weights.split(few), strict=True):
+        some.copy_(multiply(some, weight.mT, take("turned", some.shape, torch.float32)))
+
+
+def _weights(p: Tensor, take: Take) -> tuple[Tensor, list[float]]:
+    """For a batch of A (B, n, r) the W D of the module's docstring, and how much W amplifies a Gram matrix's error."""
+    batch, _, r = p.shape
+    product = multiply(p.mT, p, take("gram32", (batch, r, r), torch.float32))
+    weights = take("weights", (batch, r, r), torch.float32)
     if r <= _FEW_COLUMNS:
-        return _weights_of_few(exact, take("weights", (batch, r, r), torch.float32))
-    product = take("gram", (batch, r, r), torch.float64).copy_(exact)
+        return _weights_of_few(product, weights)
     lengths = product.diagonal(dim1=-2, dim2=-1)
     in_range = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
     scale = lengths.rsqrt()
     product.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
-    inverse = take("inverse", (batch, r, r), torch.float64)
-    _invert_factor(product, inverse, take)
-    amplification = inverse.square().sum(-1).amax(-1).masked_fill_(in_range.logical_not_(), torch.nan)
-    weights = take("weights", (batch, r, r), torch.float32)
-    return weights.copy_(inverse.mul_(scale.unsqueeze(-2))), amplification.tolist()
+    _invert_factor(product, weights, take)
+    amplification = weights.square().sum(-1).amax(-1).masked_fill_(in_range.logical_not_(), torch.nan)
+    weights.mul_(scale.unsqueeze(-2))
+    return weights, amplification.tolist()
 
 
 def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]]:
@@ -121,19 +126,8 @@ def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]
     return weights, amplification
 
 
-def _is_large(a: Tensor) -> bool:
-    """Whether oneDNN multiplies A (n, r) faster than what torch calls."""
-    n, r = a.shape
-    return 2 * n * r * r >= _FEWEST_FLOPS
-
-
-def _times(a: Tensor, weight: Tensor, take: Take) -> Tensor:
-    """A W^T: (n, r), (r, r) -> (n, r), where nobody else writes before the next."""
-    return linear(a, weight) if _is_large(a) else torch.mm(a, weight.mT, out=take("turned", a.shape, torch.float32))
-
-
 def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:
-    """inverse = L^-1 where G = L L^T, (B, r, r), fp64; G is overwritten.
+    """inverse = L^-1 where G = L L^T, (B, r, r); G is overwritten.
 
     By halves, so that all but the smallest factors are batched products. Where G is not positive definite, the result
     is no such thing, but has a NaN or is large: a factorisation that broke down leaves a row of NaN.
@@ -151,7 +145,7 @@ def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:
     _invert_factor(g[:, first, first], inverse[:, first, first], take)
     corner = inverse[:, first, first]
     below = torch.bmm(g[:, last, first], corner.mT)  # of L
-    g[:, last, last].baddbmm_(below, below.mT, alpha=-1)
+    g[:, last, last].sub_(torch.bmm(below, below.mT))
     _invert_factor(g[:, last, last], inverse[:, last, last], take)
     inverse[:, last, first] = torch.bmm(torch.bmm(inverse[:, last, last], below), corner).neg_()
     inverse[:, first, last] = 0

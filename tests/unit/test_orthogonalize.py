@@ -264,9 +264,9 @@ def grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     compute = orthogonalize_fp32._weights
 
-    def counted(matrices: list[Tensor], take: orthogonalize_fp32.Take) -> tuple[Tensor, list[float]]:
-        seen.extend(a.shape[0] for a in matrices)
-        return compute(matrices, take)
+    def counted(p: Tensor, take: orthogonalize_fp32.Take) -> tuple[Tensor, list[float]]:
+        seen.extend(a.shape[0] for a in p)
+        return compute(p, take)
 
     monkeypatch.setattr(orthogonalize_fp32, "_weights", counted)
     return seen
@@ -305,6 +305,15 @@ def test_a_warm_started_projection_takes_one_pass(grams: list[int]) -> None:
     q = torch.linalg.qr(right + 1e-3 * gaussian(1, 300, 128, seed=6)).Q
     assert off_orthonormal(cholesky_qr(matrix @ q)) < ONE_PASS
     assert len(grams) == 1
+
+
+@IN_FP32
+@COLUMNS
+@pytest.mark.parametrize("scale", [1e-21, 1e-17, 1e16, 1e21])
+def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float, r: int) -> None:
+    # Products of entries of 1e-21 have a digit or two left in fp32, as all below 1e-38.
+    p = gaussian(1, 640, r) * scale
+    assert off_orthonormal(cholesky_qr(p)) < ONE_PASS
 
 
 @IN_FP32
