@@ -91,13 +91,16 @@ def _weights(p: Tensor, take: Take) -> tuple[Tensor, list[float]]:
     weights = take("weights", (batch, r, r), torch.float32)
     if r <= _FEW_COLUMNS:
         return _weights_of_few(product, weights)
-    lengths = product.diagonal(dim1=-2, dim2=-1)
-    in_range = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
-    scale = lengths.rsqrt()
-    product.mul_(scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
-    _invert_factor(product, weights, take)
-    amplification = weights.square().sum(-1).amax(-1).masked_fill_(in_range.logical_not_(), torch.nan)
-    weights.mul_(scale.unsqueeze(-2))
+    lengths = product.diagonal(dim1=-2, dim2=-1).contiguous()  # squared
+    fits = (lengths > _LENGTHS[0]).logical_and_(lengths < _LENGTHS[1]).all(-1)
+    identity = take("identity", (_LEAF, _LEAF), torch.float32).zero_()
+    identity.diagonal().fill_(1.0)
+    fits.logical_and_(_invert_factor(product, weights.zero_(), identity))
+    # Cholesky's rounding does not depend on the columns' lengths, so W D is the inverse of A^T A's own factor, and the
+    # squared lengths of W's rows are those of W D with every entry scaled back.
+    squares = torch.mul(weights, weights, out=product)
+    amplification = torch.bmm(squares, lengths.unsqueeze(-1)).amax((-2, -1))
+    amplification.masked_fill_(fits.logical_not_(), torch.nan)
     return weights, amplification.tolist()
 
 
@@ -126,26 +129,25 @@ def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]
     return weights, amplification
 
 
-def _invert_factor(g: Tensor, inverse: Tensor, take: Take) -> None:
-    """inverse = L^-1 where G = L L^T, (B, r, r); G is overwritten.
+def _invert_factor(g: Tensor, inverse: Tensor, identity: Tensor) -> Tensor:
+    """inverse = L^-1 where G = L L^T, (B, r, r), lower triangular; G is overwritten, `inverse` was zero.
 
-    By halves, so that all but the smallest factors are batched products. Where G is not positive definite, the result
-    is no such thing, but has a NaN or is large: a factorisation that broke down leaves a row of NaN.
+    By halves, so that all but the smallest factors are batched products.
+
+    Returns:
+        (B,), bool: which G are positive definite. The others' `inverse` is no such thing.
     """
-    batch, r, _ = g.shape
+    r = g.shape[-1]
     if r <= _LEAF:
         lower, broken = torch.linalg.cholesky_ex(g)
-        lower.masked_fill_((broken > 0).view(batch, 1, 1), torch.nan)
-        identity = take("identity", (r, r), g.dtype).zero_()
-        identity.diagonal().fill_(1.0)
-        inverse.copy_(torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False))
-        return
+        inverse.copy_(torch.linalg.solve_triangular(lower, identity[:r, :r].expand_as(lower), upper=False))
+        return broken == 0
     half = -(-r // (2 * _LEAF)) * _LEAF
     first, last = slice(None, half), slice(half, None)
-    _invert_factor(g[:, first, first], inverse[:, first, first], take)
+    definite = _invert_factor(g[:, first, first], inverse[:, first, first], identity)
     corner = inverse[:, first, first]
     below = torch.bmm(g[:, last, first], corner.mT)  # of L
     g[:, last, last].sub_(torch.bmm(below, below.mT))
-    _invert_factor(g[:, last, last], inverse[:, last, last], take)
-    inverse[:, last, first] = torch.bmm(torch.bmm(inverse[:, last, last], below), corner).neg_()
-    inverse[:, first, last] = 0
+    definite.logical_and_(_invert_factor(g[:, last, last], inverse[:, last, last], identity))
+    torch.neg(torch.bmm(torch.bmm(inverse[:, last, last], below), corner), out=inverse[:, last, first])
+    return definite

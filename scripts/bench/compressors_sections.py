@@ -182,21 +182,26 @@ def bucket(setting: Setting) -> Iterator[Row]:
     shapes, layers, vectors, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTORS, 128
     if setting.tiny:
         shapes, layers, vectors, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vectors // 16, 8
-    rates = gemm_rate(128 if setting.tiny else 2048, setting.device, setting.repeats)
+    size = 128 if setting.tiny else 2048
+    rates = gemm_rate(size, setting.device, setting.repeats)
     one = (layers, shapes, vectors, r, setting.device)
     names = ("ours", "hook, batched", "hook, as by default")
     contenders = {name: partial(_bucket_step, name, *one) for name in names}
     gradients = Bucket(torch.empty(layers * (sum(n * m for n, m in shapes) + vectors)), layers, shapes, vectors)
-    flops, best = gradients.gemm_flops(r), max(rates.values())
     bandwidth = copy_bandwidth(min(gradients.flat.numel(), 1 << 26), setting.device, setting.repeats)
+    rounds = max(1, setting.repeats // 3) if setting.device.type == "cpu" else setting.repeats
+    # A gigabyte leaves nothing in the caches: there is nothing to warm up.
+    samples = setting.alternate(contenders, rounds=rounds, in_a_row=1)
+    # Once more: a floor of a bad moment would flatter everybody.
+    again = gemm_rate(size, setting.device, setting.repeats)
+    rates = {name: max(rate, again[name]) for name, rate in rates.items()}
+    flops, best = gradients.gemm_flops(r), max(rates.values())
     more = {
         "gflop": flops / 1e9, "bytes_floor_seconds": gradients.floor_bytes() / bandwidth,
         **{f"gflops_{name}": rate / 1e9 for name, rate in rates.items()},
     }  # fmt: skip
     case = f"{layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB, rank {r}"
-    rounds = max(1, setting.repeats // 3) if setting.device.type == "cpu" else setting.repeats
-    # A gigabyte leaves nothing in the caches: there is nothing to warm up.
-    for name, sample in setting.alternate(contenders, rounds=rounds, in_a_row=1).items():
+    for name, sample in samples.items():
         yield Row("bucket", case, name, sample, flops / best, more)
 
 

@@ -355,9 +355,15 @@ def test_the_factor_by_halves_is_lapacks(r: int) -> None:
     a = gaussian(3, 2 * r, r, dtype=torch.float64)
     g = a.mT @ a
     lower = torch.linalg.cholesky(g)
-    inverse = torch.full_like(g, torch.nan)
-    orthogonalize_fp32._invert_factor(g.clone(), inverse, lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
+    inverse = torch.zeros_like(g)
+    leaf = torch.eye(32, dtype=torch.float64)
+    assert orthogonalize_fp32._invert_factor(g.clone(), inverse, leaf).tolist() == [True] * 3
     identity = torch.eye(r, dtype=torch.float64).expand(3, r, r)
     # fp64 rounding times the condition of a 2 r x r Gaussian, which is 6.
     torch.testing.assert_close(inverse @ lower, identity, rtol=0, atol=1e-13)
     assert torch.equal(inverse, inverse.tril())
+    for entry in {0, r - 1}:
+        indefinite = g.clone()
+        indefinite[1, entry, entry] = -1.0
+        definite = orthogonalize_fp32._invert_factor(indefinite, torch.zeros_like(g), leaf)
+        assert definite.tolist() == [True, False, True]
