@@ -1,7 +1,7 @@
 """What compression will gain on this run's links, from what every rank measured: rules only, the same on every rank."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
@@ -104,6 +104,9 @@ class Forecast:
     replicas: float
     """Bytes per second of sums over replicas; 0 with one replica."""
 
+    warmups: Mapping[str, float] = field(default_factory=dict)
+    """The share of the iterations in which a technique waits, by the name of its flag: not in the predicted ones."""
+
     def lines(self) -> list[str]:
         """For the terminal: the links, what is gained, class by class, and what does not pay."""
         links = [f"{rate / 1e6:.1f} MB/s {where}" for rate, where in
@@ -115,6 +118,9 @@ class Forecast:
         for flag, title in _TITLES.items():
             if flag in self.without:
                 lines.append(f"forecast: {title}: {self._verdict(flag)}")
+        if self.warmups:
+            flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
+            lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
         return lines
 
     def _verdict(self, flag: str) -> str:
@@ -171,6 +177,10 @@ def forecast(
             [_reduction(ranks, True, fused) for ranks in grid],
             _embedding(everyone, fused),
         )
+    warmups = {
+        "--compressed-backprop-warmup": backprop and config.compressed_backprop_warmup,
+        "--dp-compression-warmup": config.dp_compression and config.dp_compression_warmup,
+    }
     without = {}
     if backprop:
         without["--compressed-backprop"] = seconds(False, fused, stages)
@@ -186,6 +196,7 @@ def forecast(
         stages=schedule.stages,
         link=_mean_rate(everyone, lambda m: m.link),
         replicas=_mean_rate(everyone, lambda m: m.factor_sum),
+        warmups={flag: share for flag, share in warmups.items() if share},
     )
 
 
@@ -219,20 +230,18 @@ def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
 
 def _reduction(ranks: Sequence[Measured], compressed: bool, fused: bool) -> float:
     """What is left of the slowest rank's reduction over its replicas after its last backward pass."""
-    return max(
-        left_after_backward(
-            (
-                (m.factor_sum or _FREE).seconds(m.compressed_bytes) + m.compress_gradients
-                if compressed
-                else (m.dense_sum or _FREE).seconds(m.dense_bytes)
-            )
-            + (0.0 if fused and not m.embedding_is_sharded else
-               (m.dense_sum or _FREE).seconds(m.embedding.with_replicas)),
-            m.backward,
-            m.buckets,
-        )
-        for m in ranks
-    )  # fmt: skip
+    return max(_left_to_reduce(m, compressed, fused) for m in ranks)
+
+
+def _left_to_reduce(m: Measured, compressed: bool, fused: bool) -> float:
+    apart = fused and not m.embedding_is_sharded
+    embedding = 0.0 if apart else (m.dense_sum or _FREE).seconds(m.embedding.with_replicas)
+    if not compressed:
+        dense = (m.dense_sum or _FREE).seconds(m.dense_bytes)
+        return left_after_backward(dense + embedding, m.backward, m.buckets)
+    # Two phases, P and Q, of much the same size. A bucket's second one begins when it is waited for.
+    phase = ((m.factor_sum or _FREE).seconds(m.compressed_bytes) + m.compress_gradients) / 2
+    return left_after_backward(phase + embedding, m.backward, m.buckets) + phase
 
 
 def _embedding(everyone: Sequence[Measured], fused: bool) -> float:

@@ -75,6 +75,25 @@ def test_overlapped_reductions_count_only_what_the_backward_pass_does_not_hide()
     assert hidden.plain < plain.plain
 
 
+def test_of_a_compressed_reduction_only_the_first_phase_is_hidden() -> None:
+    # One stage, whose last backward pass is longer than everything that is reduced.
+    ranks = [replace(m, stage=0, link=None, embedding=EmbeddingBytes()) for m in cluster(1e6, backward=20.0)[:2]]
+    passes, whole = 4 * 20.01, 1.0 + 0.02
+    for buckets, left in (1, whole), (10, whole / 2 + whole / 2 / 10):
+        overlapping = [replace(m, buckets=buckets) for m in ranks]
+        found = forecast(overlapping, NonInterleaved(1, 4), OptimusConfig(dp_compression=True), frozenset({0}))
+        assert found.ours == pytest.approx(passes + left)
+
+
+def test_a_forecast_says_which_warm_ups_it_leaves_out() -> None:
+    config = ALL.replace(dp_compression_warmup=0.25, compressed_backprop_warmup=0.5)
+    said = both(forecast(cluster(1e6), SCHEDULE, config, frozenset({0})))
+    assert "after the warm-up (--compressed-backprop-warmup 0.5, --dp-compression-warmup 0.25)" in said
+    only_gradients = config.replace(compressed_backprop=False)
+    assert "(--dp-compression-warmup 0.25)" in both(forecast(cluster(1e6), SCHEDULE, only_gradients, frozenset({0})))
+    assert "warm-up" not in both(forecast(cluster(1e6), SCHEDULE, ALL, frozenset({0})))
+
+
 def test_only_the_classes_that_are_switched_on_have_a_line() -> None:
     found = forecast(cluster(1e6), SCHEDULE, OptimusConfig(fused_embedding_sync=True), frozenset())
     assert len(found.lines()) == 2 and "embedding, fused" in both(found)
