@@ -36,14 +36,17 @@ def alternate(
     in_a_row: int = 3,
     warm_up: float = 0.2,
     cold: bool = False,
+    processes: int = 1,
 ) -> dict[str, Sample]:
     """Time every piece of work of all contenders; its name is the contender's, and its own after a comma if it has one.
 
     Args:
-        rounds: how often each contender has its turn. A first round does not count.
+        rounds: how often each contender has its turn in a process. A first round does not count.
         in_a_row: repetitions of a piece of work in a turn that count. Where there are several, those of its first
             `warm_up` seconds, at least one, do not.
         cold: the caches are filled with something else before every repetition, on a CPU.
+        processes: how many each contender has, one after the other, on a CPU: where its memory lies, and whether the
+            allocator keeps it, is settled when a process begins. The times of all of them make one sample.
 
     Raises:
         SystemExit: a contender's check failed, or its process did not answer in time.
@@ -51,6 +54,17 @@ def alternate(
     if device.type == "cuda":
         works = {_joined(name, what): w for name, make in contenders.items() for what, w in make().items()}
         return in_turn(works, device, rounds * in_a_row)
+    seconds: dict[str, list[float]] = {}
+    for _ in range(processes):
+        for name, taken in _one_life(contenders, rounds, (in_a_row, warm_up, cold)).items():
+            seconds.setdefault(name, []).extend(taken)
+    return {name: Sample.of(taken) for name, taken in seconds.items()}
+
+
+def _one_life(
+    contenders: Mapping[str, Contender], rounds: int, how: tuple[int, float, bool]
+) -> dict[str, list[float]]:  # fmt: skip
+    """The seconds of all turns of one process for each contender."""
     # Started by a server that has imported torch but never used its threads: a child of this process, which has used
     # them, would wait for threads that it does not have.
     context = multiprocessing.get_context("forkserver")
@@ -60,9 +74,7 @@ def alternate(
     try:
         for name, make in contenders.items():
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, make, torch.get_num_threads(), in_a_row, warm_up, cold), daemon=True
-            )
+            process = context.Process(target=_serve, args=(there, make, torch.get_num_threads(), *how), daemon=True)
             process.start()
             there.close()
             workers[name] = process, here
@@ -77,7 +89,7 @@ def alternate(
             connection.close()
             process.kill()
             process.join()
-    return {name: Sample.of(taken) for name, taken in seconds.items()}
+    return seconds
 
 
 def _joined(name: str, what: str) -> str:

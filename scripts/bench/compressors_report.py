@@ -63,7 +63,7 @@ def write_report(machine: dict[str, Any], rows: list[Row], stem: Path) -> None:
     """STEM.md with the tables, STEM-slices.png, STEM-bucket.png and STEM-layers.png of what was measured."""
     device = stem.name.rsplit("-", 1)[1]
     parts = ["# Compressors", "", ", ".join(f"{name}: {value}" for name, value in machine.items()) + ".", ""]
-    parts += ["Medians of repetitions in turn, on a CPU each contender in a process of its own. One run.", ""]
+    parts += ["Medians of repetitions in turn, on a CPU each contender in processes of its own. One run.", ""]
     parts += _targets(rows, device)
     for section, draw in (
         ("slices", _draw_slices), ("orthogonalization", None), ("bucket", _draw_bucket), ("layers", _draw_layers),

@@ -105,6 +105,8 @@ def test_contenders_work_in_processes_of_their_own_and_say_why_they_cannot(secti
     samples = alternate({"one": message, "other": message}, cpu, 2, in_a_row=3, warm_up=0.0, cold=True)
     assert {*samples} == {"one, compress", "one, decompress", "other, compress", "other, decompress"}
     assert all(sample.repetitions == 6 and sample.median > 0 for sample in samples.values())
+    again = alternate({"one": message}, cpu, 2, in_a_row=3, warm_up=0.0, processes=3)
+    assert all(sample.repetitions == 18 for sample in again.values())
     with pytest.raises(SystemExit, match="it is wrong"):
         alternate({"one": message, "other": partial(sys.exit, "it is wrong")}, cpu, 1)
     with pytest.raises(SystemExit, match="process of 'other' ended"):
