@@ -60,7 +60,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
 
         LAPACK's QR, which PyTorch's hook calls     3.5 ms                        9e-7   any condition
         CholeskyQR2 in float64, this one            5.2 ms                        4e-9   any condition; no host read
-        one pass in float32                         0.6 ms for its two products   4e-7   condition below about 10
+        one pass in float32                         0.6 ms for its two products   6e-7   condition below about 10
 
     On a GPU there is float64 only: asking whether float32 would do means waiting for the device.
 
