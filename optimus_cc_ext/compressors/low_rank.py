@@ -8,12 +8,12 @@
 PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic.
 """
 
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from optimus_cc_ext.compressors.products import add_product, in_row_blocks, multiply, onednn, onednn_multiplies
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -88,13 +88,14 @@ class FastLowRank:
     def __init__(self) -> None:
         self._scratch = Scratch()
 
+    @gradless
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         return self._product(matrices, q, out)
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         return cholesky_qr(p, out, self._scratch)
 
-    @torch.no_grad()
+    @gradless
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         (batch, n, m), r = matrices.shape, p.shape[2]
         if r > _FEW_COLUMNS or not onednn_multiplies(p, 2 * n * m * r):
@@ -104,7 +105,7 @@ class FastLowRank:
         turned = self._product(p.mT, matrices, self._scratch.take("turned", (batch, r, m), dtype, p.device))
         return turned.mT.contiguous() if out is None else out.copy_(turned.mT)
 
-    @torch.no_grad()
+    @gradless
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         p, q = self._factors(p, q)
         if out is None:
@@ -112,48 +113,54 @@ class FastLowRank:
         if not _in_blocks(p, q):
             return self._product(p, q.mT, out)
         with onednn():
-            for index, rows in in_row_blocks(*out.shape):
-                self._product(p[index, rows], q[index].mT, out[index, rows])
+            for right, block, left in in_row_blocks(q, out, p):
+                self._rebuild(left, right, block)
         return out
 
-    @torch.no_grad()
+    @gradless
     def deflate(self, matrices: Tensor, p: Tensor, q: Tensor, share: float) -> None:
         add_product(p, q.mT, matrices, scale=-share)
 
-    @torch.no_grad()
+    @gradless
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
-        batch, n, m = total.shape
+        _, n, m = total.shape
         if not onednn_multiplies(total, 2 * n * m * q.shape[-1]):
-            _write_sum(matrices, residual, total)
+            _write_sum(total, matrices, residual)
             self._product(total, q, out)
             return
         q = self._widened("right", q, torch.float32)
+        product = out if out.dtype == torch.float32 else self._scratch.take("wide", out.shape, torch.float32, q.device)
+        summands = (matrices,) if residual is None else (matrices, residual)
         with onednn():
-            for index, rows in in_row_blocks(batch, n, m):
-                block = total[index, rows]
-                _write_sum(matrices[index, rows], None if residual is None else residual[index, rows], block)
-                self._product(block, q[index], out[index, rows])
+            for right, block, left, *added in in_row_blocks(q, total, product, *summands):
+                _write_sum(block, *added)
+                torch.bmm(block, right, out=left)
+        if product is not out:
+            out.copy_(product)
 
-    @torch.no_grad()
+    @gradless
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
         wire = p.dtype
         p, q = self._factors(p, q)
-        take = partial(self._scratch.take, "arrives", dtype=wire, device=total.device)
         if not _in_blocks(p, q):
-            total.sub_(self._product(p, q.mT, take(total.shape)))
+            total.sub_(self._product(p, q.mT, self._scratch.take("arrives", total.shape, wire, total.device)))
             return
         unrounded = wire == p.dtype and total.is_contiguous()
-        minus_p = torch.neg(p, out=self._scratch.take("minus", p.shape, p.dtype, p.device)) if unrounded else p
         # The blocks of `reconstruct`, made by the same calls: so they have its bits.
         with onednn():
-            for index, rows in in_row_blocks(*total.shape):
-                block = total[index, rows]
+            for right, block, left in in_row_blocks(q, total, p):
                 if unrounded:
-                    add_product(minus_p[index, rows], q[index].mT, block)
+                    block.baddbmm_(left, right.mT, alpha=-1.0)
                 else:
-                    block.sub_(self._product(p[index, rows], q[index].mT, take(block.shape)))
+                    arrives = self._scratch.take("arrives", block.shape, wire, total.device)
+                    block.sub_(self._rebuild(left, right, arrives))
 
-    @torch.no_grad()
+    def _rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
+        """A block of P Q^T in the dtype of `out`, by oneDNN if called so."""
+        if out.dtype == p.dtype:
+            return torch.bmm(p, q.mT, out=out)
+        return out.copy_(torch.bmm(p, q.mT, out=self._scratch.take("wide", out.shape, p.dtype, p.device)))
+
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
         dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
         a, b = self._widened("left", a, dtype), self._widened("right", b, dtype)
@@ -174,7 +181,7 @@ class FastLowRank:
         return self._scratch.take(side, t.shape, dtype, t.device).copy_(t)
 
 
-def _write_sum(matrices: Tensor, residual: Tensor | None, total: Tensor) -> None:
+def _write_sum(total: Tensor, matrices: Tensor, residual: Tensor | None = None) -> None:
     """total = matrices + residual in fp32, whatever their dtypes; `total` may be `residual`."""
     if residual is None:
         total.copy_(matrices)

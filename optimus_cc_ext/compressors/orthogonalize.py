@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.orthogonalize_fp32 import is_for_fp32, orthonormalize_fp32
 from optimus_cc_ext.compressors.scratch import Scratch
 
@@ -18,7 +19,7 @@ _AMPLIFIED_TO_NOTHING = 100.0
 """Condition squared up to which a pass in fp64 is enough: 100 times a shift of 1e-11."""
 
 
-@torch.no_grad()
+@gradless
 def gram_schmidt(p: Tensor) -> Tensor:
     """Modified Gram-Schmidt, column by column, matrix by matrix: `ORTHOGONALIZE` in PowerSGD's algorithm 1.
 
@@ -46,7 +47,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
     return basis
 
 
-@torch.no_grad()
+@gradless
 def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
     """Shifted Cholesky QR, twice, in float64: G = A^T A + shift, G = L L^T, A <- A L^-T.
 

@@ -59,7 +59,10 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
         into another basis of the same columns.
     """
     weights, amplification = _weights(p, take)
-    hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]  # NaN is not
+    if all(factor <= _DONE for factor in amplification):  # NaN is not
+        _turn(p, weights, out, take)
+        return []
+    hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]
     for index in hopeless:
         weights[index].zero_().fill_diagonal_(1.0)
     _turn(p, weights, out, take)
@@ -77,6 +80,9 @@ def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:
     """out = P W^T for a batch; p may be out."""
     if p.data_ptr() != out.data_ptr():
         multiply(p, weights.mT, out)
+        return
+    if p.numel() <= _FEW_VALUES:
+        p.copy_(multiply(p, weights.mT, take("turned", p.shape, torch.float32)))
         return
     # A few at a time, so that what is copied back is still in the cache.
     few = max(1, _FEW_VALUES // p[0].numel())
@@ -110,22 +116,24 @@ def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]
     NumPy's own arrays are r x r.
     """
     amplification: list[float] = []
-    with np.errstate(all="ignore"):
-        for exact, weight in zip(grams.numpy(), weights.numpy(), strict=True):
-            product = exact.astype(np.float64)
-            lengths = product.diagonal()
-            if not (lengths.min() > _LENGTHS[0] and lengths.max() < _LENGTHS[1]):  # NaN is not
-                amplification.append(np.nan)
-                continue
-            scale = 1.0 / np.sqrt(lengths)
-            product = product * scale * scale[:, None]
-            try:
-                inverse = np.linalg.inv(np.linalg.cholesky(product))
-            except np.linalg.LinAlgError:
-                amplification.append(np.nan)
-                continue
-            amplification.append(float(np.square(inverse).sum(-1).max()))
-            np.multiply(inverse, scale, out=weight, casting="same_kind")
+    for exact, weight in zip(grams.numpy(), weights.numpy(), strict=True):
+        product = exact.astype(np.float64)
+        lengths = product.diagonal()
+        each = lengths.tolist()
+        # A NaN that these two do not see reaches `inverse`, if the factorisation does not refuse it.
+        if not (min(each) > _LENGTHS[0] and max(each) < _LENGTHS[1]):
+            amplification.append(np.nan)
+            continue
+        scale = lengths**-0.5
+        product *= scale
+        product *= scale[:, None]
+        try:
+            inverse = np.linalg.inv(np.linalg.cholesky(product))
+        except np.linalg.LinAlgError:
+            amplification.append(np.nan)
+            continue
+        amplification.append(float(np.square(inverse).sum(-1).max()))
+        np.multiply(inverse, scale, out=weight, casting="same_kind")
     return weights, amplification
 
 

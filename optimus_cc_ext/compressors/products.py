@@ -11,7 +11,6 @@ processor, never on a measurement: both ends of a link and all replicas take the
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -43,19 +42,21 @@ def onednn_multiplies(like: Tensor, flops: int, fewest: int = _FEWEST_FLOPS) -> 
     return like.device.type == "cpu" and flops >= fewest and _onednn_is_there()
 
 
-@contextmanager
-def onednn() -> Iterator[None]:
+class onednn:
     """fp32 products of batches in here, by `torch.bmm` or `baddbmm_`, go to oneDNN; only where it `onednn_multiplies`.
 
     A setting of the process, not of the thread: what another thread multiplies meanwhile is multiplied in fp32, too.
     """
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module that replaces itself
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module that replaces itself
+        self._before = settings.fp32_precision
+        settings.fp32_precision = "bf16"
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -63,28 +64,42 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
     A and B may be transposed or strided views; `out` is neither of them.
     """
-    with _where_faster(a, b):
+    if not _faster(a, b):
+        return torch.bmm(a, b, out=out)
+    with onednn():
         return torch.bmm(a, b, out=out)
 
 
-def add_product(a: Tensor, b: Tensor, into: Tensor, scale: float = 1.0) -> None:
+def add_product(a: Tensor, b: Tensor, into: Tensor, scale: float) -> None:
     """into += scale A B for a batch, as in `multiply`: (B, n, k), (B, k, m), (B, n, m).
 
-    oneDNN adds a product when it is complete: into + (-A) B has the bits of into - A B.
+    oneDNN adds a product when it is complete: with a scale of -1 this has the bits of into - A B.
     """
-    with _where_faster(a, b):
+    if not _faster(a, b):
+        into.baddbmm_(a, b, alpha=scale)
+        return
+    with onednn():
         into.baddbmm_(a, b, alpha=scale)
 
 
-def _where_faster(a: Tensor, b: Tensor) -> AbstractContextManager[None]:
-    faster = a.dtype == torch.float32 and onednn_multiplies(a, 2 * a.shape[1] * a.shape[2] * b.shape[2])
-    return onednn() if faster else nullcontext()
+def _faster(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == torch.float32 and onednn_multiplies(a, 2 * a.shape[1] * a.shape[2] * b.shape[2])
 
 
-def in_row_blocks(batch: int, n: int, m: int) -> Iterator[tuple[slice, slice]]:
-    """(matrix, rows) after each other, so that a block of a (batch, n, m) tensor stays in the cache."""
+def in_row_blocks(wide: Tensor, *tall: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each block of rows, which stays in the cache: its matrix of `wide`, and the rows of each of `tall`.
+
+    Args:
+        wide: (B, m, r).
+        tall: (B, n, ...) each; the first one, (B, n, m), has the blocks' size.
+    """
+    batch, n, m = tall[0].shape
     blocks = max(1, round(n * m / _BLOCK_VALUES))
+    if batch == blocks == 1:
+        yield wide, *tall  # a view costs as much as a small product
+        return
     rows = -(-n // blocks)
     for index in range(batch):
+        one = slice(index, index + 1)
         for first in range(0, n, rows):
-            yield slice(index, index + 1), slice(first, min(n, first + rows))
+            yield wide[one], *(t[one, first : first + rows] for t in tall)

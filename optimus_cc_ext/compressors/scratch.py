@@ -1,7 +1,6 @@
 """Memory for intermediate results, allocated once: the law "no allocation per message after the first iteration"."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +17,23 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        # To make a tensor of a part of a buffer costs as much as a small product does.
+        self._taken: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor; it shares its memory with every other one of this name and dtype."""
-        key = (name, dtype, device)
-        numel = math.prod(shape)
+        taken = self._taken.get((name, shape, dtype, device))
+        return taken if taken is not None else self._make(name, shape, dtype, device)
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        key, numel = (name, dtype, device), math.prod(shape)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel].view(tuple(shape))
+            # Parts of the smaller buffer would keep it alive.
+            self._taken = {of: part for of, part in self._taken.items() if (of[0], *of[2:]) != key}
+        part = self._taken[name, shape, dtype, device] = buffer[:numel].view(shape)
+        return part
 
     @property
     def nbytes(self) -> int:

@@ -64,6 +64,8 @@ def write_report(machine: dict[str, Any], rows: list[Row], stem: Path) -> None:
     device = stem.name.rsplit("-", 1)[1]
     parts = ["# Compressors", "", ", ".join(f"{name}: {value}" for name, value in machine.items()) + ".", ""]
     parts += ["Medians of repetitions in turn, on a CPU each contender in processes of its own. One run.", ""]
+    crowded, all_of_them = (sum(getattr(row.sample, of) for row in rows) for of in ("crowded", "repetitions"))
+    parts += [f"Threads shared a core in {crowded} of {all_of_them} repetitions.", ""] if device == "cpu" else []
     parts += _targets(rows, device)
     for section, draw in (
         ("slices", _draw_slices), ("orthogonalization", None), ("bucket", _draw_bucket), ("layers", _draw_layers),

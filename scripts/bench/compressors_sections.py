@@ -60,7 +60,7 @@ class Setting:
         warm_up = 0.0 if self.tiny else 0.2
         return alternate(
             contenders, self.device, rounds,
-            in_a_row=in_a_row, warm_up=warm_up, cold=self.cold, processes=processes,
+            in_a_row=in_a_row, warm_up=warm_up, cold=self.cold, processes=processes, attempts=1 if self.tiny else 8,
         )  # fmt: skip
 
 

@@ -9,7 +9,16 @@ import torch
 
 from optimus_cc_ext.compressors.products import multiply, onednn_multiplies
 
-__all__ = ["Sample", "Work", "captured", "copy_bandwidth", "gemm_rate", "in_turn", "seconds_of"]
+__all__ = [
+    "Sample",
+    "Work",
+    "captured",
+    "copy_bandwidth",
+    "gemm_rate",
+    "have_cores_of_their_own",
+    "in_turn",
+    "seconds_of",
+]
 
 Work = Callable[[], object]
 
@@ -26,12 +35,14 @@ class Sample:
     first_quartile: float
     third_quartile: float
     repetitions: int
+    crowded: int = 0
+    """How many of the repetitions had to be taken while threads shared a core."""
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "Sample":
+    def of(cls, seconds: list[float], crowded: int = 0) -> "Sample":
         """Of a list of one or more."""
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-        return cls(middle, min(seconds), low, high, len(seconds))
+        return cls(middle, min(seconds), low, high, len(seconds), crowded)
 
 
 def in_turn(works: dict[str, Work], device: torch.device, repeats: int) -> dict[str, Sample]:
@@ -85,6 +96,27 @@ def captured(work: Work) -> Work:
     with torch.cuda.graph(graph):
         work()
     return graph.replay
+
+
+def have_cores_of_their_own() -> bool:
+    """Whether torch's threads multiply faster together than one of them alone by three quarters of their number.
+
+    A virtual machine's processors may find themselves on one core of its host: two threads are then hardly faster than
+    one, and a time on two threads is not meant to say that. Takes 10 ms.
+    """
+    threads = torch.get_num_threads()
+    together = _fastest_small_product()
+    try:
+        torch.set_num_threads(1)
+        return _fastest_small_product() >= 0.75 * threads * together
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fastest_small_product() -> float:
+    a = torch.ones(256, 256)
+    out = torch.empty_like(a)
+    return min(_on_cpu(lambda: torch.mm(a, a, out=out)) for _ in range(15))
 
 
 def copy_bandwidth(values: int, device: torch.device, repeats: int) -> float:

@@ -73,6 +73,7 @@ class Message:
         self.p, self.q = gradient.new_empty(1, rows, compression_rank), torch.empty_like(self._start)
         self.residual, self.arrives = torch.zeros_like(gradient), torch.empty_like(gradient)
 
+    @torch.no_grad()
     def compress(self) -> None:
         """What the sender does."""
         total = self.residual
@@ -82,6 +83,7 @@ class Message:
         self._compressor.subtract_reconstruction(total, self.p, self.q)
         next_warm_start(self.q, self._fresh, self._compressor, out=self._start, scratch=self._scratch)
 
+    @torch.no_grad()
     def decompress(self) -> None:
         """What the receiver does."""
         self._compressor.reconstruct(self.p, self.q, out=self.arrives)

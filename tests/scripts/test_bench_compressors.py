@@ -113,6 +113,33 @@ def test_contenders_work_in_processes_of_their_own_and_say_why_they_cannot(secti
         alternate({"one": message, "other": partial(os._exit, 3)}, cpu, 1)
 
 
+@pytest.mark.parametrize("one, apart", [(1.9, True), (1.6, True), (1.4, False), (1.0, False)])
+def test_two_threads_that_are_hardly_faster_than_one_share_a_core(sections, monkeypatch, one, apart) -> None:
+    timing = importlib.import_module("compressors_timing")
+    monkeypatch.setattr(timing, "_fastest_small_product", lambda: {1: one, 2: 1.0}[torch.get_num_threads()])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert timing.have_cores_of_their_own() == apart
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("answers, tried, crowded", [("yy", 1, 0), ("ynyy", 2, 0), ("nyy", 2, 0), ("yn" * 3, 3, 1)])
+def test_a_turn_on_a_shared_core_is_taken_again_and_counted_if_it_stays_so(
+    sections, monkeypatch, answers, tried, crowded
+) -> None:
+    contenders = importlib.import_module("compressors_contenders")
+    asked, turns = iter(answers), []
+    monkeypatch.setattr(contenders, "have_cores_of_their_own", lambda: next(asked) == "y")
+    monkeypatch.setattr(contenders.time, "sleep", lambda _: None)
+    how = contenders._How(in_a_row=1, warm_up=0.0, cold=False, attempts=3)
+    turn = contenders._turn(lambda: turns.append(1), how, torch.zeros(0))
+    assert (len(turns), turn.crowded, len(turn.seconds)) == (tried, crowded, 1)
+    assert next(asked, None) is None
+
+
 def test_a_basis_that_is_none_is_not_timed(sections: ModuleType) -> None:
     p = torch.randn(2, 30, 4, generator=torch.Generator().manual_seed(1))
     basis = torch.linalg.qr(p).Q

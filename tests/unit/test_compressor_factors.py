@@ -99,6 +99,17 @@ def test_a_column_that_died_comes_back_from_the_fallback() -> None:
     assert torch.linalg.svdvals(q.double()).min() > 0.05
 
 
+@pytest.mark.parametrize("r", [1, 4, 40, 200])
+def test_one_dead_column_is_found_among_many_matrices(r: int) -> None:
+    """Also by the quick test of a CPU, which asks for the sum of all squares."""
+    q_new, fallback = gaussian(7, 300, r), first_q(7, 300, r)
+    whole = next_warm_start(q_new, fallback, FastLowRank())
+    q_new[5, :, r // 2] = 0
+    q = next_warm_start(q_new, fallback, FastLowRank())
+    assert torch.equal(q[5, :, r // 2], fallback[5, :, r // 2])
+    torch.testing.assert_close(q[:5], whole[:5], rtol=0, atol=8 * EPS32)
+
+
 def test_a_small_factor_is_not_taken_for_a_dead_one() -> None:
     q_new, fallback = gaussian(1, 20, 4), first_q(1, 20, 4)
     small = next_warm_start(q_new * 1e-25, fallback, FastLowRank())
