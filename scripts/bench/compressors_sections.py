@@ -56,6 +56,7 @@ class Setting:
         self, contenders: dict[str, Contender], *, rounds: int | None = None, in_a_row: int = 3, processes: int = 1
     ) -> dict[str, Sample]:
         """`compressors_contenders.alternate` in this setting: `repeats` repetitions, unless `rounds` says otherwise."""
+        processes = 1 if self.tiny or self.device.type == "cuda" else processes
         rounds = rounds or -(-self.repeats // (in_a_row * processes))
         warm_up = 0.0 if self.tiny else 0.2
         return alternate(
@@ -64,8 +65,8 @@ class Setting:
         )  # fmt: skip
 
 
-_PROCESSES = 7
-"""Of each contender, where they are compared on a message."""
+_PROCESSES_OF_A_SLICE, _PROCESSES_OF_A_BATCH = 7, 3
+"""Of each contender, on a CPU."""
 
 
 def slices(setting: Setting) -> Iterator[Row]:
@@ -85,7 +86,7 @@ def slices(setting: Setting) -> Iterator[Row]:
             # Read gradient and residual, write the sum; read it for Q; read it again and write the residual.
             floors = {"compress": (6 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
             # The reference's temporaries cost twice as much in one process as in another.
-            processes = 1 if len(contenders) == 1 or setting.tiny or setting.device.type == "cuda" else _PROCESSES
+            processes = 1 if len(contenders) == 1 else _PROCESSES_OF_A_SLICE
             for name, sample in setting.alternate(contenders, processes=processes).items():
                 what = name.split(", ")[1]
                 case = f"{model}, {rows} x {columns}, rank {compression_rank}"
@@ -134,7 +135,7 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
                 "CholeskyQR2 in fp64": off_orthonormal(_two_passes(p, None, Scratch())),
             }
             contenders = {name: partial(_orthogonalization, name, kind, layers, n, r, setting.device) for name in off}
-            for name, sample in setting.alternate(contenders).items():
+            for name, sample in setting.alternate(contenders, processes=_PROCESSES_OF_A_BATCH).items():
                 more = {"off orthonormal": off[name]}
                 floor = 2 * 2 * layers * n * r * r / rate
                 yield Row("orthogonalization", f"{kind}, {layers} x {n} x {r}", name, sample, floor, more)
