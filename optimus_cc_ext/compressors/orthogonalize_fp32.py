@@ -117,15 +117,14 @@ def _weights_of_few(grams: Tensor, weights: Tensor) -> tuple[Tensor, list[float]
     """
     amplification: list[float] = []
     for exact, weight in zip(grams.numpy(), weights.numpy(), strict=True):
-        product = exact.astype(np.float64)
-        lengths = product.diagonal()
+        lengths = exact.diagonal().astype(np.float64)
         each = lengths.tolist()
         # A NaN that these two do not see reaches `inverse`, if the factorisation does not refuse it.
         if not (min(each) > _LENGTHS[0] and max(each) < _LENGTHS[1]):
             amplification.append(np.nan)
             continue
         scale = lengths**-0.5
-        product *= scale
+        product = exact * scale
         product *= scale[:, None]
         try:
             inverse = np.linalg.inv(np.linalg.cholesky(product))
