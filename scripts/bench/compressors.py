@@ -1,6 +1,7 @@
 """How fast the compressors are: against the paper-literal reference, PyTorch's hook, and what the machine allows.
 
     scripts/bench/compressors.py --device cpu|cuda [--threads 2] [--results FOLDER] [--only SECTION ...] [--scale tiny]
+    scripts/bench/compressors.py --device cpu --only slices --case "8.3b, 1024 x 3072, rank 16"
 
 Sections:
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU (2)")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "bench", help="folder (results/bench)")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--case", default="", metavar="TEXT", help="only slices whose case contains this")
     parser.add_argument("--all-ranks", action="store_true", help="reference and hook at all ranks, not at 8, 16, 40")
     parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
     parser.add_argument("--repeats", type=int, default=9, help="repetitions of everything but the bucket's third (9)")
@@ -49,13 +51,16 @@ def main() -> None:
         parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
     if options.device == "cuda" and options.cold:
         parser.error("--cold: it empties the caches of a CPU. Leave it out, or give --device cpu")
+    if options.case and options.only != ["slices"]:
+        parser.error(f"--case {options.case}: only slices have such cases. Give --only slices with it")
     if options.device == "cpu" and options.only == ["capture"]:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     setting = Setting(
-        torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.cold
-    )
+        torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.cold,
+        options.case,
+    )  # fmt: skip
     on_gpu = options.device == "cuda"
     machine = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}",
@@ -73,6 +78,8 @@ def main() -> None:
         for row in SECTIONS[name](setting):
             rows.append(row)
             print(row.line(), flush=True)
+        if not rows:
+            parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
         # After each section: what fails in a later one leaves the figures of those before it.
         _write(machine, rows, stem)
     print(f"written: {stem}.json, .md and pictures")

@@ -52,6 +52,9 @@ class Setting:
     cold: bool = False
     """Whether the caches hold something else when a repetition begins."""
 
+    case: str = ""
+    """What a slice's case has to contain."""
+
     def alternate(
         self, contenders: dict[str, Contender], *, rounds: int | None = None, in_a_row: int = 3, processes: int = 1
     ) -> dict[str, Sample]:
@@ -75,8 +78,10 @@ def slices(setting: Setting) -> Iterator[Row]:
     for model, (rows, columns) in SLICES.items():
         rows, columns = rows // divisor, columns // divisor
         nbytes = 4 * rows * columns
-        bandwidth = copy_bandwidth(rows * columns, setting.device, setting.repeats)
-        for compression_rank in RANKS:
+        cases = {rank: f"{model}, {rows} x {columns}, rank {rank}" for rank in RANKS}
+        cases = {rank: case for rank, case in cases.items() if setting.case in case}
+        bandwidth = copy_bandwidth(rows * columns, setting.device, setting.repeats) if cases else 0.0
+        for compression_rank, case in cases.items():
             one = (model, rows, columns, compression_rank, setting.device)
             contenders: dict[str, Contender] = {"ours": partial(_message, fast_compressor, *one)}
             if setting.all_ranks or compression_rank in COMPARED_RANKS:
@@ -89,7 +94,6 @@ def slices(setting: Setting) -> Iterator[Row]:
             processes = 1 if len(contenders) == 1 else _PROCESSES_OF_A_SLICE
             for name, sample in setting.alternate(contenders, processes=processes).items():
                 what = name.split(", ")[1]
-                case = f"{model}, {rows} x {columns}, rank {compression_rank}"
                 yield Row("slices", case, name, sample, floors.get(what), {"gbit": nbytes * 8 / 1e9})
 
 

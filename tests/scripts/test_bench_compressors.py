@@ -67,12 +67,24 @@ def test_the_page_says_what_was_not_measured(measured: Path) -> None:
         (["--device", "cpu", "--threads", "-1"], "--threads -1: at least 1 is needed"),
         (["--device", "cpu", "--only", "capture"], "a CUDA graph needs a GPU. Give --device cuda"),
         (["--device", "cpu", "--only", "everything"], "invalid choice: 'everything'"),
+        (["--device", "cpu", "--case", "8.3b"], "--case 8.3b: only slices have such cases. Give --only slices with it"),
+        (["--device", "cpu", "--only", "slices", "--case", "9b"], "--case 9b: no slice's case contains it"),
         ([], "--device"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], reason: str) -> None:
     ended = run(*arguments)
     assert ended.returncode == 2 and reason in ended.stderr
+
+
+def test_one_slice_can_be_asked_for(tmp_path: Path) -> None:
+    ended = run(
+        "--device", "cpu", "--scale", "tiny", "--threads", "1", "--repeats", "1", "--results", str(tmp_path),
+        "--only", "slices", "--case", "8.3b, 128 x 384, rank 16",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads((tmp_path / "compressors-cpu.json").read_text())["rows"]
+    assert {row["case"] for row in rows} == {"8.3b, 128 x 384, rank 16"} and len(rows) == 5
 
 
 @pytest.fixture
