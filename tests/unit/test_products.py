@@ -66,6 +66,18 @@ def test_the_sum_may_be_written_over_the_residual(compressor: LowRank, size: tup
 
 
 @BOTH
+@SIZES
+def test_the_projected_sum_is_rounded_to_the_dtype_that_it_is_written_in(compressor: LowRank, size) -> None:
+    batch, n, m, r = size
+    matrices, residual, q = gaussian(batch, n, m), gaussian(batch, n, m, seed=1), first_q(batch, m, r)
+    total, exact = torch.empty_like(residual), torch.empty(batch, n, r)
+    rounded = torch.full((batch, n, r), torch.nan, dtype=torch.bfloat16)
+    compressor.project_sum(matrices, residual, q, total=total, out=exact)
+    compressor.project_sum(matrices, residual, q, total=total, out=rounded)
+    assert torch.equal(rounded, exact.bfloat16())
+
+
+@BOTH
 @pytest.mark.parametrize("size", [SMALL, LARGE, THIN], ids=["small", "large", "thin"])
 @WIRE
 def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor, size, wire) -> None:
