@@ -59,10 +59,7 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
         into another basis of the same columns.
     """
     weights, amplification = _weights(p, take)
-    if all(factor <= _DONE for factor in amplification):  # NaN is not
-        _turn(p, weights, out, take)
-        return []
-    hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]
+    hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]  # NaN is not
     for index in hopeless:
         weights[index].zero_().fill_diagonal_(1.0)
     _turn(p, weights, out, take)
@@ -81,12 +78,10 @@ def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:
     if p.data_ptr() != out.data_ptr():
         multiply(p, weights.mT, out)
         return
-    if p.numel() <= _FEW_VALUES:
-        p.copy_(multiply(p, weights.mT, take("turned", p.shape, torch.float32)))
-        return
     # A few at a time, so that what is copied back is still in the cache.
-    few = max(1, _FEW_VALUES // p[0].numel())
-    for some, weight in zip(p.split(few), weights.split(few), strict=True):
+    few = max(1, _FEW_VALUES * len(p) // p.numel())
+    pieces = [(p, weights)] if few >= len(p) else zip(p.split(few), weights.split(few), strict=True)
+    for some, weight in pieces:
         some.copy_(multiply(some, weight.mT, take("turned", some.shape, torch.float32)))
 
 
