@@ -15,7 +15,15 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
-from optimus_cc_ext.compressors.products import add_product, in_row_blocks, multiply, onednn, onednn_multiplies
+from optimus_cc_ext.compressors.products import (
+    add_product,
+    adds_when_complete,
+    column_blocks,
+    in_row_blocks,
+    is_large,
+    multiply,
+    onednn,
+)
 from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["FastLowRank", "LowRank"]
@@ -79,7 +87,8 @@ class FastLowRank:
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
-    the same shapes and dtypes allocates nothing but, on a CPU, r x r matrices (`orthogonalize_fp32`). Sums with, and
+    the same shapes and dtypes allocates nothing but, on a CPU, r x r matrices (`orthogonalize_fp32`), and with AVX2
+    alone a P of few columns, which oneDNN's linear layer returns (`products`). Sums with, and
     differences from, large matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number
     of operations depends neither on how many matrices there are nor on their size.
     Calls must be ordered on one stream.
@@ -98,12 +107,22 @@ class FastLowRank:
     @gradless
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         (batch, n, m), r = matrices.shape, p.shape[2]
-        if r > _FEW_COLUMNS or not onednn_multiplies(p, 2 * n * m * r):
+        if r > _FEW_COLUMNS or not is_large(p, 2 * n * m * r):
             return self._product(matrices.mT, p, out)
-        # As (P^T M)^T: oneDNN would transpose the large matrix, block by block, torch transposes the factor.
+        # As (P^T M)^T: the libraries would transpose the large matrix, block by block; here the factor is.
         dtype = torch.promote_types(torch.promote_types(matrices.dtype, p.dtype), torch.float32)
-        turned = self._product(p.mT, matrices, self._scratch.take("turned", (batch, r, m), dtype, p.device))
-        return turned.mT.contiguous() if out is None else out.copy_(turned.mT)
+        blocks = column_blocks(m)
+        turned = self._scratch.take("turned", (batch, blocks, r, m // blocks), dtype, p.device)
+        if blocks == 1:
+            self._product(p.mT, matrices, turned.view(batch, r, m))
+        else:
+            left, right = self._widened("left", p, dtype).mT, self._widened("right", matrices, dtype)
+            columns = right.unflatten(2, (blocks, -1)).transpose(1, 2)  # (B, blocks, n, m / blocks)
+            for product, one, parts in zip(turned, left, columns, strict=True):
+                torch.bmm(one.expand(blocks, r, n), parts, out=product)
+        out = matrices.new_empty(batch, m, r, dtype=dtype) if out is None else out
+        out.unflatten(1, (blocks, -1)).copy_(turned.mT)
+        return out
 
     @gradless
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -124,17 +143,16 @@ class FastLowRank:
     @gradless
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
         _, n, m = total.shape
-        if not onednn_multiplies(total, 2 * n * m * q.shape[-1]):
+        if not is_large(total, 2 * n * m * q.shape[-1]):
             _write_sum(total, matrices, residual)
             self._product(total, q, out)
             return
         q = self._widened("right", q, torch.float32)
         product = out if out.dtype == torch.float32 else self._scratch.take("wide", out.shape, torch.float32, q.device)
         summands = (matrices,) if residual is None else (matrices, residual)
-        with onednn():
-            for right, block, left, *added in in_row_blocks(q, total, product, *summands):
-                _write_sum(block, *added)
-                torch.bmm(block, right, out=left)
+        for right, block, left, *added in in_row_blocks(q, total, product, *summands):
+            _write_sum(block, *added)
+            multiply(block, right, left)
         if product is not out:
             out.copy_(product)
 
@@ -149,14 +167,14 @@ class FastLowRank:
         # The blocks of `reconstruct`, made by the same calls: so they have its bits.
         with onednn():
             for right, block, left in in_row_blocks(q, total, p):
-                if unrounded:
+                if unrounded and adds_when_complete(block.shape[1], left.shape[2], block.shape[2]):
                     block.baddbmm_(left, right.mT, alpha=-1.0)
                 else:
                     arrives = self._scratch.take("arrives", block.shape, wire, total.device)
                     block.sub_(self._rebuild(left, right, arrives))
 
     def _rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """A block of P Q^T in the dtype of `out`, by oneDNN if called so."""
+        """A block of P Q^T in the dtype of `out`, as `multiply` makes it in `onednn`."""
         if out.dtype == p.dtype:
             return torch.bmm(p, q.mT, out=out)
         return out.copy_(torch.bmm(p, q.mT, out=self._scratch.take("wide", out.shape, p.dtype, p.device)))
@@ -193,5 +211,5 @@ def _write_sum(total: Tensor, matrices: Tensor, residual: Tensor | None = None) 
 
 
 def _in_blocks(p: Tensor, q: Tensor) -> bool:
-    """Whether P Q^T is made block by block, by oneDNN."""
-    return p.dtype == q.dtype == torch.float32 and onednn_multiplies(p, 2 * p.shape[1] * q.shape[1] * p.shape[2])
+    """Whether P Q^T is made block by block."""
+    return p.dtype == q.dtype == torch.float32 and is_large(p, 2 * p.shape[1] * q.shape[1] * p.shape[2])

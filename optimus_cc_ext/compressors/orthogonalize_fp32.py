@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.products import multiply, onednn_multiplies
+from optimus_cc_ext.compressors.products import is_large, multiplies_fp32, multiply
 
 __all__ = ["is_for_fp32", "orthonormalize_fp32"]
 
@@ -48,7 +48,7 @@ def is_for_fp32(p: Tensor) -> bool:
     """Whether bases of p (B, n, r) are sought in fp32 first: on a CPU, by shape alone."""
     _, n, r = p.shape
     fewest = _FEWEST_FLOPS_OF_FEW_COLUMNS if r <= _FEW_COLUMNS else _FEWEST_FLOPS
-    return p.dtype != torch.float64 and onednn_multiplies(p, 2 * n * r * r, fewest)
+    return p.dtype != torch.float64 and is_large(p, 2 * n * r * r, fewest) and multiplies_fp32()
 
 
 def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:

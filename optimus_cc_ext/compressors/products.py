@@ -4,10 +4,16 @@ torch gives fp32 products on a CPU to MKL, which keeps to 256-bit instructions o
 oneDNN, which torch brings along, generates code for what the processor has. On a Zen 5 it multiplies fp32 at
 400 GFLOP/s where MKL does 195 (two cores).
 
-torch asks oneDNN where `torch.backends.mkldnn.matmul.fp32_precision` permits it to round to bf16. oneDNN makes use of
-that permission on processors with AMX only, which are Intel's, where MKL uses all there is: there it is withheld. On
-all others the products are of fp32 as before. Which of the two computes a product depends on shape, dtype, device and
-processor, never on a measurement: both ends of a link and all replicas take the same one.
+With AVX-512 torch asks oneDNN where `torch.backends.mkldnn.matmul.fp32_precision` permits it to round to bf16. oneDNN
+makes use of that permission on processors with AMX only, which are Intel's, where MKL uses all there is: there it is
+withheld. On all others the products are of fp32 as before.
+
+With AVX2 alone torch never asks oneDNN for these, and as a rule MKL is as fast. But where a factor has few columns, M Q
+is faster by oneDNN's linear layer, which is what TorchInductor calls, too, and M^T P is by far faster as (P^T M)^T,
+many columns of M at a time.
+
+Which way a product goes depends on shape, dtype, device and processor, never on a measurement: both ends of a link and
+all replicas take the same one.
 """
 
 from collections.abc import Iterator
@@ -16,14 +22,29 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["add_product", "in_row_blocks", "multiply", "onednn", "onednn_multiplies"]
+__all__ = [
+    "add_product",
+    "adds_when_complete",
+    "column_blocks",
+    "in_row_blocks",
+    "is_large",
+    "multiplies_fp32",
+    "multiply",
+    "onednn",
+]
 
 _FEWEST_FLOPS = 1 << 24
-"""Of one matrix's product: below, oneDNN's longer way to its first operation costs more than it saves."""
+"""Of one matrix's product: below, a longer way to its first operation costs more than it saves."""
+
+_FEW_COLUMNS = 32
+"""Of a factor, up to which oneDNN's linear layer is the faster one with AVX2."""
 
 _BLOCK_VALUES = 1 << 22
 """Of a gradient-sized fp32 block, 16 MB: small enough to be still in a last-level cache when it is read again, large
 enough that a call's fixed cost does not show."""
+
+_COLUMNS_AT_ONCE = 192, 256, 128, 64
+"""Of M in P^T M with AVX2, the first that divides them: all about equally fast."""
 
 
 @cache
@@ -37,26 +58,45 @@ def _onednn_is_there() -> bool:
     )
 
 
-def onednn_multiplies(like: Tensor, flops: int, fewest: int = _FEWEST_FLOPS) -> bool:
-    """Whether products of `flops` operations per matrix, on the device of `like`, go to oneDNN."""
-    return like.device.type == "cpu" and flops >= fewest and _onednn_is_there()
+@cache
+def _linear_is_faster() -> bool:
+    # Where it could round to bf16 there is more than AVX2.
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    )
+
+
+def is_large(like: Tensor, flops: int, fewest: int = _FEWEST_FLOPS) -> bool:
+    """Whether a product of `flops` operations per matrix, on the device of `like`, deserves a way of its own."""
+    return like.device.type == "cpu" and flops >= fewest
+
+
+def multiplies_fp32() -> bool:
+    """Whether large products on this CPU are known to be of fp32, whatever the user permits torch to round to."""
+    return _onednn_is_there() or _linear_is_faster()
 
 
 class onednn:
-    """fp32 products of batches in here, by `torch.bmm` or `baddbmm_`, go to oneDNN; only where it `onednn_multiplies`.
+    """fp32 products of batches in here, by `torch.bmm` or `baddbmm_`, go to oneDNN, if that is faster on this CPU.
 
-    A setting of the process, not of the thread: what another thread multiplies meanwhile is multiplied in fp32, too.
+    Only for products that are `is_large`. A setting of the process, not of the thread: what another thread multiplies
+    meanwhile is multiplied in fp32, too.
     """
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module that replaces itself
-        self._before = settings.fp32_precision
-        settings.fp32_precision = "bf16"
+        self._before = None
+        if _onednn_is_there():
+            settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module that replaces itself
+            self._before = settings.fp32_precision
+            settings.fp32_precision = "bf16"
 
     def __exit__(self, *_: object) -> None:
-        torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
+        if self._before is not None:
+            torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -64,8 +104,12 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
     A and B may be transposed or strided views; `out` is neither of them.
     """
-    if not _faster(a, b):
+    if not _is_large_fp32(a, b):
         return torch.bmm(a, b, out=out)
+    if _linear_is_faster() and b.shape[2] <= _FEW_COLUMNS and a.stride(2) == 1:
+        for product, left, right in zip(out, a, b, strict=True):
+            product.copy_(torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], ""))
+        return out
     with onednn():
         return torch.bmm(a, b, out=out)
 
@@ -73,17 +117,37 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 def add_product(a: Tensor, b: Tensor, into: Tensor, scale: float) -> None:
     """into += scale A B for a batch, as in `multiply`: (B, n, k), (B, k, m), (B, n, m).
 
-    oneDNN adds a product when it is complete: with a scale of -1 this has the bits of into - A B.
+    With a scale of -1 this has the bits of into - A B where the library `adds_when_complete`.
     """
-    if not _faster(a, b):
+    if not _is_large_fp32(a, b):
         into.baddbmm_(a, b, alpha=scale)
         return
     with onednn():
         into.baddbmm_(a, b, alpha=scale)
 
 
-def _faster(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == torch.float32 and onednn_multiplies(a, 2 * a.shape[1] * a.shape[2] * b.shape[2])
+def _is_large_fp32(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == torch.float32 and is_large(a, 2 * a.shape[1] * a.shape[2] * b.shape[2])
+
+
+@cache
+def adds_when_complete(n: int, k: int, m: int) -> bool:
+    """Whether C - A B, by `baddbmm_` with a scale of -1, has the bits of A B subtracted from C: (n, k), (k, m), fp32.
+
+    It does where the library adds a product when it is complete; only it can tell, so it is asked, once per shape.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(1, *shape, generator=generator) for shape in ((n, k), (m, k), (n, m)))
+    with onednn():
+        expected = c - torch.bmm(a, b.mT)
+        return torch.equal(c.baddbmm_(a, b.mT, alpha=-1.0), expected)
+
+
+def column_blocks(m: int) -> int:
+    """In how many blocks of columns P^T M is made, where P has few and M has m: (B, n, r), (B, n, m)."""
+    if not _linear_is_faster():
+        return 1
+    return next((m // width for width in _COLUMNS_AT_ONCE if m % width == 0), 1)
 
 
 def in_row_blocks(wide: Tensor, *tall: Tensor) -> Iterator[tuple[Tensor, ...]]:
