@@ -100,8 +100,8 @@ class OurWork:
             do.orthogonalize(p, out=p)
             do.back_project(total, p, out=new_q)
         for gradient, total, p, new_q in zip(batches, self.residuals, self._p, self._new_q, strict=True):
-            do.deflate(total, p, new_q, share=1.0)
             do.reconstruct(p, new_q, out=gradient)
+            total.sub_(gradient)
         for q, new_q, fresh in zip(self._q, self._new_q, self._fresh, strict=True):
             next_warm_start(new_q, fresh, do, out=q, scratch=self._scratch)
         self._bucket.rest().copy_(self._packed)
