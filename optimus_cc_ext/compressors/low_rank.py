@@ -20,6 +20,7 @@ from optimus_cc_ext.compressors.products import (
     adds_when_complete,
     column_blocks,
     in_row_blocks,
+    is_faster_turned,
     is_large,
     multiply,
     onednn,
@@ -27,9 +28,6 @@ from optimus_cc_ext.compressors.products import (
 from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["FastLowRank", "LowRank"]
-
-_FEW_COLUMNS = 64
-"""Of a factor: up to here it is nothing to transpose it, beside a product with a large matrix."""
 
 
 class LowRank(Protocol):
@@ -99,30 +97,14 @@ class FastLowRank:
 
     @gradless
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._product(matrices, q, out)
+        return self._times_factor(matrices, q, out)
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         return cholesky_qr(p, out, self._scratch)
 
     @gradless
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-        (batch, n, m), r = matrices.shape, p.shape[2]
-        if r > _FEW_COLUMNS or not is_large(p, 2 * n * m * r):
-            return self._product(matrices.mT, p, out)
-        # As (P^T M)^T: the libraries would transpose the large matrix, block by block; here the factor is.
-        dtype = torch.promote_types(torch.promote_types(matrices.dtype, p.dtype), torch.float32)
-        blocks = column_blocks(m)
-        turned = self._scratch.take("turned", (batch, blocks, r, m // blocks), dtype, p.device)
-        if blocks == 1:
-            self._product(p.mT, matrices, turned.view(batch, r, m))
-        else:
-            left, right = self._widened("left", p, dtype).mT, self._widened("right", matrices, dtype)
-            columns = right.unflatten(2, (blocks, -1)).transpose(1, 2)  # (B, blocks, n, m / blocks)
-            for product, one, parts in zip(turned, left, columns, strict=True):
-                torch.bmm(one.expand(blocks, r, n), parts, out=product)
-        out = matrices.new_empty(batch, m, r, dtype=dtype) if out is None else out
-        out.unflatten(1, (blocks, -1)).copy_(turned.mT)
-        return out
+        return self._times_factor(matrices.mT, p, out)
 
     @gradless
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -145,7 +127,7 @@ class FastLowRank:
         _, n, m = total.shape
         if not is_large(total, 2 * n * m * q.shape[-1]):
             _write_sum(total, matrices, residual)
-            self._product(total, q, out)
+            self._times_factor(total, q, out)
             return
         q = self._widened("right", q, torch.float32)
         product = out if out.dtype == torch.float32 else self._scratch.take("wide", out.shape, torch.float32, q.device)
@@ -178,6 +160,25 @@ class FastLowRank:
         if out.dtype == p.dtype:
             return torch.bmm(p, q.mT, out=out)
         return out.copy_(torch.bmm(p, q.mT, out=self._scratch.take("wide", out.shape, p.dtype, p.device)))
+
+    def _times_factor(self, matrices: Tensor, factor: Tensor, out: Tensor | None) -> Tensor:
+        """A B for matrices A (B, n, k), which may be transposed, and a factor of each, (B, k, r)."""
+        if not is_faster_turned(matrices, factor):
+            return self._product(matrices, factor, out)
+        (batch, n, k), r = matrices.shape, factor.shape[2]
+        dtype = torch.promote_types(torch.promote_types(matrices.dtype, factor.dtype), torch.float32)
+        blocks = column_blocks(n) if is_large(matrices, 2 * n * k * r) else 1
+        turned = self._scratch.take("turned", (batch, blocks, r, n // blocks), dtype, matrices.device)
+        if blocks == 1:
+            self._product(factor.mT, matrices.mT, turned.view(batch, r, n))
+        else:
+            left, right = self._widened("left", factor, dtype).mT, self._widened("right", matrices.mT, dtype)
+            columns = right.unflatten(2, (blocks, -1)).transpose(1, 2)  # (B, blocks, k, n / blocks)
+            for product, one, parts in zip(turned, left, columns, strict=True):
+                torch.bmm(one.expand(blocks, r, k), parts, out=product)
+        out = matrices.new_empty(batch, n, r, dtype=dtype) if out is None else out
+        out.unflatten(1, (blocks, -1)).copy_(turned.mT)
+        return out
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
         dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)

@@ -12,6 +12,9 @@ With AVX2 alone torch never asks oneDNN for these, and as a rule MKL is as fast.
 is faster by oneDNN's linear layer, which is what TorchInductor calls, too, and M^T P is by far faster as (P^T M)^T,
 many columns of M at a time.
 
+The same holds for products that are not large, which are MKL's on all processors: M^T P is faster as (P^T M)^T, and
+those of a batch with fewer than 16 columns are so, too, for M Q.
+
 Which way a product goes depends on shape, dtype, device and processor, never on a measurement: both ends of a link and
 all replicas take the same one.
 """
@@ -27,6 +30,7 @@ __all__ = [
     "adds_when_complete",
     "column_blocks",
     "in_row_blocks",
+    "is_faster_turned",
     "is_large",
     "multiplies_fp32",
     "multiply",
@@ -38,6 +42,12 @@ _FEWEST_FLOPS = 1 << 24
 
 _FEW_COLUMNS = 32
 """Of a factor, up to which oneDNN's linear layer is the faster one with AVX2."""
+
+_MKLS_COLUMNS = 16
+"""Of a factor, below which MKL multiplies a batch of matrices by their factors several times slower than turned."""
+
+_FEWEST_FLOPS_TO_TURN = 1 << 18
+"""Of one matrix's product: below, turning the result costs what is saved."""
 
 _BLOCK_VALUES = 1 << 22
 """Of a gradient-sized fp32 block, 16 MB: small enough to be still in a last-level cache when it is read again, large
@@ -141,6 +151,17 @@ def adds_when_complete(n: int, k: int, m: int) -> bool:
     with onednn():
         expected = c - torch.bmm(a, b.mT)
         return torch.equal(c.baddbmm_(a, b.mT, alpha=-1.0), expected)
+
+
+def is_faster_turned(a: Tensor, b: Tensor) -> bool:
+    """Whether A B is made faster as (B^T A^T)^T: (B, n, k), (B, k, m), fp32, where B is a factor."""
+    (batch, n, k), m = a.shape, b.shape[2]
+    flops = 2 * n * k * m
+    if not is_large(a, flops, _FEWEST_FLOPS_TO_TURN) or a.dtype == torch.float64:
+        return False
+    if a.stride(2) != 1:  # M^T P
+        return m <= 2 * _FEW_COLUMNS if is_large(a, flops) else m <= _FEW_COLUMNS
+    return batch > 1 and m < _MKLS_COLUMNS and not is_large(a, flops)
 
 
 def column_blocks(m: int) -> int:

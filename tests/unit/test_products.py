@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, products
-from optimus_cc_ext.compressors.products import adds_when_complete, in_row_blocks, multiply
+from optimus_cc_ext.compressors.products import adds_when_complete, in_row_blocks, is_faster_turned, multiply
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, first_q, gaussian, step, worst_error
 
-SMALL, LARGE = (2, 30, 40, 4), (2, 900, 2048, 8)
-"""(batch, n, m, r). On a CPU the large one is taken matrix by matrix, here in two blocks of rows each."""
+SMALL, MIDDLE, LARGE = (2, 30, 40, 4), (3, 260, 384, 11), (2, 900, 2048, 8)
+"""(batch, n, m, r). On a CPU the middle one's factors are made turned, the large one is taken matrix by matrix, here in
+two blocks of rows each."""
 THIN = (1, 4096, 2100, 1)
 """The product of one block of rows is not large, the matrix's is."""
-SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+SIZES = pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE], ids=["small", "middle", "large"])
 WIRE = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SUM_OF_2048 = 24 * EPS32
 """An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
@@ -48,6 +49,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     adds_when_complete.cache_clear()
     yield request.param
     adds_when_complete.cache_clear()
+
+
+@pytest.mark.parametrize("size, turned", [(SMALL, False), (MIDDLE, True)], ids=["small", "middle"])
+def test_factors_of_the_middle_matrices_here_are_made_turned(size: tuple[int, int, int, int], turned: bool) -> None:
+    batch, n, m, r = size
+    matrices, p, q = torch.empty(batch, n, m), torch.empty(batch, n, r), torch.empty(batch, m, r)
+    assert is_faster_turned(matrices, q) == is_faster_turned(matrices.mT, p) == turned
+    assert not is_faster_turned(matrices.double(), q.double()) and not is_faster_turned(matrices.to("meta"), q)
 
 
 def test_the_large_matrices_here_are_taken_in_two_blocks_each() -> None:
@@ -172,9 +181,10 @@ def test_a_processor_that_might_round_to_bf16_is_not_permitted_to(capabilities, 
 
 
 @BOTH
+@SIZES
 @WIRE
-def test_large_matrices_are_multiplied_as_in_float64(compressor: LowRank, wire: torch.dtype) -> None:
-    batch, n, m, r = LARGE
+def test_matrices_are_multiplied_as_in_float64(compressor: LowRank, size, wire: torch.dtype) -> None:
+    batch, n, m, r = size
     matrices, q = as_in_a_bucket(gaussian(batch, n, m, dtype=wire)), first_q(batch, m, r)
     p = compressor.project(matrices, q)
     assert worst_error(p, matrices.double() @ q.double()) < SUM_OF_2048
@@ -210,7 +220,9 @@ def test_a_bad_entry_of_a_large_matrix_reaches_its_own_results_only(bad: float) 
     assert torch.equal(approximation[0], clean[0])
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, (2, 900, 2048, 16)], ids=["small", "large", "large, more columns"])
+@pytest.mark.parametrize(
+    "size", [SMALL, MIDDLE, LARGE, (2, 900, 2048, 16)], ids=["small", "middle", "large", "large, more columns"]
+)
 @WIRE
 def test_a_second_message_allocates_nothing_but_with_avx2_what_is_projected(size, wire, way: str) -> None:
     batch, n, m, r = size
