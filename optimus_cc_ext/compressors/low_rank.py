@@ -86,9 +86,9 @@ class FastLowRank:
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
     the same shapes and dtypes allocates nothing but, on a CPU, r x r matrices (`orthogonalize_fp32`), and with AVX2
-    alone a P of few columns, which oneDNN's linear layer returns (`products`). Sums with, and
-    differences from, large matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number
-    of operations depends neither on how many matrices there are nor on their size.
+    alone a P of few columns, which oneDNN's linear layer returns (`products`). Sums with, and differences from, large
+    matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number of operations depends
+    neither on how many matrices there are nor on their size.
     Calls must be ordered on one stream.
     """
 

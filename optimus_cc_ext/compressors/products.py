@@ -20,7 +20,7 @@ all replicas take the same one.
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -146,8 +146,9 @@ def adds_when_complete(n: int, k: int, m: int) -> bool:
 
     It does where the library adds a product when it is complete; only it can tell, so it is asked, once per shape.
     """
-    generator = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(1, *shape, generator=generator) for shape in ((n, k), (m, k), (n, m)))
+    # Whatever the process's default device and dtype are.
+    draw = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
+    a, b, c = (draw(1, *shape) for shape in ((n, k), (m, k), (n, m)))
     with onednn():
         expected = c - torch.bmm(a, b.mT)
         return torch.equal(c.baddbmm_(a, b.mT, alpha=-1.0), expected)

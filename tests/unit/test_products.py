@@ -24,7 +24,7 @@ WIRE = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.flo
 SUM_OF_2048 = 24 * EPS32
 """An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
 
-ONEDNN_IS_THERE = products._onednn_is_there
+ONEDNN_IS_THERE, LINEAR_IS_FASTER = products._onednn_is_there, products._linear_is_faster
 WAYS = {"oneDNN": (True, False), "AVX2": (False, True), "torch's": (False, False)}
 """Name to whether products of batches go to oneDNN, and those with few columns to its linear layer."""
 
@@ -180,6 +180,26 @@ def test_a_processor_that_might_round_to_bf16_is_not_permitted_to(capabilities, 
     assert not ONEDNN_IS_THERE.__wrapped__()
 
 
+@pytest.mark.parametrize("capability", ["AVX512", "DEFAULT"])
+def test_the_linear_layer_is_for_avx2_alone(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert not LINEAR_IS_FASTER.__wrapped__()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert LINEAR_IS_FASTER.__wrapped__()
+
+
+def test_the_library_is_asked_in_fp32_whatever_the_defaults_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch, "equal", lambda a, b: seen.append((a.dtype, a.device.type)) or True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            adds_when_complete(8, 4, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [(torch.float32, "cpu")]
+
+
 @BOTH
 @SIZES
 @WIRE
@@ -196,14 +216,17 @@ def test_matrices_are_multiplied_as_in_float64(compressor: LowRank, size, wire: 
     assert worst_error(left, exact) < 4 * EPS32
 
 
-def test_all_ways_differ_in_their_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_differ_in_their_rounding_only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_this_processor = (ONEDNN_IS_THERE(), LINEAR_IS_FASTER()) == WAYS[way] and any(WAYS[way])
     batch, n, m, r = LARGE
     fast, matrices, q = FastLowRank(), gaussian(batch, n, m), first_q(batch, m, r)
     one_way = step(fast, matrices, q)
     monkeypatch.setattr(products, "_onednn_is_there", lambda: False)
     monkeypatch.setattr(products, "_linear_is_faster", lambda: False)
     for one, other in zip(one_way, step(fast, matrices, q), strict=True):
-        assert worst_error(one, other) < SUM_OF_2048
+        error = worst_error(one, other)
+        assert error < SUM_OF_2048
+        assert error > 0 or not of_this_processor  # or it is not another way
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
