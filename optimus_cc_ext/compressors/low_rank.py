@@ -8,13 +8,16 @@
 PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors import few_columns
 from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.orthogonalize_fp32 import DONE
 from optimus_cc_ext.compressors.products import (
     add_product,
     adds_when_complete,
@@ -72,6 +75,27 @@ class LowRank(Protocol):
         """
         ...
 
+    def factorize_sum(
+        self,
+        matrices: Tensor,
+        residual: Tensor | None,
+        q: Tensor,
+        *,
+        total: Tensor,
+        p: Tensor,
+        new_q: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        """T = M + E; P = c times an orthonormal basis of T Q, rounded to the dtype of `p`; Q' = T^T P of that P.
+
+        Args:
+            matrices, residual, q, total: as of `project_sum`.
+            p: P (B, n, r), fp32, bf16 or fp16.
+            new_q: Q' (B, m, r), fp32.
+            scale: c.
+        """
+        ...
+
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
         """T -= R in place, (B, n, m), fp32, where R is what the other end of a link makes of P and Q.
 
@@ -86,14 +110,16 @@ class FastLowRank:
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
     the same shapes and dtypes allocates nothing but, on a CPU, r x r matrices (`orthogonalize_fp32`), and with AVX2
-    alone a P of few columns, which oneDNN's linear layer returns (`products`). Sums with, and differences from, large
-    matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number of operations depends
-    neither on how many matrices there are nor on their size.
+    alone a P of few columns, which oneDNN's linear layer returns (`products`). Large fp32 matrices with factors of few
+    columns go through kernels of our own where those can be compiled (`few_columns`). Sums with, and differences from,
+    other large matrices on a CPU are taken in blocks of rows that stay in the cache; on a GPU the number of operations
+    depends neither on how many matrices there are nor on their size.
     Calls must be ordered on one stream.
     """
 
     def __init__(self) -> None:
         self._scratch = Scratch()
+        self._take_on_cpu = partial(self._scratch.take, device=torch.device("cpu"))
 
     @gradless
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -139,6 +165,35 @@ class FastLowRank:
             out.copy_(product)
 
     @gradless
+    def factorize_sum(
+        self,
+        matrices: Tensor,
+        residual: Tensor | None,
+        q: Tensor,
+        *,
+        total: Tensor,
+        p: Tensor,
+        new_q: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        _, n, m = total.shape
+        r, as_it_is = q.shape[-1], p.dtype == torch.float32 and scale == 1.0
+        basis = p if as_it_is else self._scratch.take("basis of a sum", p.shape, torch.float32, p.device)
+        at_once = as_it_is and is_large(total, 2 * n * m * r) and few_columns.is_for_factors(r)
+        if at_once and few_columns.takes(matrices, residual, q, total, p, new_q):
+            done = few_columns.factorize(
+                matrices, residual, q, total=total, p=p, new_q=new_q, enough=DONE, take=self._take_on_cpu
+            )
+            if done:
+                return
+        else:
+            self.project_sum(matrices, residual, q, total=total, out=basis)
+        self.orthogonalize(basis, out=basis)
+        if not as_it_is:
+            torch.mul(basis, scale, out=p)
+        self.back_project(total, p, out=new_q)
+
+    @gradless
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
         wire = p.dtype
         p, q = self._factors(p, q)
@@ -149,11 +204,21 @@ class FastLowRank:
         # The blocks of `reconstruct`, made by the same calls: so they have its bits.
         with onednn():
             for right, block, left in in_row_blocks(q, total, p):
-                if unrounded and adds_when_complete(block.shape[1], left.shape[2], block.shape[2]):
-                    block.baddbmm_(left, right.mT, alpha=-1.0)
-                else:
+                if not (unrounded and self._subtract_at_once(block, left, right)):
                     arrives = self._scratch.take("arrives", block.shape, wire, total.device)
                     block.sub_(self._rebuild(left, right, arrives))
+
+    def _subtract_at_once(self, block: Tensor, p: Tensor, q: Tensor) -> bool:
+        """block -= P Q^T, in `onednn`, if that has the bits of what `_rebuild` makes, subtracted; whether it has."""
+        (_, n, m), r = block.shape, p.shape[2]
+        compiled = few_columns.is_for_factors(r) and few_columns.takes(block, p, q)
+        if compiled and few_columns.rebuilds_like_the_library(n, r, m):
+            few_columns.subtract(block, p, q, self._take_on_cpu)
+            return True
+        if adds_when_complete(n, r, m):
+            block.baddbmm_(p, q.mT, alpha=-1.0)
+            return True
+        return False
 
     def _rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> Tensor:
         """A block of P Q^T in the dtype of `out`, as `multiply` makes it in `onednn`."""

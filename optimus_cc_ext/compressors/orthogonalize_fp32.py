@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors import few_columns
 from optimus_cc_ext.compressors.products import is_large, multiplies_fp32, multiply
 
-__all__ = ["is_for_fp32", "orthonormalize_fp32"]
+__all__ = ["DONE", "is_for_fp32", "orthonormalize_fp32"]
 
 _FEWEST_FLOPS, _FEWEST_FLOPS_OF_FEW_COLUMNS = 1 << 23, 1 << 18
 """Of one matrix's Gram matrix. Below, fp64 is as fast."""
 
-_DONE, _WORTH_ANOTHER = 4.0, 1000.0
+DONE, _WORTH_ANOTHER = 4.0, 1000.0
 _LENGTHS = 1e-30, 1e30
 """Squared lengths of columns between which fp32 loses nothing of a Gram matrix to its range."""
 
@@ -48,7 +49,11 @@ def is_for_fp32(p: Tensor) -> bool:
     """Whether bases of p (B, n, r) are sought in fp32 first: on a CPU, by shape alone."""
     _, n, r = p.shape
     fewest = _FEWEST_FLOPS_OF_FEW_COLUMNS if r <= _FEW_COLUMNS else _FEWEST_FLOPS
-    return p.dtype != torch.float64 and is_large(p, 2 * n * r * r, fewest) and multiplies_fp32()
+    return (
+        p.dtype != torch.float64
+        and is_large(p, 2 * n * r * r, fewest)
+        and (multiplies_fp32() or few_columns.is_for_factors(r))
+    )
 
 
 def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
@@ -58,19 +63,29 @@ def orthonormalize_fp32(p: Tensor, out: Tensor, take: Take) -> list[int]:
         The matrices that need more than fp32 can do; in `out` they are what they were in `p`, or have been turned
         into another basis of the same columns.
     """
-    weights, amplification = _weights(p, take)
+    amplification = _pass(p, out, take)
     hopeless = [index for index, factor in enumerate(amplification) if not factor <= _WORTH_ANOTHER]  # NaN is not
-    for index in hopeless:
-        weights[index].zero_().fill_diagonal_(1.0)
-    _turn(p, weights, out, take)
-    for index in (index for index, factor in enumerate(amplification) if _DONE < factor <= _WORTH_ANOTHER):
+    for index in (index for index, factor in enumerate(amplification) if DONE < factor <= _WORTH_ANOTHER):
         one = out[index : index + 1]
-        weights, (factor,) = _weights(one, take)
-        if factor <= _DONE:
-            _turn(one, weights, one, take)
-        else:
+        if not _pass(one, one, take)[0] <= DONE:
             hopeless.append(index)
     return hopeless
+
+
+def _pass(p: Tensor, out: Tensor, take: Take) -> list[float]:
+    """out = P (W D)^T where W amplifies the error by what is `_WORTH_ANOTHER` pass at most, else P; p may be out.
+
+    Returns:
+        By how much it amplifies each matrix's, or NaN.
+    """
+    if few_columns.is_for_factors(p.shape[2]):
+        return few_columns.orthonormalize(p, out, worth=_WORTH_ANOTHER)
+    weights, amplification = _weights(p, take)
+    for index, factor in enumerate(amplification):
+        if not factor <= _WORTH_ANOTHER:
+            weights[index].zero_().fill_diagonal_(1.0)
+    _turn(p, weights, out, take)
+    return amplification
 
 
 def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:

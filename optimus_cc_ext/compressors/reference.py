@@ -38,6 +38,23 @@ class ReferenceLowRank:
         self.project(total, q, out)
 
     @torch.no_grad()
+    def factorize_sum(
+        self,
+        matrices: Tensor,
+        residual: Tensor | None,
+        q: Tensor,
+        *,
+        total: Tensor,
+        p: Tensor,
+        new_q: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        basis = torch.empty_like(p, dtype=torch.float32)
+        self.project_sum(matrices, residual, q, total=total, out=basis)
+        p.copy_(self.orthogonalize(basis) * scale)
+        self.back_project(total, p, out=new_q)
+
+    @torch.no_grad()
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
         total.sub_(self.reconstruct(p, q, out=torch.empty_like(total, dtype=p.dtype)))
 

@@ -12,7 +12,7 @@ Only P and Q are needed before a message can leave. What the link remembers of i
 after the message was posted, while it travels and the stage would else wait for it. Passes over memory of the
 gradient's size beside the two products that read it (fp32 gradient and state):
 
-    before the message leaves   M = G + E          read, read, write
+    before the message leaves   M = G + E          read, read, write; where few_columns' kernels are, with both products
     while it travels            E = M - arrived    a product that adds to what it reads (in fp32 on a CPU; else what
                                                    arrives is written first, and read)
     once per iteration          the step counts    none on a CPU; on a GPU read, read, write
@@ -326,19 +326,15 @@ class SendingLink(Link):
         """Write [P | Q] of `gradient` plus the residual into `buffer`; no more than that, for the wire waits."""
         wire = self.plan.wire(gradient.shape, gradient.dtype)
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-        p, q = (
-            self._scratch.take(name, factor.shape, torch.float32, gradient.device)
-            for name, factor in (("p", p_wire), ("q", q_wire))
-        )
+        q = self._scratch.take("q", q_wire.shape, torch.float32, gradient.device)
         rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
         matrix = residual.workspace(self._scratch)
         carried = residual.value if self.plan.config.lazy_error_propagation else None
-        self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
-        note_finite(state.finite, p, self._scratch)
-        self._compressor.orthogonalize(p, out=p)
-        torch.mul(p, wire.scale, out=p_wire)
+        self._compressor.factorize_sum(
+            rows, carried, state.warm_start.value, total=matrix, p=p_wire, new_q=q, scale=wire.scale
+        )  # fmt: skip
+        note_finite(state.finite, p_wire, self._scratch)
         # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
-        self._compressor.back_project(matrix, p_wire, out=q)
         torch.mul(q, wire.scale**-2, out=q_wire)
         return _Message(state, len(self.compressed) - 1, matrix, p_wire, q_wire, q)
 

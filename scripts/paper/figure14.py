@@ -77,9 +77,9 @@ class Message:
     def compress(self) -> None:
         """What the sender does."""
         total = self.residual
-        self._compressor.project_sum(self._gradient, self.residual, self._start, total=total, out=self.p)
-        self._compressor.orthogonalize(self.p, out=self.p)
-        self._compressor.back_project(total, self.p, out=self.q)
+        self._compressor.factorize_sum(
+            self._gradient, self.residual, self._start, total=total, p=self.p, new_q=self.q
+        )  # fmt: skip
         self._compressor.subtract_reconstruction(total, self.p, self.q)
         next_warm_start(self.q, self._fresh, self._compressor, out=self._start, scratch=self._scratch)
 

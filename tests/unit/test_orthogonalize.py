@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors import Scratch, orthogonalize_fp32
+from optimus_cc_ext.compressors import Scratch, llvm, orthogonalize_fp32
 from optimus_cc_ext.compressors.orthogonalize import (
     _two_passes,
     cholesky_qr,
@@ -258,22 +258,26 @@ def of_condition(condition: float, n: int = 640, r: int = 128, batch: int = 1) -
     return with_spectrum(n, r, -math.log10(condition), batch=batch)
 
 
-@pytest.fixture
-def grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with one entry per Gram matrix that is computed in fp32."""
+@pytest.fixture(params=["ours", "libraries'"])
+def grams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with one entry per Gram matrix that is computed in fp32; by kernels of ours, or by libraries alone."""
+    if request.param != "ours":
+        monkeypatch.setattr(llvm, "is_there", lambda: False)
+    elif not llvm.is_there():
+        pytest.skip("kernels need llvmlite (pip install 'optimus_cc_ext[cpu]') and an x86-64 CPU with AVX2")
     seen: list[int] = []
-    compute = orthogonalize_fp32._weights
+    compute = orthogonalize_fp32._pass
 
-    def counted(p: Tensor, take: orthogonalize_fp32.Take) -> tuple[Tensor, list[float]]:
+    def counted(p: Tensor, out: Tensor, take: orthogonalize_fp32.Take) -> list[float]:
         seen.extend(a.shape[0] for a in p)
-        return compute(p, take)
+        return compute(p, out, take)
 
-    monkeypatch.setattr(orthogonalize_fp32, "_weights", counted)
+    monkeypatch.setattr(orthogonalize_fp32, "_pass", counted)
     return seen
 
 
 COLUMNS = pytest.mark.parametrize("r", [16, 128], ids=["few columns", "many columns"])
-"""Their Gram matrices are factorised by NumPy and by torch."""
+"""Their Gram matrices are factorised by our kernels or by NumPy, and by torch."""
 
 
 @IN_FP32
@@ -310,7 +314,7 @@ def test_a_warm_started_projection_takes_one_pass(grams: list[int]) -> None:
 @IN_FP32
 @COLUMNS
 @pytest.mark.parametrize("scale", [4e-21, 1e-17, 1e16, 1e21])
-def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float, r: int) -> None:
+def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float, r: int, grams: list[int]) -> None:
     # Products of entries of 4e-21 have four digits left in fp32, as all near 1e-41.
     p = gaussian(1, 640, r) * scale
     assert off_orthonormal(cholesky_qr(p)) < ONE_PASS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, products
+from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, llvm, products
 from optimus_cc_ext.compressors.products import adds_when_complete, in_row_blocks, is_faster_turned, multiply
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, first_q, gaussian, step, worst_error
@@ -25,8 +25,14 @@ SUM_OF_2048 = 24 * EPS32
 """An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
 
 ONEDNN_IS_THERE, LINEAR_IS_FASTER = products._onednn_is_there, products._linear_is_faster
-WAYS = {"oneDNN": (True, False), "AVX2": (False, True), "torch's": (False, False)}
-"""Name to whether products of batches go to oneDNN, and those with few columns to its linear layer."""
+WAYS = {
+    "oneDNN": (True, False, False),
+    "AVX2": (False, True, False),
+    "torch's": (False, False, False),
+    "ours": (ONEDNN_IS_THERE(), LINEAR_IS_FASTER(), True),
+}
+"""Name to whether products of batches go to oneDNN, those with few columns to its linear layer, and to kernels of ours
+what those are for."""
 
 
 BOTH = pytest.mark.parametrize(
@@ -41,9 +47,13 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    batches, linear = WAYS[request.param]
+    batches, linear, ours = WAYS[request.param]
+    if ours and not llvm.is_there():
+        pytest.skip("kernels need llvmlite (pip install 'optimus_cc_ext[cpu]') and an x86-64 CPU with AVX2")
     monkeypatch.setattr(products, "_onednn_is_there", lambda: batches)
     monkeypatch.setattr(products, "_linear_is_faster", lambda: linear)
+    if not ours:
+        monkeypatch.setattr(llvm, "is_there", lambda: False)
     # So that a matrix of a test's size has several.
     monkeypatch.setattr(products, "_BLOCK_VALUES", 1 << 20)
     adds_when_complete.cache_clear()
@@ -217,7 +227,8 @@ def test_matrices_are_multiplied_as_in_float64(compressor: LowRank, size, wire: 
 
 
 def test_all_ways_differ_in_their_rounding_only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_this_processor = (ONEDNN_IS_THERE(), LINEAR_IS_FASTER()) == WAYS[way] and any(WAYS[way])
+    libraries = WAYS[way][:2]
+    of_this_processor = (ONEDNN_IS_THERE(), LINEAR_IS_FASTER()) == libraries and any(libraries)
     batch, n, m, r = LARGE
     fast, matrices, q = FastLowRank(), gaussian(batch, n, m), first_q(batch, m, r)
     one_way = step(fast, matrices, q)
@@ -268,5 +279,6 @@ def test_a_second_message_allocates_nothing_but_with_avx2_what_is_projected(size
         message()
     assert watch.read_by_host == []
     # Of 8 columns a block of rows is not large.
-    blocks = 2 * batch if way == "AVX2" and r == 16 else 0
+    linear = WAYS[way][1]
+    blocks = 2 * batch if linear and r == 16 else 0
     assert watch.allocated == [f"mkldnn._linear_pointwise.default ({n // 2}, {r})"] * blocks
