@@ -87,8 +87,8 @@ def next_warm_start(
     dtype = torch.promote_types(q_new.dtype, torch.float32)
     direct = out is not None and out.dtype == dtype and out is not fallback
     basis = out if out is not None and direct else take("basis", q_new.shape, dtype, q_new.device)
-    compressor.orthogonalize(q_new, out=basis)
-    if basis.device.type != "cpu" or not _are_full(basis, take):
+    full = compressor.orthogonalize_into(q_new, basis)
+    if not full and (basis.device.type != "cpu" or not _are_full(basis, take)):
         # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
         lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
         torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)

@@ -89,7 +89,7 @@ def factorize(
     )  # fmt: skip
     amplification = ctypes.c_double()
     kernels.both_turned(m, r)(
-        1,
+        threads,
         product=product.data_ptr(), n=n, p=p.data_ptr(), parts=parts.data_ptr(), count=threads,
         new_q=new_q.data_ptr(), amplification=ctypes.addressof(amplification),
     )  # fmt: skip

@@ -115,12 +115,17 @@ def both_turned(m: int, r: int) -> Compiled:
     Arguments: product (n, r), n, p, parts (count, m, r), count, new_q, amplification (fp64).
     """
     w = _FactorWriter("both_turned", ("product", "n", "p", "parts", "count", "new_q", "amplification"), r)
-    parts, weights = w.place("parts"), w.own(r * r)
-    w.place("amplification", double=True).put(w.weights(w.place("product"), w.argument("n"), weights))
-    w.turn(w.place("product"), w.argument("n"), weights, w.place("p"))
-    with w.loop(1, w.argument("count")) as part, w.loop(0, m * r, w.width) as i:
+    product, parts, weights = w.place("product"), w.place("parts"), w.own(r * r)
+    # By each thread for itself: to wait for one that shares it would take longer.
+    amplification = w.weights(product, w.argument("n"), weights)
+    with w.when(w.is_less(w.thread, 1)):
+        w.place("amplification", double=True).put(amplification)
+    first, end = w.share(w.argument("n"))
+    w.turn(product + first * r, end - first, weights, w.place("p") + first * r)
+    first, end = w.share(m)
+    with w.loop(1, w.argument("count")) as part, w.loop(first * r, end * r, w.width) as i:
         (parts + i).store(w.builder.fadd((parts + i).load(), (parts + part * (m * r) + i).load()))
-    w.turn(parts, w.integer(m), weights, w.place("new_q"))
+    w.turn(parts + first * r, end - first, weights, w.place("new_q") + first * r)
     return w.compile()
 
 

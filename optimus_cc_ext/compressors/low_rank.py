@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors import few_columns
 from optimus_cc_ext.compressors.gradless import gradless
-from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, cholesky_qr_into
 from optimus_cc_ext.compressors.orthogonalize_fp32 import DONE
 from optimus_cc_ext.compressors.products import (
     add_product,
@@ -49,6 +49,10 @@ class LowRank(Protocol):
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         """An orthonormal basis of P's columns: (B, n, r) -> (B, n, r). ValueError where n < r."""
+        ...
+
+    def orthogonalize_into(self, p: Tensor, out: Tensor) -> bool:
+        """As `orthogonalize`; whether it is known, without asking a device, that no column is zero or NaN."""
         ...
 
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
@@ -127,6 +131,10 @@ class FastLowRank:
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         return cholesky_qr(p, out, self._scratch)
+
+    @gradless
+    def orthogonalize_into(self, p: Tensor, out: Tensor) -> bool:
+        return cholesky_qr_into(p, out, self._scratch)[1]
 
     @gradless
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.orthogonalize_fp32 import is_for_fp32, orthonormalize_fp32
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["cholesky_qr", "gram_schmidt"]
+__all__ = ["cholesky_qr", "cholesky_qr_into", "gram_schmidt"]
 
 _AMPLIFIED_TO_NOTHING = 100.0
 """Condition squared up to which a pass in fp64 is enough: 100 times a shift of 1e-11."""
@@ -90,20 +90,26 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned
     matrices".
     """
+    return cholesky_qr_into(p, out, scratch)[0]
+
+
+def cholesky_qr_into(p: Tensor, out: Tensor | None, scratch: Scratch | None) -> tuple[Tensor, bool]:
+    """`cholesky_qr`; and whether it is known, from what has been computed anyway, that no column is zero or NaN."""
     _check(p)
     scratch = scratch or Scratch()
     if not is_for_fp32(p):
-        return _two_passes(p, out, scratch)
+        return _two_passes(p, out, scratch), False
     take = partial(scratch.take, device=p.device)
     single = p if p.dtype == torch.float32 and p.is_contiguous() else take("single", p.shape, torch.float32).copy_(p)
     direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
     basis = out if out is not None and direct else take("basis32", p.shape, torch.float32)
-    for index in orthonormalize_fp32(single, basis, take):
+    too_hard = orthonormalize_fp32(single, basis, take)
+    for index in too_hard:
         one = basis[index : index + 1]
         _two_passes(one, one, scratch)
     if out is None:
-        return basis.clone()
-    return out if direct else out.copy_(basis)
+        return basis.clone(), not too_hard
+    return out if direct else out.copy_(basis), not too_hard
 
 
 def _two_passes(p: Tensor, out: Tensor | None, scratch: Scratch) -> Tensor:

@@ -20,6 +20,10 @@ class ReferenceLowRank:
         basis = gram_schmidt(p)
         return basis if out is None else out.copy_(basis)
 
+    def orthogonalize_into(self, p: Tensor, out: Tensor) -> bool:
+        self.orthogonalize(p, out)
+        return False
+
     @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         return _deliver([_exact(m).T @ _exact(p_i) for m, p_i in zip(matrices, p, strict=True)], out)

@@ -40,6 +40,10 @@ class TritonLowRank(FastLowRank):
             return super().orthogonalize(p, out)
         return launches.orthogonalize(p, _new(out, p, p.shape), self._scratch)
 
+    def orthogonalize_into(self, p: Tensor, out: Tensor) -> bool:
+        self.orthogonalize(p, out)
+        return False
+
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         if not launches.supported(matrices, p.shape[-1]) or not launches.takes_factors(p, p.shape[-1]):
             return super().back_project(matrices, p, out)

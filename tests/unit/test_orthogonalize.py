@@ -14,6 +14,7 @@ from optimus_cc_ext.compressors import Scratch, llvm, orthogonalize_fp32
 from optimus_cc_ext.compressors.orthogonalize import (
     _two_passes,
     cholesky_qr,
+    cholesky_qr_into,
     gram_schmidt,
 )
 from optimus_cc_ext.compressors.orthogonalize_fp32 import is_for_fp32
@@ -339,6 +340,19 @@ def test_every_matrix_of_a_batch_is_treated_as_if_it_were_alone(r: int, grams: l
     assert (together[4, :, :5] == 0).all() and (together[4, :, 6:] == 0).all()
     assert cholesky_qr(p, out=p) is p
     torch.testing.assert_close(p, together, rtol=0, atol=0, equal_nan=True)
+
+
+@IN_FP32
+@COLUMNS
+def test_columns_are_called_full_only_where_all_of_them_are(r: int, grams: list[int]) -> None:
+    p = torch.stack([of_condition(c, r=r)[0] for c in (1.0, 30.0)])
+    basis, full = cholesky_qr_into(p, torch.empty_like(p), None)
+    assert full and off_orthonormal(basis) < ONE_PASS
+    for bad in (torch.zeros(640), torch.full((640,), torch.nan), p[1, :, 0]):
+        worse = p.clone()
+        worse[1, :, 5] = bad
+        assert not cholesky_qr_into(worse, torch.empty_like(p), None)[1]
+    assert not cholesky_qr_into(gaussian(1, 20, 4), None, None)[1]  # small ones, in fp64, do not know
 
 
 @IN_FP32
