@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 BOTH = pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
 SHAPES = pytest.mark.parametrize(
     "n, m, r, with_residual",
-    [(300, 1536, 16, True), (32, 64, 8, False), (333, 992, 40, False), (300, 2112, 48, True)],
+    [(300, 1536, 16, True), (50, 992, 8, False), (333, 992, 40, False), (300, 2112, 48, True)],
 )
 """Whole blocks and none, tiles that do not divide the columns, rows that are added in pieces."""
 
@@ -111,6 +111,7 @@ def test_a_pass_sums_projects_and_projects_back_as_in_float64(n, m, r, with_resi
 
 
 def test_the_sum_may_be_written_over_the_residual_and_rows_may_be_apart(kernels: str) -> None:
+    torch.set_num_threads(3)  # none may add to what is another's
     apart = gaussian(1, 500, 640)[:, :, :512]
     residual, q = gaussian(1, 500, 512, seed=1), first_q(1, 512, 16)
     expected = factorized(apart.contiguous(), residual, q)
@@ -118,6 +119,21 @@ def test_the_sum_may_be_written_over_the_residual_and_rows_may_be_apart(kernels:
     assert found[1] is residual
     for one, other in zip(found, expected, strict=True):
         assert one == other if isinstance(one, bool) else torch.equal(one, other)
+
+
+def test_the_parts_of_threads_that_were_not_to_be_had_are_zero() -> None:
+    n, m, r = 100, 256, 16
+    matrices, q = gaussian(1, n, m), first_q(1, m, r)
+    multiply, rows = few_columns_kernels.sum_and_products(m, r, False)
+    total, product, parts = torch.empty(n, m), torch.empty(-(-n // rows) * rows, r), torch.full((3, m, r), torch.nan)
+    blocks = torch.empty(3, 2, rows, few_columns_kernels.line(m))
+    multiply(
+        1,
+        matrices=matrices.data_ptr(), stride=m, residual=0, total=total.data_ptr(), q=q.data_ptr(), n=n,
+        product=product.data_ptr(), parts=parts.data_ptr(), count=3, blocks=blocks.data_ptr(),
+    )  # fmt: skip
+    assert worst_error(parts[:1], matrices.double().mT @ (matrices.double() @ q.double())) < SUM
+    assert (parts[1:] == 0).all()
 
 
 @pytest.mark.parametrize("threads", [1, 40])
