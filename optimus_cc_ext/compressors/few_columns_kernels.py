@@ -75,7 +75,8 @@ def sum_and_products(m: int, r: int, with_residual: bool) -> tuple[Compiled, int
     together = -(-w.tile // w.width)
     times, left = divmod(vectors, together)
     first_block, end = w.share((n + rows - 1) // rows)
-    with w.loop(0, (n - first_block * rows).at_most(rows)) as i, w.loop(0, m, w.width) as j:
+    begun = ((end - first_block) * rows).at_most(n - first_block * rows).at_most(rows)  # a thread may have no block
+    with w.loop(0, begun) as i, w.loop(0, m, w.width) as j:
         add(first_block * rows + i, buffers + i * line(m), j, 1)
     with w.loop(first_block, end) as index:
         first, odd = index * rows, (index - first_block) % 2

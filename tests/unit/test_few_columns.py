@@ -110,15 +110,17 @@ def test_a_pass_sums_projects_and_projects_back_as_in_float64(n, m, r, with_resi
         assert worst_error(new_q, total.double().mT @ p.double()) < SUM
 
 
-def test_the_sum_may_be_written_over_the_residual_and_rows_may_be_apart(kernels: str) -> None:
-    torch.set_num_threads(3)  # none may add to what is another's
-    apart = gaussian(1, 500, 640)[:, :, :512]
-    residual, q = gaussian(1, 500, 512, seed=1), first_q(1, 512, 16)
-    expected = factorized(apart.contiguous(), residual, q)
-    found = factorized(apart, residual, q, total=residual)
-    assert found[1] is residual
-    for one, other in zip(found, expected, strict=True):
-        assert one == other if isinstance(one, bool) else torch.equal(one, other)
+@pytest.mark.parametrize("n", [50, 500])
+def test_the_sum_may_be_written_over_the_residual_and_rows_may_be_apart(n: int, kernels: str) -> None:
+    apart = gaussian(1, n, 640)[:, :, :512]
+    before, q = gaussian(1, n, 512, seed=1), first_q(1, 512, 16)
+    for _ in numbers_of_threads():  # none may add to what is another's, nor to what is nobody's
+        residual = before.clone()
+        expected = factorized(apart.contiguous(), before, q)
+        found = factorized(apart, residual, q, total=residual)
+        assert found[0] == expected[0] and found[1] is residual
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            assert torch.equal(one, other)
 
 
 def test_the_parts_of_threads_that_were_not_to_be_had_are_zero() -> None:
