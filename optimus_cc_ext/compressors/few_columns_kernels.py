@@ -1,19 +1,18 @@
 """The kernels of `few_columns`, one for each shape: written here, compiled when they are first called for.
 
-A tile of a result stays in registers while all of its terms are added. Values of the matrix are spread over a vector,
-and the factor's rows are vectors: so neither has to be turned.
+Values of the matrix are spread over a vector, and the factor's rows are vectors: so neither has to be turned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from optimus_cc_ext.compressors import llvm
-from optimus_cc_ext.compressors.llvm import Compiled, Int, Place, Writer
+from optimus_cc_ext.compressors.llvm import Compiled, Int, Place
+from optimus_cc_ext.compressors.tiles import Rows, TileWriter, Values
 
 __all__ = ["both_turned", "line", "subtracted", "sum_and_products", "turned", "vector_width"]
 
@@ -52,7 +51,7 @@ def sum_and_products(m: int, r: int, with_residual: bool) -> tuple[Compiled, int
     """
     names = ("matrices", "stride", "residual", "total", "q", "n", "product", "parts", "count", "blocks")
     w = _FactorWriter("sum_and_products", names, r)
-    rows = max(_ROWS_AT_ONCE // w.tile, 1) * w.tile
+    rows = max(_ROWS_AT_ONCE // w.rows, 1) * w.rows
     n, part = w.argument("n"), w.place("parts") + w.thread * (m * r)
     buffers = w.place("blocks") + w.thread * (2 * rows * line(m))
     w.fill(part, 0, m * r)
@@ -70,9 +69,9 @@ def sum_and_products(m: int, r: int, with_residual: bool) -> tuple[Compiled, int
 
     # While one block of rows is multiplied by Q, the next one is added up, a piece of a row with each tile: memory is
     # read while registers multiply.
-    pieces = next(k for k in range(-(-m // (w.tile * _TERMS_AT_ONCE)), m + 1) if m // w.width % k == 0)
-    strips, vectors = w.tile * pieces, m // w.width // pieces
-    together = -(-w.tile // w.width)
+    pieces = next(k for k in range(-(-m // (w.rows * _TERMS_AT_ONCE)), m + 1) if m // w.width % k == 0)
+    strips, vectors = w.rows * pieces, m // w.width // pieces
+    together = -(-w.rows // w.width)
     times, left = divmod(vectors, together)
     first_block, end = w.share((n + rows - 1) // rows)
     begun = ((end - first_block) * rows).at_most(n - first_block * rows).at_most(rows)  # a thread may have no block
@@ -86,13 +85,13 @@ def sum_and_products(m: int, r: int, with_residual: bool) -> tuple[Compiled, int
         # The rows that a last block lacks hold what was there before: they come out, and are never read.
         product = w.place("product") + first * r
         w.fill(product, 0, rows * r)
-        with w.loop(0, strips) as strip, w.loop(0, rows // w.tile) as group:
+        with w.loop(0, strips) as strip, w.loop(0, rows // w.rows) as group:
             column = strip * m // strips
             columns = (strip + 1) * m // strips - column
-            piece = strip * (rows // w.tile) + group
+            piece = strip * (rows // w.rows) + group
             row, begin = piece // pieces, piece % pieces * (vectors * w.width)
-            source = _Values(block + group * (w.tile * line(m)) + column, line(m), 1)
-            target = product + group * (w.tile * r)
+            source = Values(block + group * (w.rows * line(m)) + column, line(m), 1)
+            target = product + group * (w.rows * r)
             factor = w.place("q") + column * r
             with w.either(w.is_less(row, coming)) as (then, otherwise):
                 with then:
@@ -101,11 +100,11 @@ def sum_and_products(m: int, r: int, with_residual: bool) -> tuple[Compiled, int
                     def add_some(k: Int, there: Int = there, into: Place = into, begin: Int = begin) -> None:
                         add(there, into, begin + k * (together * w.width), together)
 
-                    w.add_tile(w.tile, source, factor, columns, target, meanwhile=(times, add_some))
+                    w.add_tile(w.rows, source, factor, columns, target, meanwhile=(times, add_some))
                     add(there, into, begin + times * together * w.width, left)
                 with otherwise:
-                    w.add_tile(w.tile, source, factor, columns, target)
-        w.add_tiles(m, _Values(block, 1, line(m)), product, here, part)
+                    w.add_tile(w.rows, source, factor, columns, target)
+        w.add_tiles(m, Values(block, 1, line(m)), product, here, part)
     return w.compile(), rows
 
 
@@ -185,51 +184,27 @@ def subtracted(m: int, r: int) -> Compiled:
     return w.compile()
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Values (x, i) at place + x * step + i * stride: x counts a result's rows, i its terms."""
-
-    place: Place
-    step: int
-    stride: int
-
-    def from_row(self, x: Int | int) -> _Values:
-        """Those of row x and the ones after it."""
-        return _Values(self.place + self.place.integer(x) * self.step, self.step, self.stride)
-
-
-class _FactorWriter(Writer):
+class _FactorWriter(TileWriter):
     """Writes functions on factors of r columns."""
 
     def __init__(self, name: str, arguments: tuple[str, ...], r: int) -> None:
         super().__init__(name, arguments, vector_width(r))
         self.r = r
-        self.tile = (llvm.vector_registers(self.width) - 4) // (r // self.width)
+        self.rows = (llvm.vector_registers(self.width) - 4) // (r // self.width)
         """Rows of r values that stay in registers, with what it takes to add to them."""
 
-    def register(self) -> Place:
-        """A place for a vector of zeros, in a register where there is one."""
-        place = self.own_vector()
-        place.store(self.zeros)
-        return place
-
-    def fill(self, place: Place, first: Int | int, end: Int | int) -> None:
-        """Zeros from one value to before another, which are a multiple of a vector apart."""
-        with self.loop(first, end, self.width) as i:
-            (place + i).store(self.zeros)
-
-    def add_tiles(self, rows: int, values: _Values, factor: Place, count: Int, out: Place) -> None:
+    def add_tiles(self, rows: int, values: Values, factor: Place, count: Int, out: Place) -> None:
         """out[x] += sum over i < count of values[x, i] * factor[i], for x < rows, by tiles."""
-        whole = rows // self.tile * self.tile
-        with self.loop(0, whole, self.tile) as x:
-            self.add_tile(self.tile, values.from_row(x), factor, count, out + x * self.r)
+        whole = rows // self.rows * self.rows
+        with self.loop(0, whole, self.rows) as x:
+            self.add_tile(self.rows, values.from_row(x), factor, count, out + x * self.r)
         if whole < rows:
             self.add_tile(rows - whole, values.from_row(whole), factor, count, out + whole * self.r)
 
     def add_tile(
         self,
         rows: int,
-        values: _Values,
+        values: Values,
         factor: Place,
         count: Int | int,
         out: Place,
@@ -237,33 +212,15 @@ class _FactorWriter(Writer):
         over: bool = False,
         meanwhile: tuple[int, Callable[[Int], None]] | None = None,
     ) -> None:
-        """`add_tiles` for as many rows as stay in registers.
-
-        Args:
-            over: whether the result is written over what `out` was, not added to it.
-            meanwhile: for how many of the first i, no more than `count`, to do what else.
-        """
-        r, width = self.r, self.width
-        kept = {(x, c): self.register() for x in range(rows) for c in range(0, r, width)}
-        times, also = meanwhile or (0, None)
-        for first, end, do in ((0, times, also), (times, count, None)):
-            with self.loop(first, end) as i:
-                row = {c: (factor + i * r + c).load() for c in range(0, r, width)}
-                column = [(values.place + i * values.stride + x * values.step).spread() for x in range(rows)]
-                for (x, c), result in kept.items():
-                    result.store(self.fused(column[x], row[c], result.load()))
-                if do is not None:
-                    do(i)
-        for (x, c), result in kept.items():
-            there = out + x * r + c
-            there.store(result.load() if over else self.builder.fadd(there.load(), result.load()))
+        """`TileWriter.tile` of all columns."""
+        self.tile(rows, self.r, values, Rows(factor, self.r), count, Rows(out, self.r), over=over, meanwhile=meanwhile)
 
     def turn(self, p: Place, n: Int, weights: Place, out: Place) -> None:
         """out = P weights, (n, r) and (r, r); p may be out."""
-        whole = n // self.tile * self.tile
-        for first, end, rows in ((self.integer(0), whole, self.tile), (whole, n, 1)):
+        whole = n // self.rows * self.rows
+        for first, end, rows in ((self.integer(0), whole, self.rows), (whole, n, 1)):
             with self.loop(first, end, rows) as i:
-                self.add_tile(rows, _Values(p + i * self.r, self.r, 1), weights, self.r, out + i * self.r, over=True)
+                self.add_tile(rows, Values(p + i * self.r, self.r, 1), weights, self.r, out + i * self.r, over=True)
 
     def weights(self, p: Place, n: Int, weights: Place) -> Any:
         """Write W^T, (r, r), for the P (n, r); returns how much W amplifies the Gram matrix's error, fp64, or NaN."""
@@ -274,7 +231,7 @@ class _FactorWriter(Writer):
         self.fill(gram, 0, r * r)
         self.fill(weights, 0, r * r)
         with self.loop(0, n, _TERMS_AT_ONCE) as i:
-            self.add_tiles(r, _Values(p + i * r, 1, r), p + i * r, (n - i).at_most(_TERMS_AT_ONCE), gram)
+            self.add_tiles(r, Values(p + i * r, 1, r), p + i * r, (n - i).at_most(_TERMS_AT_ONCE), gram)
         verdict, largest, everything = (self.own(1, double=True) for _ in range(3))
         for sum_of_none in (verdict, largest, everything):
             sum_of_none.put(zero)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import few_columns
+from optimus_cc_ext.compressors import few_columns, triangles
 from optimus_cc_ext.compressors.products import is_large, multiplies_fp32, multiply
 
 __all__ = ["DONE", "is_for_fp32", "orthonormalize_fp32"]
@@ -89,7 +89,10 @@ def _pass(p: Tensor, out: Tensor, take: Take) -> list[float]:
 
 
 def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:
-    """out = P W^T for a batch; p may be out."""
+    """out = P W^T for a batch, W lower triangular; p may be out."""
+    if p.shape[2] > _FEW_COLUMNS and triangles.takes(p):
+        triangles.turn(p, weights, out, take)
+        return
     if p.data_ptr() != out.data_ptr():
         multiply(p, weights.mT, out)
         return
@@ -103,7 +106,11 @@ def _turn(p: Tensor, weights: Tensor, out: Tensor, take: Take) -> None:
 def _weights(p: Tensor, take: Take) -> tuple[Tensor, list[float]]:
     """For a batch of A (B, n, r) the W D of the module's docstring, and how much W amplifies a Gram matrix's error."""
     batch, _, r = p.shape
-    product = multiply(p.mT, p, take("gram32", (batch, r, r), torch.float32))
+    product = take("gram32", (batch, r, r), torch.float32)
+    if r > _FEW_COLUMNS and triangles.takes(p):
+        triangles.gram(p, product, take)
+    else:
+        multiply(p.mT, p, product)
     weights = take("weights", (batch, r, r), torch.float32)
     if r <= _FEW_COLUMNS:
         return _weights_of_few(product, weights)

@@ -88,8 +88,8 @@ def slices(setting: Setting) -> Iterator[Row]:
                 contenders["reference"] = partial(_message, ReferenceLowRank, *one)
                 contenders["hook"] = partial(_hook_message, *one)
             factors = 4 * packed_numel(rows, columns, compression_rank)
-            # Read gradient and residual, write the sum; read it for Q; read it again and write the residual.
-            floors = {"compress": (6 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
+            # Read gradient and residual, write the sum, multiply it twice meanwhile; read it and write the residual.
+            floors = {"compress": (5 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
             # The reference's temporaries cost twice as much in one process as in another.
             processes = 1 if len(contenders) == 1 else _PROCESSES_OF_A_SLICE
             for name, sample in setting.alternate(contenders, processes=processes).items():
