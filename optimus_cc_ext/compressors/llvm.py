@@ -1,7 +1,7 @@
 """Functions compiled for the processor at hand while the program runs: written in Python, run on torch's threads.
 
 A `Writer` writes one function. Its integers (`Int`) and places in memory (`Place`) take part in arithmetic as if they
-were numbers and pointers; `for index in writer.loop(...)` writes its body once.
+were numbers and pointers; what a `with writer.loop(...)` holds is written once.
 
     writer = Writer("scale", arguments=("values", "count"), width=8)
     values = writer.place("values")

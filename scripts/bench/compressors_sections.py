@@ -121,7 +121,8 @@ def _hook_message(
 
 
 def orthogonalization(setting: Setting) -> Iterator[Row]:
-    """Batches of P alone; against the time of the two products of one pass, a Gram matrix and a change of basis.
+    """Batches of P alone; against the time of the two products of one pass, a triangle of each: a Gram matrix and a
+    change of basis.
 
     The hook's and LAPACK's time does not depend on the values; ours does, on a CPU.
     """
@@ -141,7 +142,7 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
             contenders = {name: partial(_orthogonalization, name, kind, layers, n, r, setting.device) for name in off}
             for name, sample in setting.alternate(contenders, processes=_PROCESSES_OF_A_BATCH).items():
                 more = {"off orthonormal": off[name]}
-                floor = 2 * 2 * layers * n * r * r / rate
+                floor = 2 * layers * n * r * r / rate
                 yield Row("orthogonalization", f"{kind}, {layers} x {n} x {r}", name, sample, floor, more)
 
 

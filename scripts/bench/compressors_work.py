@@ -53,12 +53,10 @@ class Bucket:
         return self.flat.view(self.layers, -1)[:, self.flat.numel() // self.layers - self.vectors :]
 
     def gemm_flops(self, compression_rank: int) -> float:
-        """Of the products that the algorithm needs: P, Q', P Q'^T; two orthogonalisations, a Gram matrix and the
-        change of basis each."""
+        """Of the products that the algorithm needs: P, Q', P Q'^T; two orthogonalisations, of a Gram matrix and of the
+        change of basis a triangle each."""
         r = compression_rank
-        return self.layers * sum(
-            3 * 2 * n * m * min(n, m, r) + 2 * 2 * (n + m) * min(n, m, r) ** 2 for n, m in self.shapes
-        )
+        return self.layers * sum(3 * 2 * n * m * min(n, m, r) + 2 * (n + m) * min(n, m, r) ** 2 for n, m in self.shapes)
 
     def floor_bytes(self) -> int:
         """That must move: read the gradient and the residual, write their sum; read the sum; read it again and write
