@@ -54,8 +54,9 @@ class CompressedBackpropConfig:
     lazy_error_propagation: bool = True
     """Add what compression left out to the next compressed message of the same link."""
 
-    residual_across_iterations: Literal["carry", "drop"] = "carry"
-    """What becomes of the residual that the last message of an iteration leaves."""
+    residual_across_iterations: Literal["carry", "drop"] = "drop"
+    """What becomes of the residual that the last message of an iteration leaves. Carried, it meets other weights and
+    other text."""
 
     def __post_init__(self) -> None:
         _require_rank("--compressed-backprop-rank", self.compressed_backprop_rank)

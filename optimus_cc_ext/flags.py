@@ -80,12 +80,16 @@ ARTIFACT_DEFAULTS: Mapping[str, Any] = {
     "compressed_backprop_rank": 12,
     "compressed_backprop_messages": "all",
     "lazy_error_propagation": False,
+    "residual_across_iterations": "carry",
     "dp_error_feedback": False,
     "dp_compression_rank": 4,
     "dp_compression_warmup": 0.1,
     "compression_seed": 714,
 }
 """What the artifact does where its command line is silent (its megatron/arguments.py)."""
+
+ARTIFACT_DEFAULT = "the artifact's default"
+"""The spelling of what such a command line leaves out."""
 
 ARTIFACT_STAGES_FLAG = "--selective_grad_comp_way"
 _ARTIFACT_STAGES = 2
@@ -139,7 +143,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     flag("--lazy-error-propagation", "Add the error to the link's next message (on).", action=on_off)
     flag(
         "--residual-across-iterations",
-        "What becomes of the error after an iteration's last message (carry).",
+        "What becomes of the error after an iteration's last message (drop).",
         choices=("carry", "drop"),
     )
     flag("--fused-embedding-sync", "Reduce the tied embedding in one collective.", action=on_off)
@@ -212,7 +216,7 @@ def request_from(args: argparse.Namespace) -> Request:
             "Write the command line in one spelling",
         )
     explicit = dict(ARTIFACT_DEFAULTS)
-    spelled = {name: "the artifact's default" for name in explicit}
+    spelled = {name: ARTIFACT_DEFAULT for name in explicit}
     for flag in artifact_given:
         for name, value in flag.means(getattr(args, _artifact_dest(flag))).items():
             explicit[name] = value

@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import ARTIFACT_STAGES_FLAG, Request
+from optimus_cc_ext.flags import ARTIFACT_DEFAULT, ARTIFACT_STAGES_FLAG, Request
 
 __all__ = ["Layout", "Resolution", "check_layout", "resolve"]
 
@@ -67,6 +67,12 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         check_layout(config, layout)
     except FlagError as error:
         raise _in_the_users_spelling(error, request) from None
+    carried = request.spelling.get("residual_across_iterations") == ARTIFACT_DEFAULT
+    if carried and config.compressed_backprop and config.lazy_error_propagation:
+        notes.append(
+            "--use_error_feedback: carries the residual across iterations, as the published artifact does. Add "
+            "--residual-across-iterations drop, our default: carrying cost 3 % of loss"
+        )
     return Resolution(config, tuple(notes))
 
 

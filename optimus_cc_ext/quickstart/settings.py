@@ -109,8 +109,7 @@ class Settings:
         if run == "vanilla":
             return []
         flags = f"""
-            --optimus-cc --compressed-backprop-rank {self.backprop_rank} --residual-across-iterations drop
-            --dp-compression-rank {self.dp_rank}
+            --optimus-cc --compressed-backprop-rank {self.backprop_rank} --dp-compression-rank {self.dp_rank}
         """
         return [*shlex.split(flags), *further]
 

@@ -28,6 +28,7 @@ __all__ = [
 SAVE_EVERY = 2
 CB_FE_SC = [
     *("--compressed-backprop", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
+    *("--residual-across-iterations", "carry"),  # so that a resumed run needs what the last one left
     *("--fused-embedding-sync", "--dp-compression", "--dp-compression-rank", "4"),
 ]
 SHORT = ["--global-batch-size", "8", "--lr-decay-iters", "8", "--train-iters", "8"]

@@ -52,6 +52,7 @@ GONE = {
     "--activations-checkpoint-method uniform: translated",
     "--experiment_name N: dropped",
     "--DDP-impl local: dropped",
+    "--use_error_feedback: carries the residual across iterations",
 }
 
 

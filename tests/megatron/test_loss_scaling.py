@@ -11,7 +11,16 @@ from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
 
 # So large at first that gradients overflow; doubled again after every two good steps.
 OVERFLOWING = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 10".split()  # noqa: SIM905
-FLAGS = "--compressed-backprop --compressed-backprop-rank 4 --dp-compression --dp-compression-rank 4".split()  # noqa: SIM905
+FLAGS = [
+    "--compressed-backprop",
+    "--compressed-backprop-rank",
+    "4",
+    "--residual-across-iterations",
+    "carry",
+    "--dp-compression",
+    "--dp-compression-rank",
+    "4",
+]
 SKIPPED_OF_STEP = 1
 """Where `train_step` returns whether the update was skipped."""
 

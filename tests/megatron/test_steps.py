@@ -57,7 +57,16 @@ def _states(model: Any, optimizer: Any) -> list[list[torch.Tensor]]:
 
 
 def test_a_skipped_update_leaves_residuals_and_factors_as_they_were():
-    flags = "--compressed-backprop --compressed-backprop-rank 4 --dp-compression --dp-compression-rank 4".split()  # noqa: SIM905
+    flags = [
+        "--compressed-backprop",
+        "--compressed-backprop-rank",
+        "4",
+        "--residual-across-iterations",
+        "carry",
+        "--dp-compression",
+        "--dp-compression-rank",
+        "4",
+    ]
     runs = run_optimus(PP2_DP2, [*flags, "--train-iters", "4"], before=_install_and_skip, probe=_states)
     for run in runs:
         states = run.probed

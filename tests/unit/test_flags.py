@@ -137,6 +137,7 @@ def test_the_artifacts_names_bring_the_artifacts_defaults() -> None:
         "compressed_backprop_rank": 12,
         "compressed_backprop_messages": "all",
         "lazy_error_propagation": False,
+        "residual_across_iterations": "carry",
         "dp_error_feedback": False,
         "dp_compression_rank": 4,
         "dp_compression_warmup": 0.1,

@@ -20,7 +20,11 @@ SHAPE = (16, 2, 48)
 
 
 def link(dtype=torch.float32, compressor=None, force=False, state_dtype=torch.float32, **config):
-    config = {"compressed_backprop_rank": 4, "compressed_backprop_messages": "all"} | config
+    config = {
+        "compressed_backprop_rank": 4,
+        "compressed_backprop_messages": "all",
+        "residual_across_iterations": "carry",  # the policy that remembers more
+    } | config
     plan = LinkPlan(
         config=CompressedBackpropConfig(compressed_backprop=True, **config),
         sending_stage=1, receiving_stage=0, seed=7, force=force, state_dtype=state_dtype,

@@ -19,7 +19,7 @@ PAPER = OptimusConfig(
     compressed_backprop_rank=16,
     compressed_backprop_messages="epilogue",
     lazy_error_propagation=True,
-    residual_across_iterations="carry",
+    residual_across_iterations="drop",
     fused_embedding_sync=True,
     dp_compression=True,
     dp_compression_rank=128,
@@ -151,6 +151,7 @@ def test_the_artifacts_command_line_keeps_the_artifacts_meaning() -> None:
         compressed_backprop_rank=12,
         compressed_backprop_messages="all",
         lazy_error_propagation=False,
+        residual_across_iterations="carry",
         fused_embedding_sync=True,
         dp_compression=True,
         dp_compression_rank=4,
@@ -159,6 +160,15 @@ def test_the_artifacts_command_line_keeps_the_artifacts_meaning() -> None:
         dp_compression_stages="all",
         compression_seed=714,
     )
+
+
+def test_a_residual_that_the_artifacts_spelling_carries_across_iterations_is_said() -> None:
+    line = "--inter_grad_comp --use_error_feedback"
+    config, notes = vars(resolved(line)).values()
+    assert config.residual_across_iterations == "carry"
+    assert len(notes) == 1 and "--residual-across-iterations drop" in notes[0]
+    for quiet in ("--inter_grad_comp", "--grad_comp --use_error_feedback", f"{line} --residual-across-iterations drop"):
+        assert resolved(quiet).notes == ()
 
 
 def test_too_many_stages_are_clamped_with_a_note_in_the_artifacts_spelling() -> None:

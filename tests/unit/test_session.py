@@ -19,6 +19,7 @@ MICRO_BATCHES = 2
 def session():
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
+        residual_across_iterations="carry",
         dp_compression=True, dp_compression_warmup=0.5,
     )  # fmt: skip
     session = Session(config, Layout(stages=2, data_parallel=2, tied_embeddings=True, train_iters=8))
