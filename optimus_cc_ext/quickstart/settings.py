@@ -86,6 +86,7 @@ class Settings:
             --hidden-size {self.hidden} --num-attention-heads {self.heads}
             --seq-length {self.sequence} --max-position-embeddings {self.sequence}
             --hidden-dropout 0 --attention-dropout 0
+            --init-method-std {self.hidden**-0.5:.4f}
             --micro-batch-size {self.micro_batch} --global-batch-size {self.global_batch}
             --train-iters {self.iterations} --seed {self.seed}
             --lr {self.learning_rate} --min-lr {self.learning_rate / 10} --lr-decay-style cosine

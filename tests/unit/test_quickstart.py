@@ -264,6 +264,14 @@ def test_the_last_validation_is_at_the_end(iterations: int, interval: int) -> No
     assert replace(Settings(), iterations=iterations).evaluation_interval == interval
 
 
+@pytest.mark.parametrize(("hidden", "deviation"), [(256, 0.0625), (64, 0.125)])
+def test_weights_start_from_a_deviation_of_one_over_the_root_of_the_hidden_size(hidden: int, deviation: float) -> None:
+    data = PreparedData(Path("corpus"), Path("tokenizer"), 4096, 600, 3_000_000, 10_000_000, False)
+    # With Megatron's 0.02 so narrow a model takes steps of a hundred times the usual gradient norm.
+    flags = replace(Settings(), hidden=hidden).megatron_flags(data, Path("events"))
+    assert float(flags[flags.index("--init-method-std") + 1]) == pytest.approx(deviation, rel=1e-3)
+
+
 def test_a_departure_from_the_papers_setting_is_said_unless_it_is_taken_back() -> None:
     settings = Settings()
     assert any("is dropped, not carried" in remark for remark in remarks(settings, check_flags(settings, [])))
