@@ -6,7 +6,8 @@ the first model is wrapped, and told about steps and iterations:
     begin_step -> (begin_iteration -> end_iteration) once, or again where a step is repeated -> end_step
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,7 @@ from optimus_cc_ext.compressors import LowRank, Scratch, fast_compressor
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout, check_layout
+from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, RankPlace, union_ranks
 from optimus_cc_ext.techniques.gauge import Gauge
@@ -78,7 +80,7 @@ class Buckets(Protocol):
 
 
 class _Stateful(Protocol):
-    def commit(self) -> None: ...
+    def commit(self, shrinkage: Mapping[str, float] | None = None) -> None: ...
 
     def rollback(self) -> None: ...
 
@@ -142,6 +144,9 @@ class Session:
 
     link_gauge: Gauge = field(default_factory=Gauge)
     bucket_gauge: Gauge = field(default_factory=Gauge)
+    usual_clipping: dict[str, UsualClipping] = field(default_factory=lambda: defaultdict(UsualClipping))
+    """By gradient-norm group; equal on all ranks, because the norms are."""
+
     _expected: bool = False
     _step: _Step = field(default_factory=_Step)
 
@@ -312,9 +317,14 @@ class Session:
         if iteration is not None:
             self._step.iteration = iteration
 
-    def end_step(self, *, applied: bool) -> None:
-        """The step ended; `applied` says whether the optimizer's update counted."""
-        self._settle(applied=applied)
+    def end_step(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
+        """The step ended.
+
+        Args:
+            applied: whether the optimizer's update counted.
+            clip: by gradient-norm group, what clipping multiplied its gradients by.
+        """
+        self._settle(applied=applied, clip=clip)
         self._step.open = False
 
     @contextmanager
@@ -368,6 +378,8 @@ class Session:
         state: dict[str, Any] = {"iteration": self._step.iteration}
         if self._step.loss_scale is not None:
             state["loss_scale"] = self._step.loss_scale
+        if self.usual_clipping:
+            state["usual_clipping"] = {group: usual.state for group, usual in self.usual_clipping.items()}
         if self.sending is not None:
             state["compressed_backprop"] = self.sending.state_dict()
         if self.config.dp_compression:
@@ -385,6 +397,8 @@ class Session:
         if reasons := self.mismatches(state):
             raise ValueError("; ".join(f"{technique}: {reason}" for technique, reason in reasons.items()))
         self._step = _Step(iteration=state["iteration"], loss_scale=state.get("loss_scale"))
+        for group, usual in state.get("usual_clipping", {}).items():
+            self.usual_clipping[group] = UsualClipping.from_state(usual)
         if self.sending is not None and "compressed_backprop" in state:
             self.sending.load_state_dict(state["compressed_backprop"])
         if "dp_compression" in state:
@@ -419,13 +433,16 @@ class Session:
         """The reducers that compress: the others, of the fused embedding, remember nothing."""
         return [reducer for reducer in self.reducers if reducer.matrices]
 
-    def _settle(self, *, applied: bool) -> None:
+    def _settle(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
         """Decide about what the passes since the last decision left behind."""
         if not self._step.passes:
             return
+        shrinkage = {}
+        if applied and clip:
+            shrinkage = {group: self.usual_clipping[group].shrinkage(c) for group, c in clip.items()}
         for state in self._stateful():
             if applied:
-                state.commit()
+                state.commit(shrinkage)
             else:
                 state.rollback()
         self._step.passes = 0

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
@@ -170,18 +171,20 @@ def _reducers(
                 "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
                 "Leave it out",
             )
-        matrices, dense = [], []
+        matrices, norm_groups, dense = [], [], []
         for parameter in bucket.params_list:
             gradient = parameter.main_grad
             if leave_out_tied and _is_tied(parameter):
                 continue
             if compressible(parameter):
                 matrices.append(gradient)
+                norm_groups.append(getattr(parameter, "grad_norm_group", None) or MAIN_NORM_GROUP)
             else:
                 dense.append(gradient.view(-1))
         return lambda salt: BucketReducer(
             matrices,
             dense,
+            norm_groups=norm_groups,
             shard=own_shard(bucket_group, bucket) if sharded else None,
             group=_group(bucket_group),
             compressor=session.bucket_compressor,

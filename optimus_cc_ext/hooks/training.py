@@ -10,6 +10,7 @@ import torch
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.metrics import collect
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
 __all__ = ["device_of_collectives", "wraps"]
 
@@ -17,11 +18,14 @@ _MODULE = "megatron.training.training"
 _SKIPPED = 1
 """Where `train_step` returns whether the update was skipped, or left undone for an early exit."""
 
+_GRADIENT_NORM = 5
+"""Where it returns the norm before clipping, on the host; None where there was no update."""
+
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them."""
     seams: list[tuple[Seam, Callable[[Any], Any]]] = [
-        (Seam(f"{_MODULE}:train_step", ("iteration",)), lambda original: _train_step(session, original))
+        (Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), lambda original: _train_step(session, original))
     ]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration", "is_first_iteration"))
@@ -34,14 +38,23 @@ def _train_step(session: Session, original: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        iteration = signature.bind(*args, **kwargs).arguments.get("iteration")
+        given = signature.bind(*args, **kwargs).arguments
+        iteration = given.get("iteration")
         measured = session.config.compression_metrics and iteration is not None and any(_due(iteration + 1))
         session.begin_step(iteration, measured=measured)
         result = original(*args, **kwargs)
-        session.end_step(applied=not result[_SKIPPED])
+        session.end_step(applied=not result[_SKIPPED], clip=_clip(given["optimizer"], result[_GRADIENT_NORM]))
         return result
 
     return train_step
+
+
+def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
+    """By gradient-norm group, what Megatron's optimizer multiplied this step's gradients by."""
+    from megatron.training import get_args
+
+    norms = {MAIN_NORM_GROUP: norm, **getattr(optimizer, "grad_norms_by_group", {})}
+    return {group: clip_coefficient(get_args().clip_grad, norm) for group, norm in norms.items()}
 
 
 def _training_log(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

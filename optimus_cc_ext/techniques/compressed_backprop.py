@@ -18,7 +18,7 @@ gradient's size beside the two products that read it (fp32 gradient and state):
     once per iteration          the step counts    none on a CPU; on a GPU read, read, write
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from optimus_cc_ext.compressors import (
 )
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.error_statistics import ErrorStatistics
 from optimus_cc_ext.techniques.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Message, Schedule
@@ -257,11 +258,16 @@ class SendingLink(Link):
         self.remember()
         return [state.residual.value[0] for state in self._states.values()]
 
-    def commit(self) -> None:
-        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite."""
+    def commit(self, shrinkage: Mapping[str, float] | None = None) -> None:
+        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite.
+
+        Args:
+            shrinkage: by gradient-norm group, what residuals are multiplied by.
+        """
         self.remember()
+        factor = (shrinkage or {}).get(MAIN_NORM_GROUP, 1.0)
         for state in self._states.values():
-            state.residual.commit(state.finite)
+            state.residual.commit(state.finite, factor)
             state.warm_start.commit(state.finite)
             state.finite.fill_(True)
 

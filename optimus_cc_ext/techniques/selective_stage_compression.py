@@ -36,7 +36,7 @@ param_and_grad_buffer`).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, packed_numel, pays
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.collective import PendingSum
 from optimus_cc_ext.techniques.equal_matrices import EqualMatrices, take_over
 from optimus_cc_ext.techniques.gauge import Gauge
@@ -113,6 +114,7 @@ class BucketReducer:
     Args:
         matrices: views into the bucket, each of two dimensions or more, fp32 or bf16; they are compressed.
         dense: flat views into the bucket; they are summed as they are.
+        norm_groups: the gradient-norm group of each of `matrices`; None: all are of the main one.
         shard: the flat view into the bucket that this replica's optimizer reads; None: all of it.
         group: the bucket's data-parallel group.
         salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
@@ -127,6 +129,7 @@ class BucketReducer:
         matrices: Sequence[torch.Tensor],
         dense: Sequence[torch.Tensor],
         *,
+        norm_groups: Sequence[str] | None = None,
         shard: torch.Tensor | None = None,
         group: dist.ProcessGroup,
         compressor: LowRank,
@@ -140,14 +143,16 @@ class BucketReducer:
         self._scratch = scratch or Scratch()
         self._gauge = gauge or Gauge(self._scratch)
         self._group, self._compressor, self._config = group, compressor, config
-        by_shape: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
-        for matrix in matrices:
+        # Apart by gradient-norm group, too: what clipping shrinks together is remembered together.
+        alike: dict[tuple[int, int, str], list[torch.Tensor]] = defaultdict(list)
+        for matrix, norm_group in zip(matrices, norm_groups or [MAIN_NORM_GROUP] * len(matrices), strict=True):
             flat = matrix.view(matrix.shape[0], -1)
-            by_shape[flat.shape[0], flat.shape[1]].append(flat)
+            alike[flat.shape[0], flat.shape[1], norm_group].append(flat)
         self._groups = [
             EqualMatrices(views, shard, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
-            for (rows, columns), views in by_shape.items()
+            for (rows, columns, _), views in alike.items()
         ]
+        self._norm_groups = [norm_group for _, _, norm_group in alike]
         runs = _contiguous_runs(dense)
         self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
         packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
@@ -234,10 +239,14 @@ class BucketReducer:
         """The Q (matrices, columns, compression rank) that the next step starts from, group by group."""
         return [same.warm_start.value for same in self._groups]
 
-    def commit(self) -> None:
-        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite."""
-        for same in self._groups:
-            same.residual.commit(same.finite)
+    def commit(self, shrinkage: Mapping[str, float] | None = None) -> None:
+        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite.
+
+        Args:
+            shrinkage: by gradient-norm group, what residuals are multiplied by.
+        """
+        for same, norm_group in zip(self._groups, self._norm_groups, strict=True):
+            same.residual.commit(same.finite, (shrinkage or {}).get(norm_group, 1.0))
             same.warm_start.commit(same.finite)
             same.finite.fill_(True)
 

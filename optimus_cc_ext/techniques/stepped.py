@@ -55,8 +55,8 @@ class SteppedTensor:
             self._pending.copy_(value)
         self._written = True
 
-    def commit(self, finite: torch.Tensor) -> None:
-        """Keep this step's value, unless the 0-dim bool tensor `finite` is false.
+    def commit(self, finite: torch.Tensor, factor: float = 1.0) -> None:
+        """Keep this step's value, unless the 0-dim bool tensor `finite` is false; then multiply it by `factor`.
 
         The choice is made on the device, without a host synchronisation.
         """
@@ -67,6 +67,8 @@ class SteppedTensor:
             torch.where(finite, self._pending, self._committed, out=self._committed)
         elif finite.numpy():  # in the host's own memory: nothing to wait for
             self._committed, self._pending = self._pending, self._committed
+        if factor != 1.0:
+            self._committed.mul_(factor)
 
     def rollback(self) -> None:
         """Forget this step's value."""
