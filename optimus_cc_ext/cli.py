@@ -92,7 +92,7 @@ def _flags(flags: list[str], world_size: int) -> list[Finding]:
     """What argument validation would say, without starting anything."""
     from megatron.training import arguments
 
-    from optimus_cc_ext.gone_flags import take_notes
+    from optimus_cc_ext.artifact import take_notes
     from optimus_cc_ext.hooks.arguments import prepare_parser, resolution_from
     from optimus_cc_ext.hooks.installation import describe
 

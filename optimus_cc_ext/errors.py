@@ -17,7 +17,7 @@ class FlagError(OptimusError, ValueError):
 
     def __init__(self, flag: str, reason: str, cure: str) -> None:
         super().__init__(f"{flag}: {reason}. {cure}.")
-        self.flag = flag
+        self.flag, self.reason, self.cure = flag, reason, cure
 
 
 class UnsupportedMegatron(OptimusError):

@@ -7,14 +7,20 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import ARTIFACT_DEFAULT, ARTIFACT_STAGES_FLAG, Request
+from optimus_cc_ext.flags import Request
 
 __all__ = ["Layout", "Resolution", "check_layout", "resolve"]
 
 PRESET_STAGE_SHARE = 0.75
 """The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1)."""
+
+_TECHNIQUES = {
+    "compressed_backprop": "compressed backpropagation",
+    "fused_embedding_sync": "fused embedding sync",
+    "dp_compression": "data-parallel compression",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +65,20 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         fields |= preset
         notes += [line for name, line in left_out.items() if name not in request.explicit]
     fields |= request.explicit
-    if request.spelling.get("dp_compression_stages") == ARTIFACT_STAGES_FLAG:
-        fields, clamped = _clamp_stages(fields, layout)
-        notes += clamped
+    written = request.spelling.get("dp_compression_stages", "")
+    stages = fields.get("dp_compression_stages")
+    if written.startswith("--selective_grad_comp") and isinstance(stages, int) and stages > layout.stages:
+        # The artifact's own 335M scripts ask for 3 compressed stages of 2; there it meant all of them.
+        fields["dp_compression_stages"] = layout.stages
+        notes.append(f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are")
     try:
         config = OptimusConfig(**fields)
         check_layout(config, layout)
     except FlagError as error:
-        raise _in_the_users_spelling(error, request) from None
-    carried = request.spelling.get("residual_across_iterations") == ARTIFACT_DEFAULT
+        # Named as the user wrote it.
+        name = error.flag.removeprefix("--").replace("-", "_")
+        raise FlagError(request.spelling.get(name, error.flag), error.reason, error.cure) from None
+    carried = request.artifact and "residual_across_iterations" not in request.spelling
     if carried and config.compressed_backprop and config.lazy_error_propagation:
         notes.append(
             "--use_error_feedback: carries the residual across iterations, as the published artifact does. Add "
@@ -77,91 +88,49 @@ def resolve(request: Request, layout: Layout) -> Resolution:
 
 
 def check_layout(config: OptimusConfig, layout: Layout) -> None:
-    """Refuse techniques that have nothing to work on.
+    """Refuse what has nothing to work on.
 
     Raises:
         FlagError: naming the flag, the reason and the cure.
     """
-    if config.compressed_backprop and layout.stages == 1:
-        raise FlagError(
-            "--compressed-backprop",
-            "there is nothing to compress: with one pipeline stage no activation gradient is sent",
-            "Leave it out, or use --pipeline-model-parallel-size 2 or more",
-        )
-    if config.fused_embedding_sync and layout.stages == 1:
-        raise FlagError(
-            "--fused-embedding-sync",
-            "there is nothing to fuse: with one pipeline stage there is one copy of the embedding",
-            "Leave it out, or use --pipeline-model-parallel-size 2 or more",
-        )
-    if config.fused_embedding_sync and not layout.tied_embeddings:
-        raise FlagError(
-            "--fused-embedding-sync",
-            "the embeddings are not tied, so the first and the last stage share no weight",
-            "Leave it out, or leave out --untie-embeddings-and-output-weights",
-        )
-    if config.dp_compression and layout.data_parallel == 1:
-        raise FlagError(
-            "--dp-compression",
-            "there is nothing to compress: with one data-parallel replica no gradient is reduced",
-            "Leave it out, or run more replicas",
-        )
+    for technique, (_, reason, cure) in _obstacles(layout).items():
+        if getattr(config, technique):
+            raise FlagError(flag_of(technique), reason, cure)
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
-        raise FlagError(
-            "--dp-compression-stages",
-            f"{stages} stages are to be compressed but there are only {layout.stages}",
-            f"Give 'all' or a number up to {layout.stages}",
-        )
-    warmups = {
-        "--compressed-backprop-warmup": config.compressed_backprop and config.compressed_backprop_warmup,
-        "--dp-compression-warmup": config.dp_compression and config.dp_compression_warmup,
-    }
-    for flag, fraction in warmups.items():
-        if fraction and layout.train_iters is None:
-            raise FlagError(
-                flag,
-                "a fraction of the training iterations means nothing where their number is not known",
-                "Give --train-iters, or a warm-up of 0",
-            )
+        reason = f"{stages} stages are to be compressed but there are only {layout.stages}"
+        raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
+    for technique in ("compressed_backprop", "dp_compression"):
+        warmup = f"{technique}_warmup"
+        if getattr(config, technique) and getattr(config, warmup) and layout.train_iters is None:
+            reason = "a fraction of the training iterations means nothing where their number is not known"
+            raise FlagError(flag_of(warmup), reason, "Give --train-iters, or a warm-up of 0")
+
+
+def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
+    """By technique that cannot work on a layout: why, why in a refusal, and the cure."""
+    one_stage, more = "one pipeline stage", "Leave it out, or use --pipeline-model-parallel-size 2 or more"
+    found = {}
+    if layout.stages == 1:
+        reason = "there is nothing to compress: with one pipeline stage no activation gradient is sent"
+        found["compressed_backprop"] = (one_stage, reason, more)
+        reason = "there is nothing to fuse: with one pipeline stage there is one copy of the embedding"
+        found["fused_embedding_sync"] = (one_stage, reason, more)
+    elif not layout.tied_embeddings:
+        reason = "the embeddings are not tied, so the first and the last stage share no weight"
+        cure = "Leave it out, or leave out --untie-embeddings-and-output-weights"
+        found["fused_embedding_sync"] = ("the embeddings are not tied", reason, cure)
+    if layout.data_parallel == 1:
+        reason = "there is nothing to compress: with one data-parallel replica no gradient is reduced"
+        found["dp_compression"] = ("one data-parallel replica", reason, "Leave it out, or run more replicas")
+    return found
 
 
 def _preset(layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
-    """(fields switched on, the line to say by field that the layout left out)."""
-    fields: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    if layout.stages > 1:
-        fields["compressed_backprop"] = True
-    else:
-        left_out["compressed_backprop"] = "--optimus-cc leaves out compressed backpropagation: one pipeline stage"
-    if layout.stages > 1 and layout.tied_embeddings:
-        fields["fused_embedding_sync"] = True
-    else:
-        reason = "one pipeline stage" if layout.stages == 1 else "the embeddings are not tied"
-        left_out["fused_embedding_sync"] = f"--optimus-cc leaves out fused embedding sync: {reason}"
-    if layout.data_parallel > 1:
-        fields["dp_compression"] = True
+    """(the preset's fields, the line to say by technique that the layout left out)."""
+    obstacles = _obstacles(layout)
+    fields: dict[str, Any] = {technique: technique not in obstacles for technique in _TECHNIQUES}
+    if fields["dp_compression"]:
         fields["dp_compression_stages"] = math.ceil(PRESET_STAGE_SHARE * layout.stages)
-    else:
-        left_out["dp_compression"] = "--optimus-cc leaves out data-parallel compression: one data-parallel replica"
+    left_out = {name: f"--optimus-cc leaves out {_TECHNIQUES[name]}: {why}" for name, (why, _, _) in obstacles.items()}
     return fields, left_out
-
-
-def _clamp_stages(fields: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], list[str]]:
-    """The artifact's own 335M scripts ask for 3 compressed stages of 2; there it meant all of them."""
-    stages = fields.get("dp_compression_stages")
-    if not isinstance(stages, int) or stages <= layout.stages:
-        return fields, []
-    note = f"{ARTIFACT_STAGES_FLAG} {stages}: clamped to the {layout.stages} stages that there are"
-    return fields | {"dp_compression_stages": layout.stages}, [note]
-
-
-def _in_the_users_spelling(error: FlagError, request: Request) -> FlagError:
-    """The same refusal, naming the flag that the user wrote."""
-    field = error.flag.removeprefix("--").replace("-", "_")
-    written = request.spelling.get(field, error.flag)
-    if not written.startswith("--") or written == error.flag:
-        return error
-    renamed = FlagError(written, "", "")
-    renamed.args = (str(error).replace(error.flag, written, 1),)
-    return renamed

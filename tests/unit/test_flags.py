@@ -1,87 +1,65 @@
-"""The group "Optimus-CC": what can be written, in which spelling, and what is read out of it."""
+"""The group "Optimus-CC": what can be written, what is read out of it, and that the documents say the same."""
 
 import argparse
 import dataclasses
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import ARTIFACT_DEFAULTS, Request, add_flags, request_from
+from optimus_cc_ext.artifact import OLD_FLAGS
+from optimus_cc_ext.config import default_of, flag_of
+from optimus_cc_ext.flags import Request, add_flags, request_from
 from tests.launches import launch
 
-# Each option of the published artifact, and one of ours for the same thing.
-SAME_OPTION = [
-    ("--inter_grad_comp", "--compressed-backprop"),
-    ("--inter_grad_comp", "--no-compressed-backprop"),
-    ("--inter_grad_comp_rank 8", "--compressed-backprop-rank 8"),
-    ("--inter_grad_comp_epilogue_only", "--compressed-backprop-messages epilogue"),
-    ("--inter_grad_comp_epilogue_only", "--compressed-backprop-messages all"),
-    ("--use_error_feedback", "--lazy-error-propagation"),
-    ("--use_error_feedback", "--no-lazy-error-propagation"),
-    ("--use_error_feedback", "--dp-error-feedback"),
-    ("--use_error_feedback", "--no-dp-error-feedback"),
-    ("--emb_comm_opt", "--fused-embedding-sync"),
-    ("--grad_comp", "--dp-compression"),
-    ("--grad_comp_rank 8", "--dp-compression-rank 16"),
-    ("--grad_comp_warm_up 0.1", "--dp-compression-warmup 0.1"),
-    ("--selective_grad_comp", "--dp-compression-stages 2"),
-    ("--selective_grad_comp_way 2", "--dp-compression-stages all"),
-    ("--comp_seed 1", "--compression-seed 1"),
-]
-ARTIFACT_NAMES = sorted({artifact.split()[0] for artifact, _ in SAME_OPTION})
-OUR_NAMES = [
-    "--optimus-cc",
-    "--compressed-backprop",
-    "--compressed-backprop-rank",
-    "--compressed-backprop-messages",
-    "--compressed-backprop-warmup",
-    "--lazy-error-propagation",
-    "--no-lazy-error-propagation",
-    "--residual-across-iterations",
-    "--fused-embedding-sync",
-    "--dp-compression",
-    "--dp-compression-rank",
-    "--dp-compression-warmup",
-    "--dp-error-feedback",
-    "--no-dp-error-feedback",
-    "--dp-compression-stages",
-    "--compression-seed",
-    "--compression-metrics",
-]
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
+FIELDS = [field for field in dataclasses.fields(OptimusConfig) if field.name != "force_compression"]
 
 
 def parse(line: str) -> Request:
     return request_from(add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(shlex.split(line)))
 
 
-def refused(line: str) -> str:
-    with pytest.raises(FlagError) as caught:
-        parse(line)
-    return str(caught.value)
-
-
-def test_megatrons_help_shows_the_group_with_the_artifacts_names() -> None:
+def test_megatrons_help_shows_every_flag_with_its_default_and_the_artifacts_names() -> None:
     shown = launch(["--help"], tiny=False, world_size=1)
     assert shown.code == 0
     assert "--pipeline-model-parallel-size" in shown.output, "Megatron's own flags"
-    group = shown.output.split("\nOptimus-CC:\n")[1]
-    first_words = {line.split()[0].rstrip(",") for line in group.splitlines() if line.startswith("  --")}
-    for name in (*OUR_NAMES, *ARTIFACT_NAMES):
-        assert name in first_words or f"{name}\n" in group or f", {name}" in group, name
-    assert "--force-compression" not in group, "a test's knob is no user's flag"
+    text = " ".join(shown.output.split("\nOptimus-CC:\n")[1].split())
+    for field in FIELDS:
+        switch = f", --no-{flag_of(field.name)[2:]} " if field.type is bool else " "
+        assert re.search(f"{flag_of(field.name)}{switch}.*? \\({default_of(field)}\\)", text), field.name
+    assert all(f" {flag.spelling} " in text for flag in OLD_FLAGS if not flag.gone)
+    assert "--force-compression" not in text, "a test's knob is no user's flag"
 
 
 def test_every_field_has_a_flag_of_its_name() -> None:
     actions = add_flags(argparse.ArgumentParser())._option_string_actions
     for field in dataclasses.fields(OptimusConfig):
-        action = actions["--" + field.name.replace("_", "-")]
+        action = actions[flag_of(field.name)]
         assert action.default is None, "given and not given must be told apart"
-        if field.type is bool and field.name != "force_compression":
-            assert "--no-" + field.name.replace("_", "-") in actions
+        if field.type is bool:
+            assert actions["--no-" + field.name.replace("_", "-")] is action
+
+
+def test_the_readmes_table_has_every_flag_with_its_values_and_default() -> None:
+    actions = add_flags(argparse.ArgumentParser())._option_string_actions
+    for field in FIELDS:
+        action = actions[flag_of(field.name)]
+        values = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
+        row = f"| `{flag_of(field.name)} {values}".rstrip() + f"` | {default_of(field)} |"
+        assert row in README.replace("`--seed`", "--seed"), row
+
+
+def test_the_guide_to_the_flags_states_their_defaults() -> None:
+    defaults = {flag_of(field.name): default_of(field) for field in FIELDS}
+    stated = dict(re.findall(r"`(--[a-z-]+)` \(([^)]+)\)", FLAGS_MD))
+    assert {flag: defaults[flag] for flag in stated} == stated
+    assert set(stated) >= set(re.findall(r"^- `(--[a-z-]+)`", FLAGS_MD, re.MULTILINE))
 
 
 def test_nothing_given_asks_for_nothing() -> None:
@@ -127,72 +105,3 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, capsys: 
     flag, value = line.split()
     said = capsys.readouterr().err
     assert flag in said and value in said and "Traceback" not in said
-
-
-def test_the_artifacts_names_bring_the_artifacts_defaults() -> None:
-    request = parse("--inter_grad_comp")
-    assert request.artifact and not request.preset
-    assert request.explicit == {**ARTIFACT_DEFAULTS, "compressed_backprop": True}
-    assert ARTIFACT_DEFAULTS == {
-        "compressed_backprop_rank": 12,
-        "compressed_backprop_messages": "all",
-        "lazy_error_propagation": False,
-        "residual_across_iterations": "carry",
-        "dp_error_feedback": False,
-        "dp_compression_rank": 4,
-        "dp_compression_warmup": 0.1,
-        "compression_seed": 714,
-    }
-
-
-@pytest.mark.parametrize(
-    ("line", "fields"),
-    [
-        ("--inter_grad_comp_rank 16", {"compressed_backprop_rank": 16}),
-        ("--inter_grad_comp_epilogue_only", {"compressed_backprop_messages": "epilogue"}),
-        ("--use_error_feedback", {"lazy_error_propagation": True, "dp_error_feedback": True}),
-        ("--emb_comm_opt", {"fused_embedding_sync": True}),
-        ("--grad_comp", {"dp_compression": True}),
-        ("--grad_comp_rank 128", {"dp_compression_rank": 128}),
-        ("--grad_comp_warm_up 0.0", {"dp_compression_warmup": 0.0}),
-        ("--selective_grad_comp", {"dp_compression_stages": 2}),
-        ("--selective_grad_comp --selective_grad_comp_way 3", {"dp_compression_stages": 3}),
-        ("--selective_grad_comp_way 3", {}),  # there, the number meant nothing without the switch
-        ("--comp_seed 5", {"compression_seed": 5}),
-    ],
-)
-def test_each_of_the_artifacts_names_means_what_it_meant(line: str, fields: dict[str, object]) -> None:
-    request = parse(line)
-    assert request.explicit == {**ARTIFACT_DEFAULTS, **fields}
-    for name in fields:
-        assert request.spelling[name] in ARTIFACT_NAMES
-
-
-@pytest.mark.parametrize("order", [1, -1], ids=["artifact's first", "ours first"])
-@pytest.mark.parametrize(("artifact", "ours"), SAME_OPTION)
-def test_both_spellings_of_one_option_are_refused(artifact: str, ours: str, order: int) -> None:
-    said = refused(" ".join([artifact, ours][::order]))
-    assert said.startswith(artifact.split()[0] + ": ")
-    assert ours.split()[0].replace("--no-", "--") in said
-    assert "Give one of the two" in said
-
-
-def test_different_options_may_be_written_in_different_spellings() -> None:
-    request = parse("--inter_grad_comp --compressed-backprop-rank 8 --grad_comp_rank 64 --fused-embedding-sync")
-    assert request.artifact
-    assert request.explicit == {
-        **ARTIFACT_DEFAULTS,
-        "compressed_backprop": True,
-        "compressed_backprop_rank": 8,
-        "dp_compression_rank": 64,
-        "fused_embedding_sync": True,
-    }
-    assert request.spelling["compressed_backprop_rank"] == "--compressed-backprop-rank"
-    assert request.spelling["dp_compression_rank"] == "--grad_comp_rank"
-
-
-@pytest.mark.parametrize("artifact", ["--grad_comp", "--comp_seed 3", "--selective_grad_comp_way 2"])
-def test_the_preset_with_the_artifacts_names_is_refused(artifact: str) -> None:
-    said = refused(f"--optimus-cc {artifact}")
-    assert said.startswith("--optimus-cc: ") and artifact.split()[0] in said
-    assert "one spelling" in said

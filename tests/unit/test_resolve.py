@@ -78,34 +78,6 @@ def test_the_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out
     assert sorted(notes) == sorted(f"--optimus-cc leaves out {what}" for what, is_left in left_out.items() if is_left)
 
 
-@pytest.mark.parametrize(
-    ("line", "changed"),
-    [
-        ("--no-compressed-backprop", {"compressed_backprop": False}),
-        ("--no-fused-embedding-sync", {"fused_embedding_sync": False}),
-        ("--no-dp-compression", {"dp_compression": False}),
-        ("--compressed-backprop-rank 4", {"compressed_backprop_rank": 4}),
-        ("--compressed-backprop-messages all", {"compressed_backprop_messages": "all"}),
-        ("--compressed-backprop-warmup 0.1", {"compressed_backprop_warmup": 0.1}),
-        ("--no-lazy-error-propagation", {"lazy_error_propagation": False}),
-        ("--residual-across-iterations drop", {"residual_across_iterations": "drop"}),
-        ("--dp-compression-rank 8", {"dp_compression_rank": 8}),
-        ("--dp-compression-warmup 0.1", {"dp_compression_warmup": 0.1}),
-        ("--no-dp-error-feedback", {"dp_error_feedback": False}),
-        ("--dp-compression-stages 1", {"dp_compression_stages": 1}),
-        ("--dp-compression-stages all", {"dp_compression_stages": "all"}),
-        ("--dp-compression-stages auto", {"dp_compression_stages": "auto"}),
-        ("--compression-seed 7", {"compression_seed": 7}),
-        ("--no-compression-metrics", {"compression_metrics": False}),
-        ("--compressed-backprop --fused-embedding-sync --dp-compression", {}),
-    ],
-)
-def test_an_individual_flag_wins_over_the_preset_wherever_it_stands(line: str, changed: dict[str, object]) -> None:
-    expected = Resolution(PAPER.replace(**changed))
-    assert resolved(f"--optimus-cc {line}") == expected
-    assert resolved(f"{line} --optimus-cc") == expected
-
-
 def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
     one_rank = layout(stages=1, replicas=1)
     off = "--no-compressed-backprop --no-fused-embedding-sync --no-dp-compression"

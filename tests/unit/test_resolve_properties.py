@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import ARTIFACT_DEFAULTS, add_flags, request_from
+from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.resolve import Layout, Resolution, check_layout, resolve
 
 PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
@@ -49,19 +50,12 @@ LAYOUTS = st.builds(
     train_iters=st.none() | st.integers(1, 1000),
     seed=st.integers(0, 2**31),
 )
-# A switch of the artifact's, or one of its options with a value: what it stands for in our fields.
-ARTIFACT: dict[str, tuple[st.SearchStrategy[Any], dict[str, str]]] = {
-    "--inter_grad_comp": (st.just(True), {"compressed_backprop": "value"}),
-    "--inter_grad_comp_rank": (RANKS, {"compressed_backprop_rank": "value"}),
-    "--inter_grad_comp_epilogue_only": (st.just(True), {"compressed_backprop_messages": "epilogue"}),
-    "--use_error_feedback": (st.just(True), {"lazy_error_propagation": "value", "dp_error_feedback": "value"}),
-    "--emb_comm_opt": (st.just(True), {"fused_embedding_sync": "value"}),
-    "--grad_comp": (st.just(True), {"dp_compression": "value"}),
-    "--grad_comp_rank": (RANKS, {"dp_compression_rank": "value"}),
-    "--grad_comp_warm_up": (FRACTIONS, {"dp_compression_warmup": "value"}),
-    "--check_orth_error_acti": (st.just(True), {"compression_error_statistics": "value"}),
-    "--comp_seed": (st.integers(0, 2**31), {"compression_seed": "value"}),
+ARTIFACT = {
+    flag.spelling: st.just(flag.const) if flag.const else {int: RANKS, float: FRACTIONS}[flag.parse]
+    for flag in OLD_FLAGS
+    if not flag.gone and flag.fields != ("dp_compression_stages",)
 }
+"""The artifact's flags but for those whose value is clamped, and not refused as ours is."""
 
 
 def written(fields: dict[str, Any]) -> list[str]:
@@ -89,22 +83,27 @@ def test_every_field_with_a_flag_has_values_here() -> None:
     assert set(VALUES) == {field.name for field in dataclasses.fields(OptimusConfig)} - {"force_compression"}
 
 
-@given(fields=GIVEN, preset=st.booleans(), layout=LAYOUTS)
+@settings(deadline=None)
+@given(fields=GIVEN, preset=st.sampled_from(["", "before", "after"]), layout=LAYOUTS)
 def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_one_of_its_flags(
-    fields: dict[str, Any], preset: bool, layout: Layout
+    fields: dict[str, Any], preset: str, layout: Layout
 ) -> None:
-    outcome = resolved([*(["--optimus-cc"] if preset else []), *written(fields)], layout)
+    line, by_itself = written(fields), ["--optimus-cc"] if preset else []
+    outcome = resolved(line + by_itself if preset == "after" else by_itself + line, layout)
     if isinstance(outcome, FlagError):
-        assert any(outcome.flag == argument.split("=")[0] for argument in written(fields)), "the user wrote it"
+        assert any(outcome.flag == argument.split("=")[0] for argument in line), "the user wrote it"
         return
     config = dataclasses.asdict(outcome.config)
     assert OptimusConfig(**config) == outcome.config
     check_layout(outcome.config, layout)
-    assert {name: config[name] for name in fields} == fields, "what is given one by one wins"
+    unasked = resolved(by_itself, layout)
+    assert isinstance(unasked, Resolution)
+    assert config == dataclasses.asdict(unasked.config) | fields, "what is given one by one wins, and no more"
     if "compression_seed" not in fields:
         assert outcome.config.compression_seed == layout.seed
 
 
+@settings(deadline=None)
 @given(fields=GIVEN, preset=st.booleans(), layout=LAYOUTS)
 def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: bool, layout: Layout) -> None:
     outcome = resolved([*(["--optimus-cc"] if preset else []), *written(fields)], layout)
@@ -122,6 +121,7 @@ def test_the_preset_is_never_refused_and_says_what_it_left_out(layout: Layout) -
     assert len(outcome.notes) == sum(not getattr(outcome.config, technique) for technique in techniques)
 
 
+@settings(deadline=None)
 @given(
     fields=GIVEN, layout=LAYOUTS, more_stages=st.integers(0, 4), more_replicas=st.integers(0, 4), sharded=st.booleans()
 )
@@ -139,12 +139,14 @@ def test_what_works_on_a_layout_works_on_a_larger_one(
         assert resolved(written(fields), larger) == outcome
 
 
-@given(options=st.fixed_dictionaries({}, optional={k: v for k, (v, _) in ARTIFACT.items()}), layout=LAYOUTS)
+@settings(deadline=None)
+@given(options=st.fixed_dictionaries({}, optional=ARTIFACT), layout=LAYOUTS)
 def test_the_artifacts_names_mean_the_same_in_ours(options: dict[str, Any], layout: Layout) -> None:
-    line = [flag if value is True else f"{flag}={value}" for flag, value in options.items()]
+    line = [flag if isinstance(value, bool | str) else f"{flag}={value}" for flag, value in options.items()]
     ours: dict[str, Any] = dict(ARTIFACT_DEFAULTS) if options else {}
-    for flag, value in options.items():
-        ours |= {name: value if meant == "value" else meant for name, meant in ARTIFACT[flag][1].items()}
+    for flag in OLD_FLAGS:
+        if flag.spelling in options:
+            ours |= dict.fromkeys(flag.fields, options[flag.spelling])
     theirs, same = resolved(line, layout), resolved(written(ours), layout)
     if isinstance(theirs, FlagError):
         assert isinstance(same, FlagError), "refused in both"

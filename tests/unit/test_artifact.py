@@ -1,0 +1,208 @@
+"""Names of another day: the published artifact's mean what they meant, and what its Megatron had is said to be gone."""
+
+import argparse
+import shlex
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS, add_gone_flags, take_notes
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.flags import Request, add_flags, request_from
+
+# Each option of the published artifact, and one of ours for the same thing.
+SAME_OPTION = [
+    ("--inter_grad_comp", "--compressed-backprop"),
+    ("--inter_grad_comp", "--no-compressed-backprop"),
+    ("--inter_grad_comp_rank 8", "--compressed-backprop-rank 8"),
+    ("--inter_grad_comp_epilogue_only", "--compressed-backprop-messages epilogue"),
+    ("--inter_grad_comp_epilogue_only", "--compressed-backprop-messages all"),
+    ("--use_error_feedback", "--lazy-error-propagation"),
+    ("--use_error_feedback", "--no-lazy-error-propagation"),
+    ("--use_error_feedback", "--dp-error-feedback"),
+    ("--use_error_feedback", "--no-dp-error-feedback"),
+    ("--emb_comm_opt", "--fused-embedding-sync"),
+    ("--grad_comp", "--dp-compression"),
+    ("--grad_comp_rank 8", "--dp-compression-rank 16"),
+    ("--grad_comp_warm_up 0.1", "--dp-compression-warmup 0.1"),
+    ("--selective_grad_comp", "--dp-compression-stages 2"),
+    ("--selective_grad_comp_way 2", "--dp-compression-stages all"),
+    ("--comp_seed 1", "--compression-seed 1"),
+]
+
+
+def parse(line: str) -> Request:
+    return request_from(add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(shlex.split(line)))
+
+
+def refused(line: str) -> str:
+    with pytest.raises(FlagError) as caught:
+        parse(line)
+    return str(caught.value)
+
+
+def test_the_artifacts_names_bring_the_artifacts_defaults() -> None:
+    request = parse("--inter_grad_comp")
+    assert request.artifact and not request.preset
+    assert request.explicit == {**ARTIFACT_DEFAULTS, "compressed_backprop": True}
+    assert ARTIFACT_DEFAULTS == {
+        "compressed_backprop_rank": 12,
+        "compressed_backprop_messages": "all",
+        "lazy_error_propagation": False,
+        "residual_across_iterations": "carry",
+        "dp_error_feedback": False,
+        "dp_compression_rank": 4,
+        "dp_compression_warmup": 0.1,
+        "compression_seed": 714,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("--inter_grad_comp_rank 16", {"compressed_backprop_rank": 16}),
+        ("--inter_grad_comp_epilogue_only", {"compressed_backprop_messages": "epilogue"}),
+        ("--use_error_feedback", {"lazy_error_propagation": True, "dp_error_feedback": True}),
+        ("--emb_comm_opt", {"fused_embedding_sync": True}),
+        ("--grad_comp", {"dp_compression": True}),
+        ("--grad_comp_rank 128", {"dp_compression_rank": 128}),
+        ("--grad_comp_warm_up 0.0", {"dp_compression_warmup": 0.0}),
+        ("--selective_grad_comp", {"dp_compression_stages": 2}),
+        ("--selective_grad_comp --selective_grad_comp_way 3", {"dp_compression_stages": 3}),
+        ("--selective_grad_comp_way 3", {}),  # there, the number meant nothing without the switch
+        ("--comp_seed 5", {"compression_seed": 5}),
+    ],
+)
+def test_each_of_the_artifacts_names_means_what_it_meant(line: str, fields: dict[str, object]) -> None:
+    request = parse(line)
+    assert request.explicit == {**ARTIFACT_DEFAULTS, **fields}
+    for name in fields:
+        assert request.spelling[name] in line.split()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["artifact's first", "ours first"])
+@pytest.mark.parametrize(("artifact", "ours"), SAME_OPTION)
+def test_both_spellings_of_one_option_are_refused(artifact: str, ours: str, order: int) -> None:
+    said = refused(" ".join([artifact, ours][::order]))
+    assert said.startswith(artifact.split()[0] + ": ")
+    assert ours.split()[0].replace("--no-", "--") in said
+    assert "Give one of the two" in said
+
+
+def test_different_options_may_be_written_in_different_spellings() -> None:
+    request = parse("--inter_grad_comp --compressed-backprop-rank 8 --grad_comp_rank 64 --fused-embedding-sync")
+    assert request.artifact
+    assert request.explicit == {
+        **ARTIFACT_DEFAULTS,
+        "compressed_backprop": True,
+        "compressed_backprop_rank": 8,
+        "dp_compression_rank": 64,
+        "fused_embedding_sync": True,
+    }
+    assert request.spelling["compressed_backprop_rank"] == "--compressed-backprop-rank"
+    assert request.spelling["dp_compression_rank"] == "--grad_comp_rank"
+
+
+@pytest.mark.parametrize("artifact", ["--grad_comp", "--comp_seed 3", "--selective_grad_comp_way 2"])
+def test_the_preset_with_the_artifacts_names_is_refused(artifact: str) -> None:
+    said = refused(f"--optimus-cc {artifact}")
+    assert said.startswith("--optimus-cc: ") and artifact.split()[0] in said
+    assert "one spelling" in said
+
+
+UNTOUCHED = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+
+
+def parse_gone(line: str) -> tuple[dict[str, Any], list[str]]:
+    """(what Megatron's own fields hold afterwards, the lines to say)."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in UNTOUCHED:
+        parser.add_argument("--" + name.replace("_", "-"), default=None)
+    add_gone_flags(parser)
+    args = parser.parse_args(shlex.split(line))
+    notes = take_notes(args)
+    return vars(args), notes
+
+
+@pytest.mark.parametrize(
+    ("line", "because"),
+    [
+        ("--data-impl mmap", "memory-mapped dataset"),
+        ("--data-impl infer", "memory-mapped dataset"),
+        ("--DDP-impl local", "Megatron's own DDP"),
+        ("--experiment_name a-name", "a label"),
+        ("--save_json_log", "--tensorboard-dir"),
+        ("--save_json_path somewhere", "--tensorboard-dir"),
+        ("--grad_comp_type PowerSGD", "PowerSGD"),
+        ("--inter_grad_comp_type PowerSGD", "PowerSGD"),
+    ],
+)
+def test_what_is_the_only_behaviour_left_is_dropped_and_said(line: str, because: str) -> None:
+    fields, notes = parse_gone(line)
+    assert fields == UNTOUCHED
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{line}: dropped: ") and because in notes[0]
+
+
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_the_checkpointing_method_is_translated_and_said(method: str) -> None:
+    fields, notes = parse_gone(f"--activations-checkpoint-method {method}")
+    assert fields == {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
+    assert len(notes) == 1
+    assert notes[0].startswith(f"--activations-checkpoint-method {method}: translated: ")
+    assert "--recompute-method" in notes[0]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["method first", "number first"])
+def test_the_number_of_layers_wins_over_the_one_that_the_method_implies(order: int) -> None:
+    flags = ["--activations-checkpoint-method uniform", "--activations-checkpoint-num-layers 3"]
+    fields, notes = parse_gone(" ".join(flags[::order]))
+    assert fields == {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    assert len(notes) == 2 and all(": translated: " in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--data-impl lazy",
+        "--data-impl cached",
+        "--DDP-impl torch",
+        "--activations-checkpoint-method some",
+        "--grad_comp_type TopK",
+        "--inter_grad_comp_type TopK",
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_what_can(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_gone(line)
+    assert ended.value.code == 2
+    flag, value = line.split()
+    said = capsys.readouterr().err
+    assert f"{flag}: '{value}' is gone" in said and "Leave the flag out, or give " in said
+
+
+def test_a_number_of_layers_that_is_none_is_refused_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_gone("--activations-checkpoint-num-layers many")
+    assert ended.value.code == 2
+    assert "--activations-checkpoint-num-layers" in capsys.readouterr().err
+
+
+def test_every_gone_flag_of_the_table_is_said_in_one_line() -> None:
+    gone = [flag for flag in OLD_FLAGS if flag.gone]
+    lines = [f"{flag.spelling} {'' if flag.const else (flag.accepts or ('3',))[0]}".strip() for flag in gone]
+    _, notes = parse_gone(" ".join(lines))
+    assert all("\n" not in note for note in notes)
+    assert [note.split(": ")[0] for note in notes] == lines
+
+
+def test_nothing_is_said_where_nothing_is_gone() -> None:
+    assert parse_gone("") == (UNTOUCHED, [])
+
+
+def test_a_flag_that_megatron_knows_is_left_to_megatron() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-impl", dest="megatrons")
+    add_gone_flags(parser)
+    args = parser.parse_args(["--data-impl", "anything"])
+    assert args.megatrons == "anything" and take_notes(args) == []
