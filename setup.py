@@ -57,8 +57,6 @@ setup(
         ],
         # Exact versions in requirements-eval.lock: scripts/eval/tasks.sh keeps them apart from the others.
         "eval": ["lm_eval[hf]>=0.4.9"],
-        # Faster compression on a CPU: compressors/llvm.py.
-        "cpu": ["llvmlite>=0.45"],
         "gpu": ["transformer-engine[core_cu13,pytorch]"],
     },
     entry_points={"console_scripts": ["optimus-cc = optimus_cc_ext.cli:main"]},

@@ -15,7 +15,7 @@ from optimus_cc_ext.errors import FlagError, OptimusError, UnsupportedMegatron
 
 __all__ = ["main"]
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "llvmlite", "tokenizers", "transformers")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "tokenizers", "transformers")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, initial_factor, private_generator
+from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, initial_q, private_generator
 
 __all__ = ["BOTH", "EPS32", "first_q", "gaussian", "step", "worst_error"]
 
@@ -18,7 +18,7 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
-    return initial_factor(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
+    return initial_q(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
 
 
 def step(compressor: LowRank, matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

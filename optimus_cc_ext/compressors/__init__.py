@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from optimus_cc_ext.compressors.factors import initial_factor, next_warm_start, private_generator
+from optimus_cc_ext.compressors.factors import initial_q, next_warm_start, private_generator
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank
 from optimus_cc_ext.compressors.policy import effective_rank, packed_numel, pays
 from optimus_cc_ext.compressors.reference import ReferenceLowRank
@@ -22,7 +22,7 @@ __all__ = [
     "Scratch",
     "effective_rank",
     "fast_compressor",
-    "initial_factor",
+    "initial_q",
     "next_warm_start",
     "packed_numel",
     "pays",

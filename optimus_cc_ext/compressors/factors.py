@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["initial_factor", "next_warm_start", "private_generator"]
+__all__ = ["initial_q", "next_warm_start", "private_generator"]
 
 
 def private_generator(seed: int, *salt: int | str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -32,8 +30,8 @@ def private_generator(seed: int, *salt: int | str, device: torch.device | str = 
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-@gradless
-def initial_factor(
+@torch.no_grad()
+def initial_q(
     batch: int,
     m: int,
     r: int,
@@ -53,7 +51,7 @@ def initial_factor(
     return cholesky_qr(drawn, out=torch.empty_like(drawn, dtype=dtype)).to(device)
 
 
-@gradless
+@torch.no_grad()
 def next_warm_start(
     q_new: Tensor,
     fallback: Tensor,
@@ -70,7 +68,7 @@ def next_warm_start(
 
     Args:
         q_new: (B, m, r), what was sent.
-        fallback: (B, m, r), e.g. the link's `initial_factor`. Its columns stand in for those of Q' that hold
+        fallback: (B, m, r), e.g. the link's `initial_q`. Its columns stand in for those of Q' that hold
             nothing (a zero gradient gives Q' = 0, which would give P = 0 for ever) or nothing finite (a
             step that Megatron's loss scaler skips must not reach a later one). They are not orthogonal to
             the columns that stay; project does not need it.
@@ -87,24 +85,12 @@ def next_warm_start(
     dtype = torch.promote_types(q_new.dtype, torch.float32)
     direct = out is not None and out.dtype == dtype and out is not fallback
     basis = out if out is not None and direct else take("basis", q_new.shape, dtype, q_new.device)
-    full = compressor.orthogonalize_into(q_new, basis)
-    if not full and (basis.device.type != "cpu" or not _are_full(basis, take)):
-        # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
-        lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
-        torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
-        alive = torch.gt(lengths, 0.5, out=take("alive", lengths.shape, torch.bool, basis.device))
-        torch.where(alive, basis, fallback, out=basis)
+    compressor.orthogonalize(q_new, out=basis)
+    # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
+    lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
+    torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
+    alive = torch.gt(lengths, 0.5, out=take("alive", lengths.shape, torch.bool, basis.device))
+    torch.where(alive, basis, fallback, out=basis)
     if out is None:
         return basis.clone()
     return out if direct else out.copy_(basis)
-
-
-def _are_full(bases: Tensor, take: Callable[..., Tensor]) -> bool:
-    """Whether no orthonormalised column is nearly 0 or NaN, which is the rule; on a CPU, where asking costs little.
-
-    By the sum of all squares, in the order of the memory: a column of length up to 1/2 takes 3/4 away from it.
-    """
-    batch, _, r = bases.shape
-    norms = take("norms", (batch,), bases.dtype, bases.device)
-    torch.linalg.vector_norm(bases, dim=(-2, -1), out=norms)
-    return all(norm > (r - 0.5) ** 0.5 for norm in norms.tolist())

@@ -140,6 +140,7 @@ def multiply_out(
     q,
     out,
     total,
+    share,
     sizes,
     p_strides,
     q_strides,
@@ -151,7 +152,7 @@ def multiply_out(
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """With `out`: out = P Q^T, rounded to its dtype. With `total`: total -= P Q^T rounded to P's dtype.
+    """With `out`: out = P Q^T, rounded to its dtype. With `total`: total -= share * P Q^T rounded to P's dtype.
 
     One kernel with one tiling for both, because a residual is right only where both give the same bits. STEP is how
     many of the RANKS columns are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit dtype,
@@ -173,7 +174,7 @@ def multiply_out(
     else:
         arrives = product.to(p.dtype.element_ty).to(tl.float32)
         remembered = _tile(total, to_strides, batch, rows, columns, n, m)
-        _store(total, to_strides, batch, rows, columns, n, m, remembered - arrives)
+        _store(total, to_strides, batch, rows, columns, n, m, remembered - share * arrives)
 
 
 @triton.jit

@@ -179,13 +179,15 @@ def reconstruct(p: Tensor, q: Tensor, out: Tensor, precision: Precision = "tf32x
     return out
 
 
-def subtract_reconstruction(total: Tensor, p: Tensor, q: Tensor, precision: Precision = "tf32x3") -> None:
-    """total -= what `reconstruct` writes at the other end, to an `out` of P's dtype; reads and writes `total` once.
+def subtract_reconstruction(
+    total: Tensor, p: Tensor, q: Tensor, share: float = 1.0, precision: Precision = "tf32x3"
+) -> None:
+    """total -= share * what `reconstruct` writes at the other end, to an `out` of P's dtype; one pass over `total`.
 
     Raises:
         ValueError: if a shape does not fit the others.
     """
-    _multiply_out(p, q, total, total=total, precision=precision)
+    _multiply_out(p, q, total, total=total, share=share, precision=precision)
 
 
 def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -340,7 +342,14 @@ def _add_up(partial_sums: Tensor, out: Tensor, splits: int) -> Tensor:
 
 
 def _multiply_out(
-    p: Tensor, q: Tensor, to: Tensor, *, precision: Precision, out: Tensor | None = None, total: Tensor | None = None
+    p: Tensor,
+    q: Tensor,
+    to: Tensor,
+    *,
+    precision: Precision,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+    share: float = 1.0,
 ) -> None:
     batch, n, m, r = _sizes(to, p=p, q=q)
     tile = PRODUCT_TILE
@@ -349,6 +358,7 @@ def _multiply_out(
         q,
         out,
         total,
+        share,
         (n, m, r),
         p.stride(),
         q.stride(),

@@ -19,6 +19,7 @@ class TritonLowRank(FastLowRank):
     GPUs of one generation; the tensor cores of another may round differently, as torch's own products do.
     """
 
+    @torch.no_grad()
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         if not launches.supported(matrices, q.shape[-1]) or not launches.takes_factors(q, q.shape[-1]):
             return super().project(matrices, q, out)
@@ -34,33 +35,32 @@ class TritonLowRank(FastLowRank):
         else:
             super().project_sum(matrices, residual, q, total=total, out=out)
 
+    @torch.no_grad()
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         n, r = p.shape[-2:]
         if not launches.takes_factors(p, r) or r > min(n, launches.MAX_ORTHOGONALIZED_RANK):
             return super().orthogonalize(p, out)
         return launches.orthogonalize(p, _new(out, p, p.shape), self._scratch)
 
-    def orthogonalize_into(self, p: Tensor, out: Tensor) -> bool:
-        self.orthogonalize(p, out)
-        return False
-
+    @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         if not launches.supported(matrices, p.shape[-1]) or not launches.takes_factors(p, p.shape[-1]):
             return super().back_project(matrices, p, out)
         out = _new(out, matrices, (matrices.shape[0], matrices.shape[2], p.shape[-1]))
         return launches.back_project(matrices, p, out, self._scratch)
 
+    @torch.no_grad()
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         if not _both_taken(p, q):
             return super().reconstruct(p, q, out)
         return launches.reconstruct(p, q, _new(out, p, (p.shape[0], p.shape[1], q.shape[1])))
 
     @torch.no_grad()
-    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor) -> None:
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
         if _both_taken(p, q):
-            launches.subtract_reconstruction(total, p, q)
+            launches.subtract_reconstruction(total, p, q, share)
         else:
-            super().subtract_reconstruction(total, p, q)
+            super().subtract_reconstruction(total, p, q, share)
 
 
 def _both_taken(p: Tensor, q: Tensor) -> bool:

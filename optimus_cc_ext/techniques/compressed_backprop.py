@@ -12,9 +12,8 @@ Only P and Q are needed before a message can leave. What the link remembers of i
 after the message was posted, while it travels and the stage would else wait for it. Passes over memory of the
 gradient's size beside the two products that read it (fp32 gradient and state):
 
-    before the message leaves   M = G + E          read, read, write; where few_columns' kernels are, with both products
-    while it travels            E = M - arrived    a product that adds to what it reads (in fp32 on a CPU; else what
-                                                   arrives is written first, and read)
+    before the message leaves   M = G + E          read, read, write
+    while it travels            E = M - arrived    read, write (in torch what arrives is written first, and read)
     once per iteration          the step counts    none on a CPU; on a GPU read, read, write
 """
 
@@ -29,7 +28,7 @@ from optimus_cc_ext.compressors import (
     PackedFactors,
     Scratch,
     effective_rank,
-    initial_factor,
+    initial_q,
     next_warm_start,
     pays,
     private_generator,
@@ -143,7 +142,7 @@ class _SendingState:
         generator = private_generator(
             plan.seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns, device=like.device
         )
-        factor = initial_factor(1, columns, compression_rank, generator=generator, device=like.device)
+        factor = initial_q(1, columns, compression_rank, generator=generator, device=like.device)
         self.residual = SteppedTensor(torch.zeros(1, rows, columns, dtype=plan.state_dtype, device=like.device))
         self.warm_start = SteppedTensor(factor.to(plan.state_dtype, copy=True))
         self.fresh_directions = factor
@@ -336,9 +335,11 @@ class SendingLink(Link):
         rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
         matrix = residual.workspace(self._scratch)
         carried = residual.value if self.plan.config.lazy_error_propagation else None
-        self._compressor.factorize_sum(
-            rows, carried, state.warm_start.value, total=matrix, p=p_wire, new_q=q, scale=wire.scale
-        )  # fmt: skip
+        p = self._scratch.take("p", p_wire.shape, torch.float32, gradient.device)
+        self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
+        self._compressor.orthogonalize(p, out=p)
+        torch.mul(p, wire.scale, out=p_wire)
+        self._compressor.back_project(matrix, p_wire, out=q)
         note_finite(state.finite, p_wire, self._scratch)
         # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
         torch.mul(q, wire.scale**-2, out=q_wire)

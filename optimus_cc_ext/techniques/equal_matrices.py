@@ -16,7 +16,7 @@ from optimus_cc_ext.compressors import (
     LowRank,
     Scratch,
     effective_rank,
-    initial_factor,
+    initial_q,
     next_warm_start,
     private_generator,
 )
@@ -83,7 +83,7 @@ class EqualMatrices:
         self.p_shape = torch.Size((self.count, rows, rank))
         self.q_shape = torch.Size((self.count, columns, rank))
         generator = private_generator(seed, "dp-compression", salt, device=device)
-        self.fresh_directions = initial_factor(self.count, columns, rank, generator=generator, device=device)
+        self.fresh_directions = initial_q(self.count, columns, rank, generator=generator, device=device)
         self.warm_start = SteppedTensor(self.fresh_directions.to(state_dtype, copy=True))
         self.residual = SteppedTensor(torch.zeros(self.count, rows, columns, dtype=state_dtype, device=device))
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -139,7 +139,7 @@ class EqualMatrices:
         if self._feedback:
             lacking = self.gathered(scratch)  # before the bucket changes, which it may be made from again
             if not everywhere:
-                compressor.deflate(lacking, self.p, self.q, share=1.0 / ranks)
+                compressor.subtract_reconstruction(lacking, self.p, self.q, share=1.0 / ranks)
         for part in self._whole if everywhere else self._own:
             exact = self._write(part, compressor, scratch)
             if lacking is None:

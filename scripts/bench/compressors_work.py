@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from optimus_cc_ext.compressors import LowRank, Scratch, initial_factor, next_warm_start, private_generator
+from optimus_cc_ext.compressors import LowRank, Scratch, initial_q, next_warm_start, private_generator
 
 __all__ = ["Bucket", "HookWork", "OurWork"]
 
@@ -68,7 +68,7 @@ def starts(bucket: Bucket, compression_rank: int) -> list[torch.Tensor]:
     """The first Q (layers, m, r) of every shape: the same for both sides."""
     generator = private_generator(714, "bench starts", device="cpu")
     return [
-        initial_factor(
+        initial_q(
             bucket.layers, m, min(n, m, compression_rank), generator=generator, device=bucket.flat.device
         )
         for n, m in bucket.shapes

@@ -27,7 +27,7 @@ from optimus_cc_ext.compressors import (  # noqa: E402
     ReferenceLowRank,
     Scratch,
     fast_compressor,
-    initial_factor,
+    initial_q,
     next_warm_start,
     packed_numel,
     private_generator,
@@ -67,7 +67,7 @@ class Message:
         _, rows, columns = gradient.shape
         self._compressor, self._gradient = compressor, gradient
         generator = private_generator(714, "figure 14", device="cpu")
-        self._fresh = initial_factor(1, columns, compression_rank, generator=generator, device=gradient.device)
+        self._fresh = initial_q(1, columns, compression_rank, generator=generator, device=gradient.device)
         self._start = self._fresh.clone()
         self._scratch = Scratch()
         self.p, self.q = gradient.new_empty(1, rows, compression_rank), torch.empty_like(self._start)
@@ -77,9 +77,9 @@ class Message:
     def compress(self) -> None:
         """What the sender does."""
         total = self.residual
-        self._compressor.factorize_sum(
-            self._gradient, self.residual, self._start, total=total, p=self.p, new_q=self.q
-        )  # fmt: skip
+        self._compressor.project_sum(self._gradient, self.residual, self._start, total=total, out=self.p)
+        self._compressor.orthogonalize(self.p, out=self.p)
+        self._compressor.back_project(total, self.p, out=self.q)
         self._compressor.subtract_reconstruction(total, self.p, self.q)
         next_warm_start(self.q, self._fresh, self._compressor, out=self._start, scratch=self._scratch)
 

@@ -7,17 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import FastLowRank, initial_factor, next_warm_start, private_generator
-
-EPS32 = torch.finfo(torch.float32).eps
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
-    return initial_factor(batch, m, r, generator=private_generator(seed), device="cpu", dtype=dtype)
+from optimus_cc_ext.compressors import FastLowRank, initial_q, next_warm_start, private_generator
+from tests.low_rank_steps import EPS32, first_q, gaussian
 
 
 def step(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,12 +36,12 @@ def test_drawing_depends_on_nothing_but_the_generator() -> None:
 
 def test_one_generator_gives_a_new_factor_at_every_draw() -> None:
     generator = private_generator(3)
-    one, two = (initial_factor(1, 40, 8, generator=generator, device="cpu") for _ in range(2))
+    one, two = (initial_q(1, 40, 8, generator=generator, device="cpu") for _ in range(2))
     assert not torch.equal(one, two)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_initial_factors_are_orthonormal(dtype: torch.dtype) -> None:
+def test_initial_qs_are_orthonormal(dtype: torch.dtype) -> None:
     q = first_q(3, 50, 50, dtype=dtype)
     assert q.dtype == dtype
     gram = q.double().mT @ q.double()
@@ -101,7 +92,6 @@ def test_a_column_that_died_comes_back_from_the_fallback() -> None:
 
 @pytest.mark.parametrize("r", [1, 4, 40, 200])
 def test_one_dead_column_is_found_among_many_matrices(r: int) -> None:
-    """Also by the quick test of a CPU, which asks for the sum of all squares."""
     q_new, fallback = gaussian(7, 300, r), first_q(7, 300, r)
     whole = next_warm_start(q_new, fallback, FastLowRank())
     q_new[5, :, r // 2] = 0

@@ -11,12 +11,21 @@ from optimus_cc_ext.compressors import (
     LowRank,
     PackedFactors,
     ReferenceLowRank,
+    Scratch,
     effective_rank,
     next_warm_start,
     packed_numel,
     pays,
 )
+from tests.allocations import Watch
 from tests.low_rank_steps import BOTH, EPS32, first_q, gaussian, step, worst_error
+
+SMALL, LARGE = (2, 30, 40, 4), (2, 600, 2048, 16)
+"""(batch, n, m, r)."""
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+WIRE = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SUM_OF_2048 = 24 * EPS32
+"""An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
 
 
 def with_spectrum(n: int, m: int, smallest_exponent: float, *, seed: int, batch: int = 2) -> Tensor:
@@ -216,30 +225,128 @@ def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
     assert (distance(approximation) <= distance(expected) + (2e-6 + EPS32 * condition) * size).all()
 
 
-# --- the two ends of a link -------------------------------------------------------------------------------
+# --- sums, and what is left out ---------------------------------------------------------------------------
+
+
+def as_in_a_bucket(matrices: Tensor) -> Tensor:
+    """The same values with other parameters' between them: contiguous rows, a batch that is strided."""
+    batch, n, m = matrices.shape
+    view = matrices.new_full((batch, n * m + 7), torch.nan)[:, : n * m].view(batch, n, m)
+    return view.copy_(matrices)
 
 
 @BOTH
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n, m, r", [(96, 64, 8), (37, 51, 5), (1024, 768, 16)])
-def test_both_ends_reconstruct_the_same_bits(
-    compressor: LowRank, wire_dtype: torch.dtype, n: int, m: int, r: int
-) -> None:
-    layout = PackedFactors(n, m, r, wire_dtype)
-    matrices = gaussian(1, n, m)
-    sent = layout.new_buffer("cpu")
-    p_wire, q_wire = layout.split(sent)
-    p_wire.copy_(compressor.orthogonalize(compressor.project(matrices, first_q(1, m, r)))[0])
-    q_wire.copy_(compressor.back_project(matrices, p_wire[None])[0])
-    at_sender = compressor.reconstruct(p_wire[None], q_wire[None])
+@SIZES
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_sum_is_projected_as_in_float64(compressor: LowRank, size, residual_dtype, dtype) -> None:
+    batch, n, m, r = size
+    matrices, q = as_in_a_bucket(gaussian(batch, n, m, dtype=dtype)), first_q(batch, m, r)
+    residual = None if residual_dtype is None else gaussian(batch, n, m, seed=1, dtype=residual_dtype)
+    total, p = torch.full((batch, n, m), torch.nan), torch.full((batch, n, r), torch.nan)
+    compressor.project_sum(matrices, residual, q, total=total, out=p)
+    exact = matrices.double() + (0 if residual is None else residual.double())
+    assert worst_error(total, exact) <= EPS32 / 2  # of the largest entry: one rounding, of the sum
+    assert worst_error(p, exact @ q.double()) < SUM_OF_2048
 
-    # The receiver's buffer lies elsewhere, at another alignment, and it decompresses into an existing tensor.
-    received = torch.empty(layout.numel + 1, dtype=wire_dtype)[1:].copy_(sent)
-    p_read, q_read = layout.split(received)
-    at_receiver = torch.full((1, n, m), torch.nan)
-    compressor.reconstruct(p_read[None], q_read[None], out=at_receiver)
-    assert torch.equal(at_receiver, at_sender)
-    assert at_sender.dtype == torch.float32
+
+@BOTH
+def test_the_sum_may_be_written_over_the_residual_and_p_may_be_rounded(compressor: LowRank) -> None:
+    batch, n, m, r = LARGE
+    matrices, residual, q = gaussian(batch, n, m), gaussian(batch, n, m, seed=1), first_q(batch, m, r)
+    total, p = torch.empty_like(residual), torch.empty(batch, n, r)
+    compressor.project_sum(matrices, residual, q, total=total, out=p)
+    for dtype in (torch.float32, torch.bfloat16):
+        over, again = residual.clone(), torch.full((batch, n, r), torch.nan, dtype=dtype)
+        compressor.project_sum(matrices, over, q, total=over, out=again)
+        assert torch.equal(over, total) and torch.equal(again, p.to(dtype))
+
+
+@BOTH
+@SIZES
+@WIRE
+def test_matrices_in_a_bucket_are_multiplied_as_in_float64(compressor: LowRank, size, wire: torch.dtype) -> None:
+    batch, n, m, r = size
+    matrices, q = as_in_a_bucket(gaussian(batch, n, m, dtype=wire)), first_q(batch, m, r)
+    p = compressor.project(matrices, q)
+    assert worst_error(p, matrices.double() @ q.double()) < SUM_OF_2048
+    back = compressor.back_project(matrices, p)
+    assert worst_error(back, matrices.double().mT @ p.double()) < SUM_OF_2048
+    left = gaussian(batch, n, m, seed=3)
+    exact = left.double() - 0.25 * p.double() @ back.double().mT
+    compressor.subtract_reconstruction(left, p, back, share=0.25)
+    assert worst_error(left, exact) < 4 * EPS32
+
+
+@BOTH
+@SIZES
+@WIRE
+def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor: LowRank, size, wire: torch.dtype) -> None:
+    batch, n, m, r = size
+    total = gaussian(batch, n, m)
+    p, q = gaussian(batch, n, r, seed=1, dtype=wire), gaussian(batch, m, r, seed=2, dtype=wire)
+    # The receiver's factors lie elsewhere, at another alignment, and it writes into a buffer that requires grad.
+    p_read, q_read = (torch.empty(f.numel() + 1, dtype=wire)[1:].view(f.shape).copy_(f) for f in (p, q))
+    arrives = torch.full((batch, n, m), torch.nan, dtype=wire, requires_grad=True)
+    compressor.reconstruct(p_read, q_read, out=arrives)
+    expected = total - arrives.detach()
+    compressor.subtract_reconstruction(total, p, q)
+    assert torch.equal(total, expected)
+    exact = p.double() @ q.double().mT
+    # Entries of size sqrt(r), of which the wire's dtype keeps its digits; the largest is above 4.
+    assert worst_error(arrives.detach(), exact) < 2 * torch.finfo(wire).eps
+
+
+@pytest.mark.parametrize("r", [1, 17, 40, 128, 200])
+def test_what_is_subtracted_is_what_arrives_at_every_compression_rank(r: int) -> None:
+    """MKL makes a product of 200 terms in two parts; added in place, the first would be rounded with what is there."""
+    p, q, total = gaussian(1, 1367, r), gaussian(1, 1000, r, seed=1), gaussian(1, 1367, 1000, seed=2)
+    fast = FastLowRank()
+    expected = total - fast.reconstruct(p, q)
+    fast.subtract_reconstruction(total, p, q)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_entry_of_a_large_matrix_reaches_its_own_results_only(bad: float) -> None:
+    batch, n, m, r = LARGE
+    fast, matrices, q = FastLowRank(), gaussian(batch, n, m), first_q(batch, m, r)
+    clean = step(fast, matrices, q)[2]
+    matrices[1, 500, 5] = bad
+    total, p = torch.empty_like(matrices), torch.empty(batch, n, r)
+    fast.project_sum(matrices, None, q, total=total, out=p)
+    assert not p[1].isfinite().all()
+    approximation = step(fast, matrices, q)[2]
+    assert approximation[1].isnan().all()
+    assert torch.equal(approximation[0], clean[0])
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE, (2, 600, 1024, 128)], ids=["small", "large", "orthogonalised in fp32"])
+@WIRE
+def test_a_second_message_allocates_nothing_and_asks_the_host_nothing(size, wire: torch.dtype) -> None:
+    batch, n, m, r = size
+    fast, matrices, fallback = FastLowRank(), gaussian(batch, n, m, dtype=wire), first_q(batch, m, r)
+    q, scratch = fallback.clone(), Scratch()
+    total, p, back = torch.zeros(batch, n, m), torch.empty(batch, n, r), torch.empty(batch, m, r)
+    arrives = torch.empty(batch, n, m, dtype=wire)
+    p_wire, back_wire = p.to(wire), back.to(wire)
+
+    def message() -> None:
+        fast.project_sum(matrices, total, q, total=total, out=p)
+        fast.orthogonalize(p, out=p)
+        p_wire.copy_(p)
+        back_wire.copy_(fast.back_project(total, p_wire, out=back))
+        fast.subtract_reconstruction(total, p_wire, back_wire)
+        fast.reconstruct(p_wire, back_wire, out=arrives)
+        next_warm_start(back, fallback, fast, out=q, scratch=scratch)
+
+    message()
+    with Watch() as watch:
+        message()
+    assert watch.allocated == watch.read_by_host == []
+
+
+# --- the two ends of a link -------------------------------------------------------------------------------
 
 
 def test_the_message_is_p_then_q_and_its_parts_are_views() -> None:

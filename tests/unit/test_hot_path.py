@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors import Scratch
-from optimus_cc_ext.compressors.gradless import gradless
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.allocations import Watch
 from tests.unit.test_links import gradient, link, run_iteration
@@ -82,17 +81,6 @@ def test_scratch_memory_that_was_too_small_is_let_go() -> None:
     large = scratch.take("matrix", (4, 8), torch.float32, cpu)
     assert memory() is None
     assert scratch.take("matrix", (3, 2), torch.float32, cpu).data_ptr() == large.data_ptr()
-
-
-def test_without_a_graph_means_without_one_and_ends_with_the_call() -> None:
-    weight = torch.ones(3, requires_grad=True)
-    double = gradless(lambda t: t * 2)
-    assert not double(weight).requires_grad and (weight * 2).requires_grad
-    with torch.no_grad():
-        assert not double(weight).requires_grad and not (weight * 2).requires_grad
-    with pytest.raises(TypeError):
-        double(None, None)
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: host synchronisation cannot be observed")

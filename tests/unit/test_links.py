@@ -424,3 +424,10 @@ def test_the_time_of_both_parts_is_counted(monkeypatch):
     assert gauge.seconds() == 1.0
     sender.remember()
     assert gauge.seconds() == 2.0
+
+
+def test_the_residual_of_a_large_message_is_exactly_what_the_receiver_lacks() -> None:
+    sender, receiver = link(compressed_backprop_rank=16)
+    sent = torch.randn(600, 1, 1024, generator=torch.Generator().manual_seed(1))
+    (arrived,) = run_iteration(sender, receiver, [sent])
+    assert torch.equal(sender.residuals()[0].view_as(sent), sent - arrived)

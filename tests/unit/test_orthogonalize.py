@@ -10,32 +10,20 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors import Scratch, llvm, orthogonalize_fp32
-from optimus_cc_ext.compressors.orthogonalize import (
-    _two_passes,
-    cholesky_qr,
-    cholesky_qr_into,
-    gram_schmidt,
-)
-from optimus_cc_ext.compressors.orthogonalize_fp32 import is_for_fp32
-from optimus_cc_ext.compressors.products import multiplies_fp32
+from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors import orthogonalize as module
+from optimus_cc_ext.compressors.orthogonalize import begins_in_fp32, cholesky_qr, gram_schmidt
+from tests.low_rank_steps import EPS32, gaussian
 
-EPS32 = torch.finfo(torch.float32).eps
 # What storing orthonormal columns in fp32 costs: every entry is off by eps/2, P^T P by less than eps.
 ROUNDING = 2 * EPS32
-# What one pass in fp32 leaves, which on a CPU is enough for large well-conditioned matrices: the rounding of the Gram
-# matrix's sums, 3 eps, amplified by at most 4 (`orthogonalize_fp32`).
-ONE_PASS = 12 * EPS32
+# What fp32 leaves, on a CPU, of large well-conditioned matrices: the rounding of the Gram matrix's sums.
+IN_FP32 = 12 * EPS32
 
 
 def rounding_of(p: Tensor) -> float:
     """What a basis of p may be off: more where p is large enough for fp32."""
-    return ONE_PASS if is_for_fp32(p) else ROUNDING
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(dtype)
+    return IN_FP32 if begins_in_fp32(p) else ROUNDING
 
 
 def with_spectrum(n: int, r: int, smallest_exponent: float, batch: int = 3) -> Tensor:
@@ -106,43 +94,22 @@ def test_scale_of_the_input_does_not_matter(orthogonalize, scale: float) -> None
     torch.testing.assert_close(orthogonalize(p * scale), orthogonalize(p), rtol=0, atol=tolerance)
 
 
-def degenerate(kind: str, n: int, r: int) -> Tensor:
-    p = gaussian(2, n, r)
-    match kind:
-        case "zero":
-            p.zero_()
-        case "zero column":
-            p[..., r // 2] = 0
-        case "equal columns":
-            p[...] = 1
-        case "second half repeats the first":
-            p[..., r - r // 2 :] = p[..., : r // 2]
-        case "rank 2":
-            p = p[..., :2] @ gaussian(2, 2, r, seed=5)
-        case "small integers of rank 3":
-            p = p[..., :3].round() @ gaussian(2, 3, r, seed=5).round()
-        case "one zero matrix among others":
-            p[0] = 0
-        case "singular values down to 1e-30":
-            p = with_spectrum(n, r, -30, batch=2)
-        case "powers of one vector":
-            p = (torch.linspace(0, 1, n)[:, None] ** torch.arange(r)).expand(2, n, r)
-        case _:
-            raise AssertionError(kind)
+def zeroed(p: Tensor, index: object) -> Tensor:
+    p[index] = 0
     return p
 
 
-DEGENERATE = (
-    "zero",
-    "zero column",
-    "equal columns",
-    "second half repeats the first",
-    "rank 2",
-    "small integers of rank 3",
-    "one zero matrix among others",
-    "singular values down to 1e-30",
-    "powers of one vector",
-)
+DEGENERATE = {
+    "zero": lambda p, n, r: p.zero_(),
+    "zero column": lambda p, n, r: zeroed(p, (..., r // 2)),
+    "equal columns": lambda p, n, r: p.fill_(1.0),
+    "second half repeats the first": lambda p, n, r: torch.cat([p[..., : r - r // 2], p[..., : r // 2]], dim=-1),
+    "rank 2": lambda p, n, r: p[..., :2] @ gaussian(2, 2, r, seed=5),
+    "small integers of rank 3": lambda p, n, r: p[..., :3].round() @ gaussian(2, 3, r, seed=5).round(),
+    "one zero matrix among others": lambda p, n, r: zeroed(p, 0),
+    "singular values down to 1e-30": lambda p, n, r: with_spectrum(n, r, -30, batch=2),
+    "powers of one vector": lambda p, n, r: (torch.linspace(0, 1, n)[:, None] ** torch.arange(r)).expand(2, n, r),
+}
 
 
 @pytest.mark.parametrize("kind", DEGENERATE)
@@ -150,7 +117,7 @@ DEGENERATE = (
 def test_zero_and_rank_deficient_input_give_a_finite_contraction_that_spans_the_input(
     kind: str, n: int, r: int
 ) -> None:
-    p = degenerate(kind, n, r)
+    p = DEGENERATE[kind](gaussian(2, n, r), n, r)
     basis = cholesky_qr(p)
     assert basis.isfinite().all()
     # P P^T must never amplify: that would blow up the residual of error feedback.
@@ -249,114 +216,86 @@ def test_any_shape_rank_and_scale_gives_a_finite_contraction_that_spans_the_inpu
 
 # --- large matrices on a CPU: fp32 where it is enough --------------------------------------------------------
 
-IN_FP32 = pytest.mark.skipif(
-    not multiplies_fp32(), reason="torch may round the products of this CPU to bf16: all passes are in fp64"
-)
+
+def of_condition(condition: float, batch: int = 1) -> Tensor:
+    """(batch, 640, 128) in fp32, in directions that no column has alone."""
+    return with_spectrum(640, 128, -math.log10(condition), batch=batch)
 
 
-def of_condition(condition: float, n: int = 640, r: int = 128, batch: int = 1) -> Tensor:
-    """(batch, n, r) in fp32: singular values from 1 down to 1 / condition, in directions that no column has alone."""
-    return with_spectrum(n, r, -math.log10(condition), batch=batch)
-
-
-@pytest.fixture(params=["ours", "libraries'"])
-def grams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with one entry per Gram matrix that is computed in fp32; by kernels of ours, or by libraries alone."""
-    if request.param != "ours":
-        monkeypatch.setattr(llvm, "is_there", lambda: False)
-    elif not llvm.is_there():
-        pytest.skip("kernels need llvmlite (pip install 'optimus_cc_ext[cpu]') and an x86-64 CPU with AVX2")
+@pytest.fixture
+def in_fp64(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with how many matrices were orthogonalised in fp64, call by call."""
     seen: list[int] = []
-    compute = orthogonalize_fp32._pass
+    two_passes = module._two_passes
 
-    def counted(p: Tensor, out: Tensor, take: orthogonalize_fp32.Take) -> list[float]:
-        seen.extend(a.shape[0] for a in p)
-        return compute(p, out, take)
+    def counted(p: Tensor, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        seen.extend([len(p)] * (dtype == torch.float64))
+        return two_passes(p, dtype, scratch)
 
-    monkeypatch.setattr(orthogonalize_fp32, "_pass", counted)
+    monkeypatch.setattr(module, "_two_passes", counted)
     return seen
 
 
-COLUMNS = pytest.mark.parametrize("r", [16, 128], ids=["few columns", "many columns"])
-"""Their Gram matrices are factorised by our kernels or by NumPy, and by torch."""
-
-
-@IN_FP32
-@COLUMNS
 @pytest.mark.parametrize(
-    "condition, passes, tolerance",
-    [(1.0, 1, ONE_PASS), (3.0, 1, ONE_PASS), (30.0, 2, ONE_PASS), (1e3, 1, ROUNDING), (1e6, 1, ROUNDING)],
-    ids=["orthogonal", "well-conditioned", "once more", "fp64", "fp64, near fp32's limit"],
+    "condition, fails, tolerance",
+    [
+        (1.0, False, IN_FP32),
+        (3.0, False, IN_FP32),
+        (30.0, False, IN_FP32),
+        (1e3, True, ROUNDING),
+        (1e6, True, ROUNDING),
+    ],
 )
-def test_the_condition_decides_how_often_and_in_what_a_matrix_is_orthogonalised(
-    condition: float, passes: int, tolerance: float, r: int, grams: list[int]
+def test_the_condition_decides_in_what_a_matrix_is_orthogonalised(
+    condition: float, fails: bool, tolerance: float, in_fp64: list[int]
 ) -> None:
-    p = of_condition(condition, r=r)
+    p = of_condition(condition)
     basis = cholesky_qr(p)
-    assert len(grams) == passes
+    assert in_fp64 == [1] * fails
     assert off_orthonormal(basis) < tolerance
-    assert left_outside(p, basis) < ONE_PASS
-    # The same basis as the fp64 passes find: fp32's rounding of P turns it by eps times P's condition.
-    expected = _two_passes(p, None, Scratch())
-    torch.testing.assert_close(basis, expected, rtol=0, atol=max(ONE_PASS, 4 * EPS32 * condition))
+    assert left_outside(p, basis) < IN_FP32
+    # The same basis as fp64 finds: fp32's rounding of P turns it by eps times P's condition.
+    expected = cholesky_qr(p.double()).float()
+    torch.testing.assert_close(basis, expected, rtol=0, atol=max(IN_FP32, 4 * EPS32 * condition))
 
 
-@IN_FP32
-def test_a_warm_started_projection_takes_one_pass(grams: list[int]) -> None:
+def test_a_warm_started_projection_needs_no_fp64(in_fp64: list[int]) -> None:
     # Singular values that fall tenfold over the kept directions, and a Q that is aligned with them up to noise.
     left, right = (torch.linalg.qr(gaussian(1, rows, 128, seed=rows)).Q for rows in (640, 300))
     falling = torch.logspace(0, -1, 128)
     matrix = (left * falling) @ right.mT + 1e-3 * gaussian(1, 640, 300, seed=5)
     q = torch.linalg.qr(right + 1e-3 * gaussian(1, 300, 128, seed=6)).Q
-    assert off_orthonormal(cholesky_qr(matrix @ q)) < ONE_PASS
-    assert len(grams) == 1
+    assert off_orthonormal(cholesky_qr(matrix @ q)) < IN_FP32
+    assert in_fp64 == []
 
 
-@IN_FP32
-@COLUMNS
 @pytest.mark.parametrize("scale", [4e-21, 1e-17, 1e16, 1e21])
-def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float, r: int, grams: list[int]) -> None:
+def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float) -> None:
     # Products of entries of 4e-21 have four digits left in fp32, as all near 1e-41.
-    p = gaussian(1, 640, r) * scale
-    assert off_orthonormal(cholesky_qr(p)) < ONE_PASS
+    p = gaussian(1, 640, 128) * scale
+    assert off_orthonormal(cholesky_qr(p)) < IN_FP32
 
 
-@IN_FP32
-@COLUMNS
-def test_every_matrix_of_a_batch_is_treated_as_if_it_were_alone(r: int, grams: list[int]) -> None:
-    kinds = [of_condition(c, r=r)[0] for c in (1.0, 30.0, 1e5)]
-    kinds += [gaussian(640, r) * 1e-25, torch.zeros(640, r), torch.full((640, r), torch.nan), gaussian(640, r)]
+def test_every_matrix_of_a_batch_is_treated_as_if_it_were_alone(in_fp64: list[int]) -> None:
+    kinds = [of_condition(c)[0] for c in (1.0, 30.0, 1e5)]
+    kinds += [gaussian(640, 128) * 1e-25, torch.zeros(640, 128), torch.full((640, 128), torch.nan), gaussian(640, 128)]
     p = torch.stack(kinds)
     p[6, 3, 7] = torch.inf
     p[4, :, 5] = 1.0
     together = cholesky_qr(p)
-    assert len(grams) == len(p) + 1
+    assert len(in_fp64) == 5
     for index in range(len(p)):
         torch.testing.assert_close(
             together[index], cholesky_qr(p[index : index + 1])[0], rtol=0, atol=0, equal_nan=True
         )
     assert together[5:].isnan().all() and together[:5].isfinite().all()
-    assert off_orthonormal(together[:4]) < ONE_PASS
+    assert off_orthonormal(together[:4]) < IN_FP32
     assert (together[4, :, :5] == 0).all() and (together[4, :, 6:] == 0).all()
     assert cholesky_qr(p, out=p) is p
     torch.testing.assert_close(p, together, rtol=0, atol=0, equal_nan=True)
 
 
-@IN_FP32
-@COLUMNS
-def test_columns_are_called_full_only_where_all_of_them_are(r: int, grams: list[int]) -> None:
-    p = torch.stack([of_condition(c, r=r)[0] for c in (1.0, 30.0)])
-    basis, full = cholesky_qr_into(p, torch.empty_like(p), None)
-    assert full and off_orthonormal(basis) < ONE_PASS
-    for bad in (torch.zeros(640), torch.full((640,), torch.nan), p[1, :, 0]):
-        worse = p.clone()
-        worse[1, :, 5] = bad
-        assert not cholesky_qr_into(worse, torch.empty_like(p), None)[1]
-    assert not cholesky_qr_into(gaussian(1, 20, 4), None, None)[1]  # small ones, in fp64, do not know
-
-
-@IN_FP32
-def test_sixteen_bits_and_strides_come_out_as_from_fp32(grams: list[int]) -> None:
+def test_sixteen_bits_and_strides_come_out_as_from_fp32() -> None:
     p = of_condition(3.0, batch=2).bfloat16()
     expected = cholesky_qr(p.float())
     assert torch.equal(cholesky_qr(p), expected)
@@ -365,23 +304,3 @@ def test_sixteen_bits_and_strides_come_out_as_from_fp32(grams: list[int]) -> Non
     assert torch.equal(cholesky_qr(p, out=wire), expected.bfloat16())
     strided = torch.empty(2, 640, 256)[..., ::2]
     assert torch.equal(cholesky_qr(p, out=strided), expected)
-    assert len(grams) == 2 * 5
-
-
-@pytest.mark.parametrize("r", [1, 32, 33, 64, 100, 128, 200])
-def test_the_factor_by_halves_is_lapacks(r: int) -> None:
-    a = gaussian(3, 2 * r, r, dtype=torch.float64)
-    g = a.mT @ a
-    lower = torch.linalg.cholesky(g)
-    inverse = torch.zeros_like(g)
-    leaf = torch.eye(32, dtype=torch.float64)
-    assert orthogonalize_fp32._invert_factor(g.clone(), inverse, leaf).tolist() == [True] * 3
-    identity = torch.eye(r, dtype=torch.float64).expand(3, r, r)
-    # fp64 rounding times the condition of a 2 r x r Gaussian, which is 6.
-    torch.testing.assert_close(inverse @ lower, identity, rtol=0, atol=1e-13)
-    assert torch.equal(inverse, inverse.tril())
-    for entry in {0, r - 1}:
-        indefinite = g.clone()
-        indefinite[1, entry, entry] = -1.0
-        definite = orthogonalize_fp32._invert_factor(indefinite, torch.zeros_like(g), leaf)
-        assert definite.tolist() == [True, False, True]

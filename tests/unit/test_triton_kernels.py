@@ -25,33 +25,24 @@ from optimus_cc_ext.compressors import triton_launches as launches
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
 from optimus_cc_ext.compressors.triton_low_rank import TritonLowRank
 from tests.allocations import Watch
+from tests.low_rank_steps import EPS32
+from tests.low_rank_steps import gaussian as gaussian_on_cpu
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 RUNS_HERE = launches.AVAILABLE and (GPU or launches.INTERPRETED)
-EPS32 = torch.finfo(torch.float32).eps
 # A product may be off by 2 eps (3xTF32 leaves 2^-22) and sums of some hundred addends, added in blocks, by as much
 # again and again: 8 eps of the sum of the addends' sizes. Plain TF32 (2^-11) would be off by hundreds.
 PRODUCT = 8 * EPS32
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = ((5, 7, 1), (70, 131, 3), (64, 96, 16), (81, 65, 40))
-# The interpreter is slow: every size and every dtype, and with --full every pair.
-PAIRS = {(1, 0), (3, 0), (2, 1), (3, 1), (0, 2), (1, 2)}
 CASES = pytest.mark.parametrize(
-    "n, m, r, dtype",
-    [
-        pytest.param(*size, dtype, marks=() if GPU or (i, j) in PAIRS else pytest.mark.full)
-        for i, size in enumerate(SIZES)
-        for j, dtype in enumerate(DTYPES)
-    ],
+    "n, m, r, dtype", [(5, 7, 1, torch.float16), (70, 131, 3, torch.float32), (81, 65, 40, torch.bfloat16)]
 )
 needs_triton = pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(dtype).to(DEVICE)
+    return gaussian_on_cpu(*shape, seed=seed, dtype=dtype).to(DEVICE)
 
 
 def strided(t: Tensor, *, space: float = float("nan")) -> Tensor:
@@ -70,14 +61,9 @@ def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
     """`found` is left @ right but for fp32 products and its own rounding."""
     left, right = left.double(), right.double()
     exact = left @ right
-    allowed = (
-        PRODUCT * (left.abs() @ right.abs())
-        + rounding(found.dtype) * exact.abs()
-        + 1e-7
-        * (
-            found.dtype == torch.float16  # the least subnormal number
-        )
-    )
+    allowed = PRODUCT * (left.abs() @ right.abs()) + rounding(found.dtype) * exact.abs()
+    if found.dtype == torch.float16:
+        allowed += 1e-7  # the least subnormal number
     worst = ((found.double() - exact).abs() / allowed.clamp_min(1e-300)).max().item()
     assert worst <= 1, f"{worst:.2g} times what is allowed"
 
@@ -233,6 +219,8 @@ class TestKernels:
         # With nothing to subtract from, the residual is what arrived itself: a wrong last bit cannot hide.
         launches.subtract_reconstruction(residual.zero_(), p, q)
         assert torch.equal(residual, -arrives.float())
+        launches.subtract_reconstruction(residual.zero_(), p, q, share=0.25)
+        assert torch.equal(residual, -0.25 * arrives.float())
 
     @pytest.mark.parametrize("programs", [1, 512], ids=["in one go", "in partial sums"])
     def test_strided_batches(self, monkeypatch, programs: int) -> None:
@@ -272,16 +260,7 @@ class TestKernels:
         launches.orthogonalize(p, p)
         assert p[1].isnan().all() and p[0].isfinite().all()
 
-    @pytest.mark.parametrize(
-        "n, r, dtype",
-        [
-            (1, 1, torch.float32),
-            (130, 3, torch.float16),
-            (70, 16, torch.float32),
-            (20, 17, torch.bfloat16),
-            pytest.param(64, 64, torch.float32, marks=() if GPU else pytest.mark.full),
-        ],
-    )
+    @pytest.mark.parametrize("n, r, dtype", [(1, 1, torch.float32), (130, 3, torch.float16), (20, 17, torch.bfloat16)])
     def test_orthogonalisation_is_that_of_torch(self, n, r, dtype) -> None:
         # Well-conditioned, or float64's rounding and the shift would show: 16 n eps times the condition.
         p = gaussian(2, n, r, dtype=dtype) + (2 * r**0.5 + 1) * torch.eye(n, r, dtype=dtype, device=DEVICE)
@@ -291,10 +270,9 @@ class TestKernels:
         launches.orthogonalize(p, p)
         torch.testing.assert_close(p.float(), out, rtol=rounding(dtype), atol=1e-7)
 
-    @pytest.mark.parametrize("smallest_exponent", [pytest.param(-3, marks=pytest.mark.full), -7])
-    def test_decaying_spectra_give_an_orthonormal_basis(self, smallest_exponent: int) -> None:
+    def test_a_decaying_spectrum_gives_an_orthonormal_basis(self) -> None:
         left, right = torch.linalg.qr(gaussian(1, 72, 24).double()).Q, torch.linalg.qr(gaussian(1, 24, 24).double()).Q
-        spectrum = torch.logspace(0, smallest_exponent, 24, dtype=torch.float64, device=DEVICE)
+        spectrum = torch.logspace(0, -7, 24, dtype=torch.float64, device=DEVICE)
         p = ((left * spectrum) @ right.mT).float()
         basis = launches.orthogonalize(p, torch.empty_like(p)).double()
         identity = torch.eye(24, dtype=torch.float64, device=DEVICE)
@@ -314,7 +292,7 @@ class TestKernels:
         assert (basis[0, :, 1] == 0).all() and (basis[1] == 0).all()
         torch.testing.assert_close(basis, cholesky_qr(with_holes), rtol=0, atol=EPS32)
 
-    @pytest.mark.parametrize("r", [1, 3, 40])
+    @pytest.mark.parametrize("r", [1, 40])
     def test_inverse_cholesky_factors_are_torchs(self, r: int) -> None:
         a = gaussian(1, 80, r, dtype=torch.float64) * torch.logspace(-20, 20, r, dtype=torch.float64, device=DEVICE)
         # In three partial sums: not a power of two.
