@@ -20,7 +20,7 @@ def install(config: OptimusConfig | None = None) -> None:
     To be called before the model is built, and before Megatron parses its command line if `config` is None.
 
     Args:
-        config: what to do, for an own training loop; None: flags on Megatron's command line say it.
+        config: what to do, for a custom training loop; None: flags on Megatron's command line say it.
 
     Raises:
         UnsupportedMegatron: Megatron is missing, of an untested version, or a seam has moved.

@@ -1,11 +1,25 @@
-"""What goes wrong by a user's hand or by another version of Megatron: each error says what, why and what to do."""
+"""What goes wrong by a user's hand or by another version of Megatron, and how a process then ends.
+
+Each error says what, why and what to do; no traceback where there is nothing to debug.
+"""
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
-__all__ = ["FlagError", "OptimusError", "RanksDisagree", "UnsupportedMegatron", "exit_with", "is_first_local_rank"]
+__all__ = [
+    "FlagError",
+    "OptimusError",
+    "RanksDisagree",
+    "UnsupportedMegatron",
+    "exit_with",
+    "is_first_local_rank",
+    "run_command",
+]
 
 
 class OptimusError(RuntimeError):
@@ -33,11 +47,33 @@ def is_first_local_rank() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def exit_with(error: OptimusError) -> NoReturn:
-    """Say what is wrong, once per node, and end with status 2."""
+def exit_with(reason: Exception | str) -> NoReturn:
+    """End this rank with status 2; the first one of a node says why."""
     if is_first_local_rank():
-        print(f"optimus-cc: error: {error}", file=sys.stderr, flush=True)
+        print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
     else:
         # The launcher ends all ranks as soon as one has ended; let it be the one that speaks.
         time.sleep(5)
-    raise SystemExit(2) from error
+    raise SystemExit(2) from (reason if isinstance(reason, Exception) else None)
+
+
+def run_command(command: Callable[[], None]) -> int:
+    """Run a command of ours; return the exit code: 0, 1 (the system refused), 2 (bad input), 130 (Ctrl-C)."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        command()
+    except OptimusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _end(signum: int, _frame: FrameType | None) -> None:
+    # As an exception, so that what was half made is removed on the way out.
+    raise SystemExit(128 + signum)

@@ -1,14 +1,34 @@
-"""What has to happen in a process before Megatron is imported, for the launcher and for a patched pretrain_gpt.py."""
+"""What happens in a process before Megatron is imported: for the launcher, and for a patched pretrain_gpt.py."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from optimus_cc_ext import cpu_runtime, install
-from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.errors import OptimusError, exit_with
 
-__all__ = ["prepare", "refuse"]
+__all__ = ["launch", "prepare"]
+
+
+def launch(argv: list[str]) -> None:
+    """Run a Megatron training script, or our own entry, with Optimus-CC installed.
+
+    Args:
+        argv: the command line without the program's name: a script first, or flags only.
+    """
+    script = argv[0] if argv and not argv[0].startswith("-") else None
+    if script is None:
+        prepare()
+        _run_own_entry(argv)
+        return
+    if not Path(script).is_file():
+        exit_with(f"{script}: no such script. Give the path of pretrain_gpt.py, or no script at all")
+    # As python does for a script: its folder comes first, so that its neighbours can be imported.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    prepare()
+    sys.argv = argv
+    runpy.run_path(script, run_name="__main__")
 
 
 def prepare() -> None:
@@ -21,21 +41,24 @@ def prepare() -> None:
         line = cpu_runtime.activate()
         install()
     except (OptimusError, ValueError, RuntimeError) as error:
-        refuse(error)
-    if _speaks():
+        exit_with(error)
+    if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
         print(_which_megatron(), flush=True)
 
 
-def refuse(reason: Exception | str) -> NoReturn:
-    """End with status 2; the first rank says why."""
-    if _speaks():
-        print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+def _run_own_entry(argv: list[str]) -> None:
+    try:
+        from optimus_cc_ext import pretrain_gpt
+    except ImportError as error:
+        from optimus_cc_ext.hooks.registry import megatron_version
 
-
-def _speaks() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+        exit_with(
+            f"the built-in pretrain_gpt cannot run on megatron-core {megatron_version()} ({error}). "
+            "Give the script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
+        )
+    sys.argv = [pretrain_gpt.__file__, *argv]
+    pretrain_gpt.main()
 
 
 def _which_megatron() -> str:

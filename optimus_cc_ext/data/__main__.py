@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.data.prepare import PreparedData, default_workers, prepare
+from optimus_cc_ext.errors import run_command
 
 __all__ = ["main"]
 

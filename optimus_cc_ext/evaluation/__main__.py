@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.command_line import run_command
+from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.evaluation.convert import convert
 from optimus_cc_ext.evaluation.perplexity import perplexity
 from optimus_cc_ext.evaluation.tasks import PAPER_TASKS, run_tasks

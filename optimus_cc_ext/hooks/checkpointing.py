@@ -19,11 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from optimus_cc_ext.errors import OptimusError, exit_with
-from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.resuming import Resumption, decide, settings_of
-from optimus_cc_ext.session import Session
-from optimus_cc_ext.state_files import (
+from optimus_cc_ext.checkpoint.resuming import Resumption, decide, settings_of
+from optimus_cc_ext.checkpoint.state_files import (
     FOLDER,
     DamagedState,
     Manifest,
@@ -35,6 +32,9 @@ from optimus_cc_ext.state_files import (
     write_manifest,
     write_rank_file,
 )
+from optimus_cc_ext.errors import OptimusError, exit_with
+from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.session import Session
 
 __all__ = ["wraps"]
 

@@ -47,7 +47,7 @@ def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
 
 
 def _facts(ddp: Any) -> argparse.Namespace:
-    """What a wrapped model says about the run, in the names of Megatron's flags: own training loops have no flags."""
+    """What a wrapped model says about the run, in the names of Megatron's flags: custom training loops have none."""
     facts = vars(ddp.ddp_config) | {
         "ddp_reduce_scatter_with_fp32_accumulation": ddp.ddp_config.reduce_scatter_with_fp32_accumulation,
         "ddp_param_name_patterns_for_fp32_local_accumulation": getattr(

@@ -8,9 +8,9 @@ import torch
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
-from optimus_cc_ext.traffic import TrafficClass
 
 __all__ = ["tied_embedding", "wraps"]
 

@@ -24,8 +24,8 @@ from optimus_cc_ext.hooks import (
 )
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
 from optimus_cc_ext.resolve import Layout, Resolution
-from optimus_cc_ext.session import Grid, Session
-from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
 __all__ = ["Installation", "all_seams"]
 
@@ -117,7 +117,7 @@ def _training_wraps(session: Session) -> _Wraps:
 
 
 def _importable(seam: Seam) -> bool:
-    """megatron.training is not part of every installation of megatron.core; own training loops do without it."""
+    """megatron.training is not part of every installation of megatron.core; custom training loops do without it."""
     package = ".".join(seam.target.split(":")[0].split(".")[:2])
     return importlib.util.find_spec(package) is not None
 
@@ -138,7 +138,7 @@ def _grid_and_layout(session: Session, distributed_optimizer: bool) -> tuple[Gri
         embedding_group=_embedding_group(parallel_state),
         timeout=_timeout(),
     )
-    # In an own training loop nothing says whether the embeddings are tied; the model will, by having one or not.
+    # In a custom training loop nothing says whether the embeddings are tied; the model will, by having one or not.
     layout = session.layout or Layout(
         stages=grid.stages,
         data_parallel=grid.data_parallel,

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer, reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer, reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.side_stream import SideStream
-from optimus_cc_ext.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 
 __all__ = ["attach", "own_shard"]
 
@@ -33,23 +33,19 @@ def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any
     `never_compressed` holds parameters whose gradients stay dense.
     """
     buckets = _Buckets(session, bucket_group, never_compressed)
-    session.buckets.append(buckets)
-    if session.compresses_this_stage:
-        buckets.compress()
+    session.gradients.add_buckets(buckets)
     bucket_group.start_grad_sync = buckets.start_grad_sync
 
 
 class _Buckets:
-    """A bucket group of Megatron's, and how its gradients are reduced; see `session.Buckets`."""
+    """A bucket group of Megatron's, and how its gradients are reduced; see `selective_stage_compression.Buckets`."""
 
     def __init__(self, session: Session, bucket_group: Any, never_compressed: Collection[Any]) -> None:
         self._session, self._bucket_group, self._never_compressed = session, bucket_group, never_compressed
         self._original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
         self._sharded = bucket_group.ddp_config.use_distributed_optimizer
         overlapped = bucket_group.ddp_config.overlap_grad_reduce
-        if overlapped and session.bucket_stream is None:
-            session.bucket_stream = SideStream(bucket_group.buckets[0].grad_data.device)
-        self._side = session.bucket_stream if overlapped else None
+        self._side = session.gradients.side_stream(bucket_group.buckets[0].grad_data.device) if overlapped else None
         self.overlapping = len(bucket_group.buckets) if overlapped else 0
         self.group = _group(bucket_group)
         self.tied_bytes = _tied_bytes(bucket_group)
@@ -88,7 +84,7 @@ class _Buckets:
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """In place of `_ParamAndGradBucketGroup.start_grad_sync`."""
         session, bucket_group = self._session, self._bucket_group
-        compressing = bool(self._compressed) and not session.in_warmup()
+        compressing = bool(self._compressed) and not session.gradients.in_warmup
         reducers = self._compressed if compressing else self._uncompressed
         started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
         if not session.active or not reducers or started_already:
@@ -102,7 +98,7 @@ class _Buckets:
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        handle = _Reduction(reducers, session.reducers, self._side, whole=bool(force_all_reduce))
+        handle = _Reduction(reducers, session.gradients.reducers, self._side, whole=bool(force_all_reduce))
         if self._side is not None:
             bucket_group.grad_reduce_handle = handle
         else:
@@ -127,7 +123,7 @@ class _Reduction:
 
     Args:
         everyones: the reducers of all buckets of this rank. The first reduction that is waited for lets all that were
-            started `turn`, so that their second phases travel one behind the other; waiting bucket by bucket, each
+            started `all_reduce_q`, so that their second phases travel one behind the other; bucket by bucket, each
             would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
         side: where it runs, if the backward pass goes on meanwhile.
         whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
@@ -144,7 +140,7 @@ class _Reduction:
     def wait(self) -> None:
         with self._beside():
             for reducer in self._everyones:
-                reducer.turn()
+                reducer.all_reduce_q()
             for reducer in self._reducers:
                 reducer.finish(self._whole)
         if self._side is not None:
@@ -162,9 +158,9 @@ def _reducers(
     session: Session, bucket_group: Any, compressible: Callable[[Any], bool], *, leave_out_tied: bool
 ) -> list[BucketReducer]:
     """One reducer per bucket: what is `compressible` compressed, a tied embedding left out or not."""
-    config, sharded = session.config, bucket_group.ddp_config.use_distributed_optimizer
-
-    def make(bucket: Any) -> Callable[[str], BucketReducer]:
+    sharded = bucket_group.ddp_config.use_distributed_optimizer
+    reducers = []
+    for bucket in bucket_group.buckets:
         if bucket.params_with_extra_main_grads:
             raise FlagError(
                 "--ddp-param-name-patterns-for-fp32-local-accumulation",
@@ -173,30 +169,20 @@ def _reducers(
             )
         matrices, norm_groups, dense = [], [], []
         for parameter in bucket.params_list:
-            gradient = parameter.main_grad
             if leave_out_tied and _is_tied(parameter):
                 continue
             if compressible(parameter):
-                matrices.append(gradient)
+                matrices.append(parameter.main_grad)
                 norm_groups.append(getattr(parameter, "grad_norm_group", None) or MAIN_NORM_GROUP)
             else:
-                dense.append(gradient.view(-1))
-        return lambda salt: BucketReducer(
-            matrices,
-            dense,
-            norm_groups=norm_groups,
-            shard=own_shard(bucket_group, bucket) if sharded else None,
-            group=_group(bucket_group),
-            compressor=session.bucket_compressor,
-            config=config,
-            seed=config.compression_seed,
-            salt=salt,
-            state_dtype=session.state_dtype,
-            scratch=session.bucket_scratch,
-            gauge=session.bucket_gauge,
+                dense.append(parameter.main_grad.view(-1))
+        shard = own_shard(bucket_group, bucket) if sharded else None
+        reducers.append(
+            session.gradients.add_reducer(
+                matrices, dense, norm_groups=norm_groups, shard=shard, group=_group(bucket_group)
+            )
         )
-
-    return [session.add_reducer(make(bucket)) for bucket in bucket_group.buckets]
+    return reducers
 
 
 def _compressible(parameter: Any, config: OptimusConfig) -> bool:

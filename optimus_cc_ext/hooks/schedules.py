@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.forecaster import Forecaster
+from optimus_cc_ext.forecast.forecaster import Forecaster
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import device_of_collectives
 from optimus_cc_ext.session import Session
@@ -43,11 +43,11 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
                         session.grid.stages, len(rest["model"]), num_microbatches, group_size
                     )
                 gradient = _gradient(model_config, rest)
-                if session.expect(schedule, gradient):
+                if session.preallocate(schedule, gradient):
                     _announce_memory(session)
-                undecided = session.stages_are_open
+                undecided = session.gradients.stages_are_open
                 forecaster.before_pass(schedule, gradient, device_of_collectives())
-                if undecided and session.compressed_stages:
+                if undecided and session.gradients.compressed_stages:
                     _announce_memory(session)  # what was said first knew nothing of the stages just chosen
                 with session.iteration(schedule, _loss_scale(model_config)):
                     return original(num_microbatches=num_microbatches, forward_only=False, **rest)
@@ -98,7 +98,7 @@ def _loss_scale(config: Any) -> torch.Tensor | None:
 def _announce_memory(session: Session) -> None:
     """Say what residuals and factors take, on the rank where they take most."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, session.state_nbytes())
+    torch.distributed.all_gather_object(everyone, [technique.states.nbytes for technique in session.techniques])
     if torch.distributed.get_rank() == 0:
         link, buckets = max(everyone, key=sum)
         dtype = session.config.compression_state_dtype

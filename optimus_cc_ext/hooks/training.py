@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.metrics import collect
+from optimus_cc_ext.metrics.report import collect
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 

@@ -4,44 +4,137 @@ What a pipeline stage sends back to the one before it is the gradient of that st
 (n = sequence x micro-batch rows, m = hidden). Instead of it go P (n x r) and Q (m x r) of one step of power
 iteration, packed into one message; what that leaves out is added to the link's next compressed message.
 
+    1. M = G + E                          before the message is posted
+    2. P = orth(M Q)
+    3. Q' = M^T P, and [P | Q'] is posted
+    4. E = M - P Q'^T                     while it travels
+    5. Q = orth(Q')                       for the next message
+
 A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
 order in which they are sent and received; both ends decide from the same schedule, and in a warm-up from the same
 iteration number, which of them are compressed.
-
-Only P and Q are needed before a message can leave. What the link remembers of it (`SendingLink.remember`) is computed
-after the message was posted, while it travels and the stage would else wait for it. Passes over memory of the
-gradient's size beside the two products that read it (fp32 gradient and state):
-
-    before the message leaves   M = G + E          read, read, write
-    while it travels            E = M - arrived    read, write (in torch what arrives is written first, and read)
-    once per iteration          the step counts    none on a CPU; on a GPU read, read, write
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from optimus_cc_ext.compressors import (
-    LowRank,
-    PackedFactors,
-    Scratch,
-    effective_rank,
-    initial_q,
-    next_warm_start,
-    pays,
-    private_generator,
-)
+from optimus_cc_ext.compressors import LowRank, PackedFactors, Scratch, effective_rank, pays, private_generator
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
-from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.error_statistics import ErrorStatistics
-from optimus_cc_ext.techniques.gauge import Gauge
+from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
+from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
+from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.transfer import Transfer
 
-__all__ = ["Link", "LinkPlan", "ReceivingLink", "SendingLink"]
+__all__ = ["CompressedBackprop", "Link", "LinkPlan", "ReceivingLink", "SendingLink"]
+
+
+class CompressedBackprop(Technique):
+    """Both links of this rank: to the stage before it, and from the one after it."""
+
+    def __init__(
+        self,
+        config: CompressedBackpropConfig,
+        compressor: LowRank,
+        *,
+        seed: int,
+        state_dtype: torch.dtype,
+        force: bool = False,
+        error_statistics: bool = False,
+    ) -> None:
+        self._scratch = Scratch()
+        super().__init__(
+            "compressed_backprop",
+            on=config.compressed_backprop,
+            states=FactorStates(config.compressed_backprop_rank, made_on_demand=True),
+            gauge=Gauge(self._scratch),
+        )
+        self._config, self._seed, self._state_dtype, self._force = config, seed, state_dtype, force
+        self.compressor = compressor
+        self.statistics = ErrorStatistics()
+        self._wants_statistics = error_statistics
+        self.sending: SendingLink | None = None
+        self.receiving: ReceivingLink | None = None
+
+    def place(self, grid: Grid) -> None:
+        """Make the links that a rank at this place has."""
+        if not self.on:
+            return
+        ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
+        before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
+        # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
+        if stage > 0 or grid.chunks > 1:
+            self.connect_to(before, stage, grid.place.rank, ranks[before])
+        if stage < grid.stages - 1 or grid.chunks > 1:
+            plan = self._plan(sending_stage=after, receiving_stage=stage)
+            self.receiving = ReceivingLink(plan, self.compressor, grid.place.rank, ranks[after], self.gauge)
+
+    def connect_to(self, receiving_stage: int, sending_stage: int, rank: int, peer_rank: int) -> None:
+        """Make the link on which this rank sends."""
+        self.sending = SendingLink(
+            self._plan(sending_stage=sending_stage, receiving_stage=receiving_stage), self.compressor, rank, peer_rank,
+            states=self.states, scratch=self._scratch, gauge=self.gauge, statistics=self.statistics,
+        )  # fmt: skip
+
+    def _plan(self, *, sending_stage: int, receiving_stage: int) -> "LinkPlan":
+        return LinkPlan(
+            config=self._config, sending_stage=sending_stage, receiving_stage=receiving_stage, seed=self._seed,
+            state_dtype=self._state_dtype, force=self._force,
+        )  # fmt: skip
+
+    def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
+        """Make the states of an iteration whose gradients have the shape, dtype and device of `like`."""
+        if self.sending is not None:
+            self.sending.preallocate(schedule, like)
+
+    def begin(self, this: Iteration) -> None:
+        """See `Technique.begin`."""
+        super().begin(this)
+        self.statistics.begin(this.measured and self._wants_statistics)
+        compressing = not this.is_among_the_first(self._config.compressed_backprop_warmup)
+        # What a run with a shorter warm-up has left would be out of date when this one ends.
+        if not compressing or self._config.residual_across_iterations == "drop":
+            self.states.zero_residuals()
+        for link in self._links():
+            link.begin(this.schedule, compressing=compressing)
+
+    def end(self) -> None:
+        """See `Technique.end`."""
+        for link in self._links():
+            link.end()
+
+    def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
+        """What takes the place of the tensors of one of Megatron's point-to-point calls, where anything does.
+
+        Args:
+            tensors: by role: `send_prev`, `recv_prev`, `send_next`, `recv_next`; (sequence, micro-batch, hidden) each.
+        """
+        send_prev, recv_next, recv_prev = (tensors[role] for role in ("send_prev", "recv_next", "recv_prev"))
+        transfers = {}
+        if send_prev is not None and self.sending is not None:
+            transfers["send_prev"] = self.sending.send(send_prev)
+        if recv_next is not None and self.receiving is not None:
+            transfers["recv_next"] = self.receiving.receive(recv_next)
+        if recv_prev is not None and self.statistics.on:
+            transfers["recv_prev"] = Transfer(recv_prev, after_wait=partial(self.statistics.activation, recv_prev))
+        return transfers
+
+    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
+        """See `Technique.mismatch`."""
+        if state_dict["states"] and self.sending is None:
+            return "this rank sends no compressed messages"
+        return super().mismatch(state_dict)
+
+    def _links(self) -> list["Link"]:
+        return [link for link in (self.sending, self.receiving) if link is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +176,9 @@ class Link:
 
     peer_role = "the other end"
 
-    def __init__(self, plan: LinkPlan, rank: int, peer_rank: int) -> None:
+    def __init__(self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int, gauge: Gauge | None) -> None:
         self.plan = plan
+        self._compressor, self._gauge = compressor, gauge or Gauge()
         self._rank, self._peer_rank = rank, peer_rank
         self._expected: Sequence[Message] = ()
         self._compressing = True
@@ -93,18 +187,14 @@ class Link:
 
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def begin_iteration(self, schedule: Schedule, *, compressing: bool = True) -> None:
+    def begin(self, schedule: Schedule, *, compressing: bool = True) -> None:
         """Number the messages from 0 again. Without `compressing` all of them travel as they are: the warm-up."""
         self._expected = schedule.messages(self.plan.receiving_stage)
         self._compressing = compressing
         self.compressed = []
 
-    def end_iteration(self) -> None:
-        """Check that every message of the iteration has passed.
-
-        Raises:
-            RanksDisagree: messages are missing.
-        """
+    def end(self) -> None:
+        """Check that every message of the iteration has passed; RanksDisagree if not."""
         if len(self.compressed) != len(self._expected):
             raise self._disagreement(len(self.compressed))
 
@@ -131,47 +221,8 @@ class Link:
         self._free[tensor.shape, tensor.dtype].append(buffer)
 
 
-class _SendingState:
-    """What one link remembers for one chunk's gradients: the residual and the warm start."""
-
-    def __init__(self, plan: LinkPlan, chunk: int, like: torch.Tensor) -> None:
-        rows, columns = matrix_shape(like.shape)
-        compression_rank = plan.wire(like.shape, like.dtype).r
-        # Neither the tensor-parallel nor the data-parallel rank goes into the seed: without sequence parallelism all
-        # tensor-parallel ranks of a stage send the same gradient, and must go on sending the same approximation.
-        generator = private_generator(
-            plan.seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns, device=like.device
-        )
-        factor = initial_q(1, columns, compression_rank, generator=generator, device=like.device)
-        self.residual = SteppedTensor(torch.zeros(1, rows, columns, dtype=plan.state_dtype, device=like.device))
-        self.warm_start = SteppedTensor(factor.to(plan.state_dtype, copy=True))
-        self.fresh_directions = factor
-        self.finite = torch.ones((), dtype=torch.bool, device=like.device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A compressed message that has been, or will at once be, posted: what its sender has yet to remember."""
-
-    state: _SendingState
-    number: int
-    matrix: torch.Tensor
-    """Gradient plus residual (1, n, m), fp32: in the residual's workspace, which nobody else uses before the next."""
-
-    p_wire: torch.Tensor
-    q_wire: torch.Tensor
-    """As they travel; views of the message, which is read from now on."""
-
-    q: torch.Tensor
-    """Q' in fp32, in scratch memory that lasts until the next message."""
-
-
 class SendingLink(Link):
-    """The end at stage s that compresses: M = G + E; P, Q of M; E = M - what the receiver will see."""
+    """The end at stage s that compresses, and remembers what the receiver will not see."""
 
     peer_role = "the previous stage"
 
@@ -181,200 +232,108 @@ class SendingLink(Link):
         compressor: LowRank,
         rank: int,
         peer_rank: int,
+        *,
+        states: FactorStates | None = None,
         scratch: Scratch | None = None,
         gauge: Gauge | None = None,
+        statistics: ErrorStatistics | None = None,
     ) -> None:
-        super().__init__(plan, rank, peer_rank)
-        self._compressor = compressor
+        super().__init__(plan, compressor, rank, peer_rank, gauge)
         self._scratch = scratch or Scratch()
-        self._gauge = gauge or Gauge(self._scratch)
-        self.statistics = ErrorStatistics()
-        self._states: dict[tuple[int, torch.Size, torch.dtype], _SendingState] = {}
-        self._unremembered: _Message | None = None
-        self._loaded: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = {}
-        """Of a checkpoint, until the first message of this chunk, shape and dtype makes the state."""
-
-    def begin_iteration(self, schedule: Schedule, *, compressing: bool = True) -> None:
-        self.remember()
-        super().begin_iteration(schedule, compressing=compressing)
-        # What a run with a shorter warm-up has left would be out of date when this one ends.
-        if not compressing or self.plan.config.residual_across_iterations == "drop":
-            for state in self._states.values():
-                state.residual.zero_()
-
-    def end_iteration(self) -> None:
-        self.remember()
-        super().end_iteration()
+        self.states = states or FactorStates(plan.config.compressed_backprop_rank, made_on_demand=True)
+        self._statistics = statistics or ErrorStatistics()
 
     @torch.no_grad()
-    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """The tensor to put on the wire for `gradient` (sequence, micro-batch, hidden), and what to call once sent.
+    def send(self, gradient: torch.Tensor) -> Transfer:
+        """What travels instead of `gradient` (sequence, micro-batch, hidden), which is not changed.
 
-        `gradient` is not changed, and not needed once this returned. The returned tensor is `gradient` itself where
-        it is not compressed, else a flat [P | Q] in the gradient's dtype. Between posting and waiting for it is the
-        time to `remember`; what is called once sent does it else, and so does all that depends on it.
+        A flat [P | Q] in the gradient's dtype, or the gradient itself. The gradient is not needed after this, for its
+        owner may free it; scratch memory is, until `after_post` was called, which has to be before the next `send`.
         """
-        self.remember()
         message, compressed = self._next(gradient.shape)
+        number = len(self.compressed) - 1
         if not compressed:
-            self.statistics.no_error(len(self.compressed) - 1)
-            return gradient, _nothing
+            self._statistics.no_error(number)
+            return Transfer(gradient)
+        state, wire = self._state_for(message.chunk, gradient), self.plan.wire(gradient.shape, gradient.dtype)
         buffer = self._take_buffer(gradient)
+        p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
         with self._gauge.timed(gradient.device):
-            self._unremembered = self._compress(gradient, buffer, self._state_for(message.chunk, gradient))
+            matrix, q = self._compress(gradient, wire, state, p_wire, q_wire)
+        return Transfer(
+            buffer,
+            after_post=partial(self._remember, state, number, matrix, q, p_wire, q_wire),
+            after_wait=partial(self._give_back, gradient, buffer),
+        )
 
-        def sent() -> None:
-            self.remember()
-            self._give_back(gradient, buffer)
-
-        return buffer, sent
+    def _compress(
+        self,
+        gradient: torch.Tensor,
+        wire: PackedFactors,
+        state: FactorState,
+        p_wire: torch.Tensor,
+        q_wire: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the message, and no more than that, for the wire waits. Returns M (1, n, m) and Q' (1, m, r), fp32."""
+        matrix = state.residual.workspace(self._scratch)
+        carried = state.residual.value if self.plan.config.lazy_error_propagation else None
+        p = self._scratch.take("p", p_wire.shape, torch.float32, gradient.device)
+        q = self._scratch.take("q", q_wire.shape, torch.float32, gradient.device)
+        rows = gradient.reshape(1, wire.n, wire.m)
+        self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
+        self._compressor.orthogonalize(p, out=p)
+        torch.mul(p, wire.scale, out=p_wire)
+        state.note_finite(p_wire, self._scratch)
+        self._compressor.back_project(matrix, p_wire, out=q)
+        # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
+        torch.mul(q, wire.scale**-2, out=q_wire)
+        return matrix, q
 
     @torch.no_grad()
-    def remember(self) -> None:
-        """Compute residual and warm start from the last message, if that has not happened yet.
+    def _remember(
+        self,
+        state: FactorState,
+        number: int,
+        matrix: torch.Tensor,
+        q: torch.Tensor,
+        p_wire: torch.Tensor,
+        q_wire: torch.Tensor,
+    ) -> None:
+        """Residual and warm start from the message as it travels."""
+        with self._gauge.timed(matrix.device):
+            feedback = self.plan.config.lazy_error_propagation
+            if feedback or self._gauge.on:
+                self._gauge.note_compressed(matrix)
+                # What `ReceivingLink` makes of the message, to the bit.
+                self._compressor.subtract_reconstruction(matrix, p_wire, q_wire)
+                self._gauge.note_error(matrix)
+                self._statistics.error(number, matrix)
+            if feedback:
+                state.residual.write(matrix)
+            state.write_warm_start(q, self._compressor, self._scratch)
 
-        It reads the message and scratch memory, not the gradient, which its owner may have freed. At most one message
-        waits for it: the next one, the end of the iteration and every question about the state come after it.
-        """
-        message, self._unremembered = self._unremembered, None
-        if message is not None:
-            with self._gauge.timed(message.matrix.device):
-                self._remember(message)
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of residuals and factors."""
-        return sum(state.nbytes for state in self._states.values())
-
-    def expect(self, schedule: Schedule, like: torch.Tensor) -> None:
-        """Make room for what an iteration will need, if its gradients have the shape, dtype and device of `like`."""
+    def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
+        """See `CompressedBackprop.preallocate`."""
         for message in schedule.messages(self.plan.receiving_stage):
             if self.plan.compresses(message, like.shape):
                 self._state_for(message.chunk, like)
 
-    def residuals(self) -> list[torch.Tensor]:
-        """The residual (rows, hidden) of every chunk and gradient shape that this link has compressed."""
-        self.remember()
-        return [state.residual.value[0] for state in self._states.values()]
-
-    def commit(self, shrinkage: Mapping[str, float] | None = None) -> None:
-        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite.
-
-        Args:
-            shrinkage: by gradient-norm group, what residuals are multiplied by.
-        """
-        self.remember()
-        factor = (shrinkage or {}).get(MAIN_NORM_GROUP, 1.0)
-        for state in self._states.values():
-            state.residual.commit(state.finite, factor)
-            state.warm_start.commit(state.finite)
-            state.finite.fill_(True)
-
-    def rollback(self) -> None:
-        """The step is repeated or skipped: forget what it put into residuals and warm starts."""
-        self.remember()
-        for state in self._states.values():
-            state.residual.rollback()
-            state.warm_start.rollback()
-            state.finite.fill_(True)
-
-    def follow_loss_scale(self, factor: torch.Tensor) -> None:
-        """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
-        self.remember()
-        for state in self._states.values():
-            state.residual.rescale(factor)
-        for loaded in self._loaded.values():
-            loaded["residual"] = loaded["residual"].to(factor.device) * factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the link remembers of steps that counted, as tensors (not copies), numbers and strings."""
-        self.remember()
-        made = {
-            key: {"residual": state.residual.committed, "warm_start": state.warm_start.committed}
-            for key, state in self._states.items()
-        }
-        return {
-            "states": [
-                {"chunk": chunk, "shape": list(shape), "dtype": str(dtype), **remembered}
-                for (chunk, shape, dtype), remembered in (self._loaded | made).items()
-            ]
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what the link remembers is replaced.
-
-        Raises:
-            ValueError: it belongs to another compression rank; then nothing is changed.
-        """
-        if reason := self.mismatch(state_dict):
-            raise ValueError(reason)
-        self.remember()
-        self._states.clear()
-        # Copies: what was passed in may be the live state of another link.
-        self._loaded = {
-            _key_of(entry): {name: entry[name].clone() for name in ("residual", "warm_start")}
-            for entry in state_dict["states"]
-        }
-
-    def mismatch(self, state_dict: dict[str, Any]) -> str | None:
-        """Why `load_state_dict` would refuse, or None."""
-        for entry in state_dict["states"]:
-            _, shape, dtype = _key_of(entry)
-            rows, columns = matrix_shape(shape)
-            expected = (1, rows, columns), (1, columns, self.plan.wire(shape, dtype).r)
-            found = tuple(entry["residual"].shape), tuple(entry["warm_start"].shape)
-            if found != expected:
-                return f"residual and warm start of {found} where a link has {expected}"
-        return None
-
-    def _compress(self, gradient: torch.Tensor, buffer: torch.Tensor, state: _SendingState) -> _Message:
-        """Write [P | Q] of `gradient` plus the residual into `buffer`; no more than that, for the wire waits."""
-        wire = self.plan.wire(gradient.shape, gradient.dtype)
-        p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-        q = self._scratch.take("q", q_wire.shape, torch.float32, gradient.device)
-        rows, residual = gradient.reshape(1, wire.n, wire.m), state.residual
-        matrix = residual.workspace(self._scratch)
-        carried = residual.value if self.plan.config.lazy_error_propagation else None
-        p = self._scratch.take("p", p_wire.shape, torch.float32, gradient.device)
-        self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
-        self._compressor.orthogonalize(p, out=p)
-        torch.mul(p, wire.scale, out=p_wire)
-        self._compressor.back_project(matrix, p_wire, out=q)
-        note_finite(state.finite, p_wire, self._scratch)
-        # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
-        torch.mul(q, wire.scale**-2, out=q_wire)
-        return _Message(state, len(self.compressed) - 1, matrix, p_wire, q_wire, q)
-
-    def _remember(self, message: _Message) -> None:
-        state, matrix = message.state, message.matrix
-        feedback = self.plan.config.lazy_error_propagation
-        if feedback or self._gauge.on:
-            self._gauge.note_compressed(matrix)
-            # What `ReceivingLink` makes of the message, to the bit.
-            self._compressor.subtract_reconstruction(matrix, message.p_wire, message.q_wire)
-            self._gauge.note_error(matrix)
-            self.statistics.error(message.number, matrix)
-        if feedback:
-            state.residual.write(matrix)
-        q = message.q
-        next_start = next_warm_start(q, state.fresh_directions, self._compressor, out=q, scratch=self._scratch)
-        state.warm_start.write(next_start)
-
-    def _state_for(self, chunk: int, gradient: torch.Tensor) -> _SendingState:
+    def _state_for(self, chunk: int, gradient: torch.Tensor) -> FactorState:
         # Chunks are different places of the model: the error of one says nothing about another's gradient.
-        key = (chunk, gradient.shape, gradient.dtype)
-        if key not in self._states:
-            self._states[key] = state = _SendingState(self.plan, chunk, gradient)
-            if loaded := self._loaded.pop(key, None):
-                if self.plan.config.residual_across_iterations == "carry":
-                    state.residual.restore(loaded["residual"])
-                state.warm_start.restore(loaded["warm_start"])
-        return self._states[key]
+        sizes, dtype = "x".join(map(str, gradient.shape)), str(gradient.dtype).removeprefix("torch.")
+        return self.states.get(f"chunk {chunk}: {sizes} {dtype}", lambda: self._new_state(chunk, gradient))
 
-
-def _key_of(entry: dict[str, Any]) -> tuple[int, torch.Size, torch.dtype]:
-    """The chunk, gradient shape and dtype that an entry of a link's state dict is for."""
-    return entry["chunk"], torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch."))
+    def _new_state(self, chunk: int, gradient: torch.Tensor) -> FactorState:
+        rows, columns = matrix_shape(gradient.shape)
+        # Neither the tensor-parallel nor the data-parallel rank goes into the seed: without sequence parallelism all
+        # tensor-parallel ranks of a stage send the same gradient, and must go on sending the same approximation.
+        generator = private_generator(
+            self.plan.seed, "compressed-backprop", self.plan.sending_stage, chunk, rows, columns, device=gradient.device
+        )
+        return FactorState(
+            (1, rows, columns), self.plan.config.compressed_backprop_rank, generator=generator,
+            dtype=self.plan.state_dtype, device=gradient.device,
+        )  # fmt: skip
 
 
 class ReceivingLink(Link):
@@ -385,26 +344,19 @@ class ReceivingLink(Link):
     def __init__(
         self, plan: LinkPlan, compressor: LowRank, rank: int, peer_rank: int, gauge: Gauge | None = None
     ) -> None:
-        super().__init__(plan, rank, peer_rank)
-        self._compressor = compressor
-        self._gauge = gauge or Gauge()
+        super().__init__(plan, compressor, rank, peer_rank, gauge)
 
-    def receive(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """The tensor to receive into, for the gradient that `gradient` waits for, and what to call once received."""
+    def receive(self, gradient: torch.Tensor) -> Transfer:
+        """What is received into instead of `gradient`, which is written once that has arrived."""
         _, compressed = self._next(gradient.shape)
         if not compressed:
-            return gradient, _nothing
+            return Transfer(gradient)
         buffer = self._take_buffer(gradient)
+        return Transfer(buffer, after_wait=partial(self._decompress, buffer, gradient))
 
-        def finish() -> None:
-            wire = self.plan.wire(gradient.shape, gradient.dtype)
-            p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
-            with self._gauge.timed(gradient.device):
-                self._compressor.reconstruct(p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
-            self._give_back(gradient, buffer)
-
-        return buffer, finish
-
-
-def _nothing() -> None:
-    return None
+    def _decompress(self, buffer: torch.Tensor, gradient: torch.Tensor) -> None:
+        wire = self.plan.wire(gradient.shape, gradient.dtype)
+        p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
+        with self._gauge.timed(gradient.device):
+            self._compressor.reconstruct(p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
+        self._give_back(gradient, buffer)

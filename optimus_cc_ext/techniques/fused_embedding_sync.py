@@ -11,24 +11,15 @@ V (D - 1) / D + V.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.collective import all_reduce_sum
-from optimus_cc_ext.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.grid import RankPlace
 
-__all__ = ["FusedEmbeddingSync", "RankPlace", "fused_bytes", "unfused_bytes", "union_ranks"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Where one process stands in the grid of 3D parallelism."""
-
-    rank: int
-    stage: int
-    tensor_rank: int
+__all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
 
 def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:

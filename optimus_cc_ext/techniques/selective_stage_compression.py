@@ -1,67 +1,24 @@
-"""Selective stage compression (paper section 7): PowerSGD with error feedback for data-parallel gradients.
+"""Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
-1F1B ends last on the first stages, so their reduction is what an iteration waits for; only they are compressed.
-
-PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
-
-    M_d += E_d;  P = sum_d M_d Q;  P = orthogonal(P);  Q = sum_d M_d^T P;  G = P Q^T;  E_d = M_d - G / D
-
-The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G. It is always a *sum*: for a
-mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and everything is
-divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
-
-G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
-shard, unless Megatron asks for whole gradients (`--save-wgrads-interval`). E_d, which lacks all of G, is computed from
-the factors without rebuilding it.
-
-In a bf16 bucket P and Q travel in bf16 as well: bytes are what a bf16 bucket is for, and with fp32 factors the
-compression rank at which anything is saved would halve. It costs no accuracy that bf16 sums would not cost: the basis
-that Q is computed with is orthogonalised from the received sum, in fp32, on every replica alike, so rounding P only
-turns it a little; what rounding Q loses goes into the residual with all else that G lacks, and what rounding G into the
-bucket loses goes into the residuals of those who read it there.
-
-What runs when. Equally shaped matrices are one batch (`equal_matrices`), so a bucket costs the same number of kernels
-at any number of layers. Its shapes are cut into a few packs (one where the model is small): while the P of a pack are
-summed, the next pack is projected; while its Q are summed, the next P is orthogonalised, and so on. In Megatron's
-1F1B (pipeline_parallel/schedules.py) a stage leaves the schedule after the backward pass of its last micro-batch and
-the message that follows from it, and reduces its gradients at once, in `finalize_model_grads`: nothing there waits for
-other stages, unless timers ask for barriers (`--timing-log-level` of 1 or more). So the reduction of stage s already
-runs behind the cooldown of the stages before it, which are busy for s more backward passes, and cannot begin earlier:
-until its last backward pass its gradients are incomplete, and the message before it is what those stages wait for.
-Only the first stage ends with its reduction exposed, the one that is compressed first; `--overlap-grad-reduce` then
-starts each of its buckets during the last backward pass (other stages start theirs after it, as without the flag,
-unless `--no-align-grad-reduce` is given). What remains for us is to keep the second phases from queueing up behind one
-another, bucket by bucket: the first one that is waited for makes all started ones `turn` (`hooks.
-param_and_grad_buffer`).
+1F1B ends last on the first stages, so their reduction is what an iteration waits for. `bucket_reducer` says how a
+bucket is reduced, and docs/how-it-works.md what runs when.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, packed_numel, pays
+from optimus_cc_ext.compressors import LowRank, Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.collective import PendingSum
-from optimus_cc_ext.techniques.equal_matrices import EqualMatrices, take_over
-from optimus_cc_ext.techniques.gauge import Gauge
-from optimus_cc_ext.techniques.stepped import note_finite
-from optimus_cc_ext.techniques.strided import progressions
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
+from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.side_stream import SideStream
+from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["BucketReducer", "reduced_bytes", "stages_to_compress", "worth_compressing"]
-
-PACKED_UP_TO_BYTES = 1 << 20
-"""Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
-
-PACK_AT_LEAST_BYTES = 256 << 10
-"""What a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
-
-MOST_PACKS = 4
-"""Into how many collectives per phase the matrices are cut at most, so that the next ones are projected meanwhile."""
+__all__ = ["Buckets", "SelectiveStageCompression", "stages_to_compress"]
 
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
@@ -73,300 +30,140 @@ def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> fr
     return frozenset(range(stages if config.dp_compression_stages == "all" else config.dp_compression_stages))
 
 
-def worth_compressing(gradient: torch.Tensor, compression_rank: int, force: bool) -> bool:
-    """Whether a gradient is a matrix on which the factorisation saves anything."""
-    if gradient.dim() < 2:
-        return False
-    rows = gradient.shape[0]
-    return force or pays(rows, gradient.numel() // rows, compression_rank)
+class Buckets(Protocol):
+    """A group of gradient buckets that Megatron reduces together."""
 
+    dense_bytes: int
+    """What vanilla Megatron moves to reduce them, without a tied embedding, as in `metrics.traffic`."""
 
-def reduced_bytes(matrices: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], compression_rank: int) -> int:
-    """Bytes that a `BucketReducer` of these gradients sums, before there is one: all P, all Q, and what is dense."""
-    factors = 0
-    for matrix in matrices:
-        rows = matrix.shape[0]
-        columns = matrix.numel() // rows
-        wire = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32
-        factors += packed_numel(rows, columns, effective_rank(rows, columns, compression_rank)) * wire.itemsize
-    return factors + sum(gradient.nbytes for gradient in dense)
+    tied_bytes: int
+    """Of the gradient of a tied embedding among them."""
 
+    overlapping: int
+    """How many buckets are reduced while the backward pass goes on."""
 
-@dataclass
-class _Pack:
-    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
-
-    groups: list[EqualMatrices]
-    first: torch.Tensor
-    """All P, and in the first pack the small dense runs, as they travel."""
-
-    second: torch.Tensor
-    """All Q."""
+    group: dist.ProcessGroup
+    """The replicas that they are reduced over."""
 
     @property
-    def nbytes(self) -> int:
-        return self.first.nbytes + self.second.nbytes
+    def compressed_bytes(self) -> int:
+        """What is moved if they are compressed; where they cannot be, that of `dense_bytes`."""
+        ...
+
+    @property
+    def matrices(self) -> Sequence[torch.Tensor]:
+        """The gradients that can be compressed."""
+        ...
+
+    def compress(self) -> None:
+        """Be compressed from now on."""
 
 
-class BucketReducer:
-    """Reduces one gradient bucket over its data-parallel group: matrices as P and Q, the rest as it is.
-
-    Args:
-        matrices: views into the bucket, each of two dimensions or more, fp32 or bf16; they are compressed.
-        dense: flat views into the bucket; they are summed as they are.
-        norm_groups: the gradient-norm group of each of `matrices`; None: all are of the main one.
-        shard: the flat view into the bucket that this replica's optimizer reads; None: all of it.
-        group: the bucket's data-parallel group.
-        salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
-            tensor-parallel ranks, whose replicated parameters must stay equal.
-        state_dtype: what residuals and warm starts are kept in, fp32 or bf16.
-        gauge: measures what compression leaves out and costs.
-        scratch: memory for intermediate results, that several reducers on one stream can share.
-    """
+class SelectiveStageCompression(Technique):
+    """All gradient buckets of this rank, and which of the pipeline's stages compress theirs."""
 
     def __init__(
+        self, config: DataParallelCompressionConfig, compressor: LowRank, *, seed: int, state_dtype: torch.dtype
+    ) -> None:
+        self._scratch = Scratch()
+        super().__init__(
+            "dp_compression",
+            on=config.dp_compression,
+            states=FactorStates(config.dp_compression_rank),
+            gauge=Gauge(self._scratch),
+        )
+        self._config, self._seed, self.state_dtype = config, seed, state_dtype
+        self.compressor = compressor
+        self.stage: int | None = None
+        """This rank's; None: it has no place yet."""
+
+        self.compressed_stages: frozenset[int] | None = None
+        """None: not decided yet."""
+
+        self.in_warmup = False
+        """Whether gradients are reduced dense in this iteration."""
+
+        self.buckets: list[Buckets] = []
+        """All of this rank's, in the order in which Megatron made them."""
+
+        self.reducers: list[BucketReducer] = []
+        """Of those that we reduce, in the order in which they were made."""
+
+        self._stream: SideStream | None = None
+
+    def place(self, stage: int, stages: int) -> None:
+        """Take a place among the pipeline's stages."""
+        self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
+
+    def begin(self, this: Iteration) -> None:
+        """See `Technique.begin`."""
+        super().begin(this)
+        self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
+
+    @property
+    def compresses_this_stage(self) -> bool:
+        """Whether this rank's stage compresses its gradients."""
+        return self.stage in (self.compressed_stages or ())
+
+    @property
+    def stages_are_open(self) -> bool:
+        """Whether it is still to be decided which stages do."""
+        return self.stage is not None and self.compressed_stages is None
+
+    def choose_stages(self, stages: Collection[int]) -> None:
+        """Decide which stages compress their gradients, between two iterations, on all ranks alike."""
+        self.compressed_stages = frozenset(stages)
+        if self.compresses_this_stage:
+            for buckets in self.buckets:
+                buckets.compress()
+
+    def add_buckets(self, buckets: Buckets) -> None:
+        """Megatron made one more group of buckets on this rank."""
+        self.buckets.append(buckets)
+        if self.compresses_this_stage:
+            buckets.compress()
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model as this one."""
+        return self.buckets[0].group if self.buckets else None
+
+    def add_reducer(
         self,
         matrices: Sequence[torch.Tensor],
         dense: Sequence[torch.Tensor],
         *,
-        norm_groups: Sequence[str] | None = None,
-        shard: torch.Tensor | None = None,
+        norm_groups: Sequence[str],
+        shard: torch.Tensor | None,
         group: dist.ProcessGroup,
-        compressor: LowRank,
-        config: DataParallelCompressionConfig,
-        seed: int,
-        salt: str,
-        state_dtype: torch.dtype = torch.float32,
-        scratch: Scratch | None = None,
-        gauge: Gauge | None = None,
-    ) -> None:
-        self._scratch = scratch or Scratch()
-        self._gauge = gauge or Gauge(self._scratch)
-        self._group, self._compressor, self._config = group, compressor, config
-        # Apart by gradient-norm group, too: what clipping shrinks together is remembered together.
-        alike: dict[tuple[int, int, str], list[torch.Tensor]] = defaultdict(list)
-        for matrix, norm_group in zip(matrices, norm_groups or [MAIN_NORM_GROUP] * len(matrices), strict=True):
-            flat = matrix.view(matrix.shape[0], -1)
-            alike[flat.shape[0], flat.shape[1], norm_group].append(flat)
-        self._groups = [
-            EqualMatrices(views, shard, config, seed, f"{salt}/{rows}x{columns}", state_dtype)
-            for (rows, columns, _), views in alike.items()
-        ]
-        self._norm_groups = [norm_group for _, _, norm_group in alike]
-        runs = _contiguous_runs(dense)
-        self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
-        packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
-        self._dense = _equally_far_apart(packed)
-        self._packs = self._allocate_wire(matrices[0]) if self._groups else []
-        self._sums_of_p: list[PendingSum] = []
-        self._sums_of_q: list[PendingSum] = []
-        self._dense_sums: list[PendingSum] = []
+    ) -> BucketReducer:
+        """Make the reducer of one more bucket; see `BucketReducer`."""
+        compressing = sum(bool(reducer.matrices) for reducer in self.reducers)
+        reducer = BucketReducer(
+            matrices, dense, norm_groups=norm_groups, shard=shard, group=group, compressor=self.compressor,
+            config=self._config, seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
+            states=self.states, name=f"bucket {compressing}", state_dtype=self.state_dtype,
+            # All buckets share their memory, and so one stream.
+            scratch=self._scratch, gauge=self.gauge,
+        )  # fmt: skip
+        self.reducers.append(reducer)
+        return reducer
 
-    def reduce(self, whole: bool = False) -> None:
-        """Replace the views of the bucket by their sums over the group; nothing is left outstanding."""
-        self.start()
-        self.finish(whole)
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Begin: the gradients are complete, and must not change until `finish`."""
-        self._sums_of_p, self._sums_of_q = [], []
-        for dense in self._dense:
-            dense.put()
-        for pack in self._packs:
-            with self._gauge.timed(pack.first.device):
-                for same in pack.groups:
-                    same.project(self._compressor, self._scratch)
-                    take_over(same.p, same.p_wire)
-            self._sums_of_p.append(PendingSum(pack.first, self._group, "compressed gradient reduction (P)"))
-        # Behind P, which is waited for first: they travel while Q is computed.
-        self._dense_sums = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
-
-    @torch.no_grad()
-    def turn(self) -> None:
-        """Wait for each P and send the Q that follows from it, if that has not happened since `start`."""
-        sums_of_p, self._sums_of_p = self._sums_of_p, []
-        for pack, sum_of_p in zip(self._packs, sums_of_p, strict=bool(sums_of_p)):
-            sum_of_p.wait()
-            with self._gauge.timed(pack.first.device):
-                for same in pack.groups:
-                    note_finite(same.finite, same.p_wire, self._scratch)
-                    self._compressor.orthogonalize(same.p_wire, out=same.p)
-                    matrices = same.gathered(self._scratch)
-                    self._compressor.back_project(matrices, same.p, out=same.q)
-                    self._gauge.note_projection(matrices, same.q)
-                    take_over(same.q, same.q_wire)
-            self._sums_of_q.append(PendingSum(pack.second, self._group, "compressed gradient reduction (Q)"))
-
-    @torch.no_grad()
-    def finish(self, whole: bool = False) -> None:
-        """Wait for what `start` began, `turn` if nobody did, and write the sums into the bucket.
-
-        With a shard, matrices outside of it keep what they held, unless they are wanted `whole`.
-        """
-        self.turn()
-        for pack, sum_of_q in zip(self._packs, self._sums_of_q, strict=True):
-            sum_of_q.wait()
-            with self._gauge.timed(pack.second.device):
-                for same in pack.groups:
-                    same.rebuild(self._compressor, self._group.size(), self._scratch, whole)
-        for dense in self._dense:
-            dense.take()
-        for dense_sum in self._dense_sums:
-            dense_sum.wait()
-        self._sums_of_q, self._dense_sums = [], []
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes that its collectives sum instead."""
-        return sum(pack.nbytes for pack in self._packs) + sum(run.nbytes for run in self._in_place)
-
-    @property
-    def matrices(self) -> int:
-        """How many matrices are compressed."""
-        return sum(same.count for same in self._groups)
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of residuals and factors."""
-        return sum(same.nbytes for same in self._groups)
-
-    def residuals(self) -> list[torch.Tensor]:
-        """The error feedback memory (matrices, rows, columns) of every group of equally shaped matrices."""
-        return [same.residual.value for same in self._groups]
-
-    def warm_starts(self) -> list[torch.Tensor]:
-        """The Q (matrices, columns, compression rank) that the next step starts from, group by group."""
-        return [same.warm_start.value for same in self._groups]
-
-    def commit(self, shrinkage: Mapping[str, float] | None = None) -> None:
-        """The optimizer's step counted: keep what it put into residuals and warm starts, if it is finite.
-
-        Args:
-            shrinkage: by gradient-norm group, what residuals are multiplied by.
-        """
-        for same, norm_group in zip(self._groups, self._norm_groups, strict=True):
-            same.residual.commit(same.finite, (shrinkage or {}).get(norm_group, 1.0))
-            same.warm_start.commit(same.finite)
-            same.finite.fill_(True)
-
-    def follow_loss_scale(self, factor: torch.Tensor) -> None:
-        """Gradients come multiplied by `factor`, a 0-dim tensor, compared to the last iteration's: so do residuals."""
-        for same in self._groups:
-            same.residual.rescale(factor)
-
-    def rollback(self) -> None:
-        """The step is repeated or skipped: forget what it put into residuals and warm starts."""
-        for same in self._groups:
-            same.residual.rollback()
-            same.warm_start.rollback()
-            same.finite.fill_(True)
+    def side_stream(self, device: torch.device) -> SideStream:
+        """Where reductions run that the backward pass goes on beside."""
+        if self._stream is None:
+            self._stream = SideStream(device)
+        return self._stream
 
     def state_dict(self) -> dict[str, Any]:
-        """What the bucket remembers of steps that counted, as tensors (not copies)."""
-        return {
-            "groups": [
-                {"residual": same.residual.committed, "warm_start": same.warm_start.committed} for same in self._groups
-            ]
-        }
+        """See `Technique.state_dict`; the stages that `auto` chose are part of it."""
+        state = super().state_dict()
+        if self._config.dp_compression_stages == "auto" and self.compressed_stages is not None:
+            state["stages"] = sorted(self.compressed_stages)
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what the bucket remembers is replaced.
-
-        Raises:
-            ValueError: it belongs to a bucket of other matrices; then nothing is changed.
-        """
-        if reason := self.mismatch(state_dict):
-            raise ValueError(reason)
-        for same, loaded in zip(self._groups, state_dict["groups"], strict=True):
-            same.residual.restore(loaded["residual"])
-            same.warm_start.restore(loaded["warm_start"])
-
-    def mismatch(self, state_dict: dict[str, Any]) -> str | None:
-        """Why `load_state_dict` would refuse, or None."""
-        found, expected = (
-            [(tuple(group["residual"].shape), tuple(group["warm_start"].shape)) for group in groups]
-            for groups in (state_dict["groups"], self.state_dict()["groups"])
-        )
-        if found != expected:
-            return f"residuals and warm starts of {found} where a bucket has {expected}"
-        return None
-
-    def _allocate_wire(self, like: torch.Tensor) -> list[_Pack]:
-        """Two flat buffers per pack: its P (in the first pack also the small dense runs), and its Q."""
-        dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-        packs: list[_Pack] = []
-        for groups in _packs(self._groups, dtype.itemsize):
-            dense = [] if packs else self._dense
-            p_sizes = [same.p_shape.numel() for same in groups]
-            q_sizes = [same.q_shape.numel() for same in groups]
-            dense_sizes = [runs.numel for runs in dense]
-            first = torch.empty(sum(p_sizes) + sum(dense_sizes), dtype=dtype, device=like.device)
-            second = torch.empty(sum(q_sizes), dtype=dtype, device=like.device)
-            slots = first.split([*p_sizes, *dense_sizes])
-            for same, p, q in zip(groups, slots[: len(groups)], second.split(q_sizes), strict=True):
-                same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
-            for runs, slot in zip(dense, slots[len(groups) :], strict=True):
-                runs.use_wire(slot)
-            packs.append(_Pack(groups, first, second))
-        return packs
-
-
-class _DenseRuns:
-    """Equally long dense runs of a bucket at equal distances, and their place in a message."""
-
-    def __init__(self, runs: torch.Tensor) -> None:
-        self._runs = runs
-        self.numel = runs.numel()
-
-    def use_wire(self, slot: torch.Tensor) -> None:
-        self._slot = slot.view(self._runs.shape)
-
-    def put(self) -> None:
-        self._slot.copy_(self._runs)
-
-    def take(self) -> None:
-        self._runs.copy_(self._slot)
-
-
-def _packs(groups: list[EqualMatrices], itemsize: int) -> list[list[EqualMatrices]]:
-    """Neighbours together, until a pack's two messages are large enough on average, and `MOST_PACKS` suffice.
-
-    Args:
-        itemsize: bytes of a value on the wire.
-    """
-    sizes = [(same.p_shape.numel() + same.q_shape.numel()) * itemsize for same in groups]
-    least = max(2 * PACK_AT_LEAST_BYTES, -(-sum(sizes) // MOST_PACKS))
-    packs: list[list[EqualMatrices]] = []
-    room = 0
-    for index, (same, size) in enumerate(zip(groups, sizes, strict=True)):
-        # What is left for a pack of its own has to be worth one.
-        if not packs or (room >= least and sum(sizes[index:]) >= least):
-            packs.append([])
-            room = 0
-        packs[-1].append(same)
-        room += size
-    return packs
-
-
-def _equally_far_apart(runs: Sequence[torch.Tensor]) -> list[_DenseRuns]:
-    by_length: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for run in runs:
-        by_length[run.numel()].append(run)
-    return [
-        _DenseRuns(progression.batch(equal[0], (length,)))
-        for length, equal in by_length.items()
-        for progression in progressions(int(run.storage_offset()) for run in equal)
-    ]
-
-
-def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join flat views that lie next to each other in one storage."""
-    runs: list[torch.Tensor] = []
-    for view in sorted(views, key=lambda v: v.storage_offset()):
-        last = runs[-1] if runs else None
-        if last is not None and last.storage_offset() + last.numel() == view.storage_offset():
-            runs[-1] = last.as_strided((last.numel() + view.numel(),), (1,))
-        else:
-            runs.append(view)
-    return runs
+    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
+        """See `Technique.mismatch`. Where the run that saved it had chosen its stages, they are taken over."""
+        if self.stages_are_open and (stages := state_dict.get("stages")) is not None:
+            self.choose_stages(stages)
+        return super().mismatch(state_dict)

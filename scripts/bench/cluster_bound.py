@@ -1,7 +1,7 @@
 """What the chosen flags could recover at most: 1F1B on links of a rate, with their bytes, and compression for nothing.
 
 Bytes alone do not say it: those that vanilla hides behind a computation gain nothing when they go, and those of the
-stage that everyone waits for gain all. So the schedule is simulated (`optimus_cc_ext.techniques.timeline`), with
+stage that everyone waits for gain all. So the schedule is simulated (`optimus_cc_ext.forecast.timeline`), with
 passes as long as the measured iteration on unshaped links says, messages and sums of the sizes that follow from the
 model, and compressors that take no time.
 """
@@ -15,11 +15,11 @@ from optimus_cc_ext import resolve
 from optimus_cc_ext.compressors import effective_rank, packed_numel, pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.flags import add_flags, request_from
-from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Measured, forecast
-from optimus_cc_ext.techniques.probe import Rate
+from optimus_cc_ext.forecast.decide import EmbeddingBytes, Measured, forecast
+from optimus_cc_ext.forecast.probe import Rate
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.selective_stage_compression import stages_to_compress
-from optimus_cc_ext.traffic import all_reduce_bytes
 
 __all__ = ["bound_share", "chooses_by_the_links", "chosen_stages", "config_of"]
 

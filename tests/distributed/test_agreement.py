@@ -6,8 +6,9 @@ import torch.distributed as dist
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout
-from optimus_cc_ext.session import Grid, Session
-from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, union_ranks
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.fused_embedding_sync import union_ranks
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from tests.forked_ranks import run_ranks
 
 LAYOUT = Layout(stages=2, data_parallel=1, tied_embeddings=True)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques import selective_stage_compression
-from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from optimus_cc_ext.techniques import bucket_reducer
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from tests.forked_ranks import run_ranks
 
 HIDDEN, RANK = 8, 2
@@ -106,14 +106,14 @@ def _against_a_loop(compressor: Any) -> float:
     order = {
         index: (group, place) for group, indices in enumerate(by_shape.values()) for place, index in enumerate(indices)
     }
-    q = {i: reducer.warm_starts()[group][place : place + 1].clone() for i, (group, place) in order.items()}
+    q = {i: [*reducer.states][group].warm_start.value[place : place + 1].clone() for i, (group, place) in order.items()}
     residual = {i: torch.zeros(1, *view.shape) for i, view in enumerate(matrices)}
     worst = 0.0
     for step in range(4):
         for bucket in (ours, theirs):
             bucket.fill(10 * step + rank)
         reducer.reduce()
-        reducer.commit()
+        reducer.states.commit({})
         for i, view in enumerate(matrices):
             m = view + residual[i]
             p = reference.project(m, q[i])
@@ -152,25 +152,25 @@ def _in_packs() -> list[Any]:
             log.append("back-project")
             return super().back_project(*args, **kwargs)
 
-    begin = selective_stage_compression.PendingSum
+    begin = bucket_reducer.PendingSum
 
     def recorded_sum(tensor: torch.Tensor, group: Any, purpose: str) -> Any:
         log.append(purpose.removeprefix("compressed gradient reduction "))
         return begin(tensor, group, purpose)
 
-    selective_stage_compression.PendingSum = recorded_sum
+    bucket_reducer.PendingSum = recorded_sum
     results = []
     logs = []
-    for least in (selective_stage_compression.PACK_AT_LEAST_BYTES, 1):
-        selective_stage_compression.PACK_AT_LEAST_BYTES = least
+    for least in (bucket_reducer.PACK_AT_LEAST_BYTES, 1):
+        bucket_reducer.PACK_AT_LEAST_BYTES = least
         bucket = Bucket(3)
         reducer = bucket.reducer(Recorded())
         for step in range(3):
             log.clear()
             bucket.fill(10 * step + dist.get_rank())
             reducer.reduce()
-            reducer.commit()
-        results.append([bucket.flat.clone(), *(r.clone() for r in reducer.residuals())])
+            reducer.states.commit({})
+        results.append([bucket.flat.clone(), *(r.clone() for r in reducer.states.residuals())])
         logs.append(list(log))
     equal = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     return [equal, *logs]
@@ -181,6 +181,6 @@ def test_while_one_pack_is_summed_the_next_is_computed_and_the_results_are_the_s
         assert equal, "bit for bit"
         phases = [what for what, _ in itertools.groupby(at_once)]
         assert phases == ["project", "(P)", "back-project", "(Q)"], "a small model needs no packs"
-        assert 2 <= in_packs.count("(P)") == in_packs.count("(Q)") <= selective_stage_compression.MOST_PACKS
+        assert 2 <= in_packs.count("(P)") == in_packs.count("(Q)") <= bucket_reducer.MOST_PACKS
         assert in_packs.index("(P)") < max(i for i, what in enumerate(in_packs) if what == "project")
         assert in_packs.index("(Q)") < max(i for i, what in enumerate(in_packs) if what == "back-project")

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.techniques import probe
-from optimus_cc_ext.techniques.probe import Rate, probe_collective, probe_link
+from optimus_cc_ext.forecast import probe
+from optimus_cc_ext.forecast.probe import Rate, probe_collective, probe_link
 from tests.forked_ranks import run_ranks
 
 CPU = torch.device("cpu")

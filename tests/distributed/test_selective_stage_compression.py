@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_mo
 
 from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.side_stream import SideStream
 from tests.forked_ranks import run_ranks
 
@@ -58,6 +58,11 @@ def _gradients(rank: int, step: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def warm_starts(reducer: BucketReducer) -> list[torch.Tensor]:
+    """The Q that the next step starts from, group by group."""
+    return [state.warm_start.value for state in reducer.states]
+
+
 def _reducer(flat: torch.Tensor, compressor, shard: torch.Tensor | None = None, **config) -> BucketReducer:
     views = _views(flat)
     return BucketReducer(
@@ -98,10 +103,10 @@ def _against_the_hook(compressor) -> float:
             continue
         if step == PLAIN_STEPS:
             # The hook orthogonalises its draw first, one call per group of equal shapes: our factors start there.
-            for warm_start, factor in zip(reducer.warm_starts(), drawn, strict=False):
+            for warm_start, factor in zip(warm_starts(reducer), drawn, strict=False):
                 warm_start.copy_(factor)
         reducer.reduce()
-        reducer.commit()
+        reducer.states.commit({})
         for view, expected in zip(_views(ours), _views(reduced), strict=True):
             worst = max(worst, float((view - expected).norm() / expected.norm()))
     return worst
@@ -123,10 +128,10 @@ def _error_feedback_conserves(steps: int, dtype: torch.dtype) -> tuple[float, bo
         flat.copy_(_gradients(rank, step) / ranks)
         offered += flat
         reducer.reduce()
-        reducer.commit()
+        reducer.states.commit({})
         applied += flat
     dist.all_reduce(offered)
-    residual = [r.clone() for r in reducer.residuals()]
+    residual = [r.clone() for r in reducer.states.residuals()]
     for r in residual:
         dist.all_reduce(r)
     missing = torch.cat(
@@ -175,7 +180,7 @@ def _in_shards(steps: int, dtype: torch.dtype, error_feedback: bool, compressor)
         for flat, reducer in zip((everything, part, asked), reducers, strict=True):
             flat.copy_(gradients)
             reducer.reduce(whole=flat is asked)
-            reducer.commit()
+            reducer.states.commit({})
         scale = float(everything.abs().max())
         gap = max(gap, float((_own_shard(part).float() - _own_shard(everything)).abs().max()) / scale)
         whole_gap = max(whole_gap, float((asked.float() - everything).abs().max()) / scale)
@@ -213,14 +218,14 @@ def _conserves_in_shards(steps: int, dtype: torch.dtype) -> float:
         # Whole gradients in between, which every replica reads: the account has to hold all the same.
         whole = step == 2
         reducer.reduce(whole=whole)
-        reducer.commit()
+        reducer.states.commit({})
         if whole:
             missing -= flat.float() / ranks
         else:
             _own_shard(missing).sub_(_own_shard(flat))
     held = torch.zeros(flat.shape)
-    by_shape = [[v for v in _views(held) if v.shape == r.shape[1:]] for r in reducer.residuals()]
-    for views, residual in zip(by_shape, reducer.residuals(), strict=True):
+    by_shape = [[v for v in _views(held) if v.shape == r.shape[1:]] for r in reducer.states.residuals()]
+    for views, residual in zip(by_shape, reducer.states.residuals(), strict=True):
         for view, matrix in zip(views, residual, strict=True):
             view.copy_(matrix)
     dist.all_reduce(missing)
@@ -246,15 +251,15 @@ def _nan_on_one_rank() -> list[bool]:
     for step in range(2):
         flat.copy_(_gradients(rank, step) / ranks)
         reducer.reduce()
-        reducer.commit()
-    before = [t.clone() for t in (*reducer.residuals(), *reducer.warm_starts())]
+        reducer.states.commit({})
+    before = [t.clone() for t in (*reducer.states.residuals(), *warm_starts(reducer))]
     flat.copy_(_gradients(rank, 2) / ranks)
     if rank == 1:
         flat[5] = torch.nan
     reducer.reduce()
     seen = bool(torch.isnan(flat).any())
-    reducer.commit()
-    after = (*reducer.residuals(), *reducer.warm_starts())
+    reducer.states.commit({})
+    after = (*reducer.states.residuals(), *warm_starts(reducer))
     # Only the group of the poisoned matrix is held back; nothing kept anywhere is NaN.
     kept = [bool(torch.isfinite(t).all()) for t in after]
     poisoned_unchanged = torch.equal(before[0], after[0])
@@ -287,7 +292,7 @@ def _beside_the_backward_pass() -> bool:
                 with side.work():
                     reducer.finish()
                 side.join()
-            reducer.commit()
+            reducer.states.commit({})
             reduced.append(flat.clone())
         results.append(reduced)
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

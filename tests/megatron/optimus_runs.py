@@ -14,6 +14,7 @@ __all__ = [
     "TP2_PP2_DP2",
     "install",
     "relative_gap",
+    "remembered",
     "run_optimus",
     "session_facts",
     "without_forecast",
@@ -40,6 +41,12 @@ def install() -> None:
     optimus_cc_ext.install()
 
 
+def remembered(session: Any) -> list[torch.Tensor]:
+    """Residual and warm start of every state on this rank, of pipeline links first; not copies."""
+    states = [state for technique in session.techniques for state in technique.states]
+    return [tensor for state in states for tensor in (state.residual.value, state.warm_start.value)]
+
+
 def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
     """Where this rank stands, what it compressed, and the hashes of parameters that must be replicas."""
     session = optimus_cc_ext.current_session()
@@ -51,10 +58,10 @@ def session_facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any
         "stage": session.grid.place.stage,
         "tensor_rank": session.grid.place.tensor_rank,
         "data_rank": parallel_state.get_data_parallel_rank(),
-        "sent": session.sending.compressed if session.sending else None,
-        "received": session.receiving.compressed if session.receiving else None,
+        "sent": session.backprop.sending.compressed if session.backprop.sending else None,
+        "received": session.backprop.receiving.compressed if session.backprop.receiving else None,
         "buckets": sum(len(group.buckets) for chunk in model for group in chunk.bucket_groups),
-        "compressed_matrices": sum(reducer.matrices for reducer in session.reducers),
+        "compressed_matrices": sum(reducer.matrices for reducer in session.gradients.reducers),
         "tied": [hash_of(p) for p in parameters.values() if getattr(p, "shared_embedding", False)],
         "split_over_tensor_ranks": {
             name: bool(getattr(p, "tensor_model_parallel", False)) for name, p in parameters.items()

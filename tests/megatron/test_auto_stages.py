@@ -21,7 +21,7 @@ FIRST_COMPRESSED = 2
 
 def on_links_of(bytes_per_second: float) -> None:
     from optimus_cc_ext import forecaster
-    from optimus_cc_ext.techniques.probe import Rate
+    from optimus_cc_ext.forecast.probe import Rate
 
     install_and_watch()
     forecaster.probe_link = lambda group, device: Rate(0.0, bytes_per_second)
@@ -34,7 +34,7 @@ def facts(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
     session = optimus_cc_ext.current_session()
     assert session is not None
     return saving_facts(model, optimizer) | {
-        "matrices": sum(reducer.matrices for reducer in session.reducers),
+        "matrices": sum(reducer.matrices for reducer in session.gradients.reducers),
         "printed": list(Tee.printed),
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import LOSSY, PP2_DP2, install, run_optimus
+from tests.megatron.optimus_runs import LOSSY, PP2_DP2, install, remembered, run_optimus
 from tests.megatron_runs import hash_of
 
 INF_AT, NAN_AT, ITERATIONS = 1, 3, 6
@@ -68,9 +68,7 @@ def _noting(train_step: Any) -> Any:
         result = train_step(*args, **kwargs)
         session = optimus_cc_ext.current_session()
         assert session is not None
-        state = [*(session.sending.residuals() if session.sending else [])]
-        for reducer in session.reducers:
-            state += [*reducer.residuals(), *reducer.warm_starts()]
+        state = remembered(session)
         model = args[2] if len(args) > 2 else kwargs["model"]
         _notes.append(
             {

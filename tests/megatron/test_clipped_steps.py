@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
+from tests.megatron.optimus_runs import PP2_DP2, install, remembered, run_optimus
 
 OUTLIER = 4
 """The iteration, counted from 0, whose loss is multiplied by 100 in the second run."""
@@ -39,8 +39,7 @@ def _install_with_an_outlier(factor: float) -> None:
             result = train_step(*args, **kwargs)
             session = optimus_cc_ext.current_session()
             assert session is not None
-            residuals = [*(session.sending.residuals() if session.sending else [])]
-            residuals += [residual for reducer in session.reducers for residual in reducer.residuals()]
+            residuals = remembered(session)[::2]
             _norms.append([float(torch.linalg.vector_norm(residual)) for residual in residuals])
             return result
 

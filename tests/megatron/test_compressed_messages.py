@@ -8,7 +8,8 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext.techniques import compressed_backprop
-from tests.megatron.optimus_runs import install, run_optimus
+from optimus_cc_ext.techniques.transfer import Transfer
+from tests.megatron.optimus_runs import install, remembered, run_optimus
 
 ITERATIONS = 3
 
@@ -28,7 +29,7 @@ def _record_links() -> None:
 
         return end_iteration
 
-    compressed_backprop.Link.end_iteration = recording_end(compressed_backprop.Link.end_iteration)
+    compressed_backprop.Link.end = recording_end(compressed_backprop.Link.end)
     send, receive = sending.send, receiving.receive
 
     def recording_send(self: Any, gradient: torch.Tensor) -> Any:
@@ -38,15 +39,15 @@ def _record_links() -> None:
         return result
 
     def recording_receive(self: Any, gradient: torch.Tensor) -> Any:
-        into, finish = receive(self, gradient)
+        arriving = receive(self, gradient)
         if not self.compressed[-1]:
-            return into, finish
+            return arriving
 
         def finish_and_add() -> None:
-            finish()
+            arriving.after_wait()
             receiving.total = receiving.total + gradient.detach().double()
 
-        return into, finish_and_add
+        return Transfer(arriving.tensor, after_wait=finish_and_add)
 
     sending.send, receiving.receive = recording_send, recording_receive
 
@@ -78,10 +79,11 @@ def _install_unbatched() -> None:
 def _ends(model: Any, optimizer: Any) -> dict[str, Any]:
     session = optimus_cc_ext.current_session()
     assert session is not None
+    sending, receiving = session.backprop.sending, session.backprop.receiving
     return {
-        "sent": (session.sending.history, session.sending.total) if session.sending else None,
-        "residual": [r.double() for r in session.sending.residuals()] if session.sending else None,
-        "received": (session.receiving.history, session.receiving.total) if session.receiving else None,
+        "sent": (sending.history, sending.total) if sending else None,
+        "residual": [r[0].double() for r in session.backprop.states.residuals()] if sending else None,
+        "received": (receiving.history, receiving.total) if receiving else None,
     }
 
 
@@ -110,6 +112,7 @@ def test_epilogue_messages_follow_the_rule_on_both_ends_and_lep_loses_nothing(st
         "--compressed-backprop-rank",
         "4",
         "--no-compression-forecast",
+        *("--residual-across-iterations", "carry"),
         "--train-iters",
         str(ITERATIONS),
     ]
@@ -141,9 +144,7 @@ def test_in_their_warmup_messages_travel_as_they_are_on_both_ends() -> None:
 def _state(model: Any, optimizer: Any) -> dict[str, Any]:
     session = optimus_cc_ext.current_session()
     assert session is not None
-    state = [*(session.sending.residuals() if session.sending else [])]
-    for reducer in session.reducers:
-        state += [*reducer.residuals(), *reducer.warm_starts()]
+    state = remembered(session)
     return {"state": [t.clone() for t in state], "traffic": session.traffic.as_list()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
+from tests.megatron.optimus_runs import PP2_DP2, install, remembered, run_optimus
 
 # So large at first that gradients overflow; doubled again after every two good steps.
 OVERFLOWING = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 10".split()  # noqa: SIM905
@@ -57,12 +57,8 @@ def _install_and_note() -> None:
 def _state() -> dict[str, list[torch.Tensor]]:
     session = optimus_cc_ext.current_session()
     assert session is not None
-    residuals = session.sending.residuals() if session.sending else []
-    factors = []
-    for reducer in session.reducers:
-        residuals += reducer.residuals()
-        factors += reducer.warm_starts()
-    return {"residuals": [t.clone() for t in residuals], "factors": [t.clone() for t in factors]}
+    tensors = [t.clone() for t in remembered(session)]
+    return {"residuals": tensors[::2], "factors": tensors[1::2]}
 
 
 def _noted(model: Any, optimizer: Any) -> list[dict[str, Any]]:

@@ -55,8 +55,7 @@ def _install_and_watch() -> None:
 
 
 def _residuals(session: Any) -> list[torch.Tensor]:
-    links = session.sending.residuals() if session.sending else []
-    return [*links, *(residual for reducer in session.reducers for residual in reducer.residuals())]
+    return [residual for technique in session.techniques for residual in technique.states.residuals()]
 
 
 def _what_was_seen(model: Any, optimizer: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install, run_optimus
+from tests.megatron.optimus_runs import PP2_DP2, install, remembered, run_optimus
 
 SKIPPED = 2
 """The iteration, counted from 0, whose update is skipped."""
@@ -33,10 +33,7 @@ def _install_and_skip() -> None:
             result = original(*args, **kwargs)
             session = optimus_cc_ext.current_session()
             assert session is not None
-            tensors = [*(session.sending.residuals() if session.sending else [])]
-            for reducer in session.reducers:
-                tensors += [*reducer.residuals(), *reducer.warm_starts()]
-            _kept.append([t.clone() for t in tensors])
+            _kept.append([t.clone() for t in remembered(session)])
             return result
 
         return train_step

@@ -26,7 +26,7 @@ from cluster_results import drift, losses_agree, rows, share_recovered  # noqa: 
 from cluster_run import Iteration, Run, parse_traffic  # noqa: E402
 
 from optimus_cc_ext.config import OptimusConfig  # noqa: E402
-from optimus_cc_ext.techniques.probe import Rate  # noqa: E402
+from optimus_cc_ext.forecast.probe import Rate  # noqa: E402
 
 SMALL_RUN = {"DP gradients": 50.811, "pipeline forward": 3.146, "embedding": 8.389}
 

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.compressors import FastLowRank
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import UsualClipping, clip_coefficient
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, SendingLink
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from tests.unit.test_links import done
 
 OUTLIER, STEPS = 5, 16
 COEFFICIENTS = st.floats(1e-6, 1.0)
@@ -67,8 +66,7 @@ def session_with_a_link() -> Session:
         residual_across_iterations="carry",
     )  # fmt: skip
     session = Session(config, Layout(stages=2, data_parallel=2, tied_embeddings=True, train_iters=STEPS))
-    plan = LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=1)
-    session.sending = SendingLink(plan, FastLowRank(), 1, 0)
+    session.backprop.connect_to(0, 1, rank=1, peer_rank=0)
     return session
 
 
@@ -77,9 +75,9 @@ def step(session: Session, number: int, size: float = 1.0, *, applied: bool = Tr
     session.begin_step(number)
     with session.iteration(NonInterleaved(2, 1)):
         gradient = size * torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(number))
-        session.sending.send(gradient)[1]()
+        done(session.backprop.sending.send(gradient))
     session.end_step(applied=applied, clip=clipped or None)
-    return float(session.sending.residuals()[0].norm())
+    return float(session.backprop.states.residuals()[0].norm())
 
 
 def residual_norms(outlier: float, clip: bool = True) -> list[float]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Forecast, Measured, forecast
-from optimus_cc_ext.techniques.probe import Rate
+from optimus_cc_ext.forecast.decide import EmbeddingBytes, Forecast, Measured, forecast
+from optimus_cc_ext.forecast.probe import Rate
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 
 ALL = OptimusConfig(compressed_backprop=True, fused_embedding_sync=True, dp_compression=True)

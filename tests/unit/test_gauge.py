@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from optimus_cc_ext.techniques.error_statistics import ErrorStatistics, StatisticsSums
-from optimus_cc_ext.techniques.gauge import Gauge
+from optimus_cc_ext.metrics.error_statistics import ErrorStatistics, StatisticsSums
+from optimus_cc_ext.metrics.gauge import Gauge
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.allocations import Watch
-from tests.unit.test_links import gradient, link, run_iteration
+from tests.unit.test_links import done, gradient, link, run_iteration
 
 ONE_MESSAGE = NonInterleaved(2, 1)
 
@@ -44,17 +44,16 @@ def test_a_message_allocates_nothing_and_asks_the_host_nothing(dtype, state_dtyp
     gradients = [gradient(i, dtype) for i in range(3)]
     run_iteration(sender, receiver, gradients)
     arrived = [torch.empty_like(g) for g in gradients]
-    sender.follow_loss_scale(torch.tensor(2.0))
+    sender.states.rescale_residuals(torch.tensor(2.0))
     with nothing_asked():
         for g, a in zip(gradients, arrived, strict=True):
-            sender.begin_iteration(ONE_MESSAGE)
-            receiver.begin_iteration(ONE_MESSAGE)
-            on_wire, sent_done = sender.send(g)
-            into, received_done = receiver.receive(a)
-            into.copy_(on_wire)
-            sent_done()
-            received_done()
-            sender.commit()
+            sender.begin(ONE_MESSAGE)
+            receiver.begin(ONE_MESSAGE)
+            sending, receiving = sender.send(g), receiver.receive(a)
+            receiving.tensor.copy_(sending.tensor)
+            done(sending)
+            done(receiving)
+            sender.states.commit({})
     assert all(a.isfinite().all() for a in arrived)
 
 

@@ -10,10 +10,11 @@ from optimus_cc_ext.compressors import FastLowRank, ReferenceLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.hooks import p2p_communication
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
-from optimus_cc_ext.techniques.gauge import Gauge
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import Traffic
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
-from optimus_cc_ext.traffic import Traffic
+from optimus_cc_ext.techniques.technique import Iteration
 
 SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): a 32 x 48 matrix."""
@@ -40,22 +41,28 @@ def gradient(seed, dtype=torch.float32):
 def pass_message(sender, receiver, sent):
     """One message over a wire that copies bytes; returns what the receiving stage gets."""
     arrived = torch.empty_like(sent)
-    on_wire, sent_done = sender.send(sent)
-    into, received_done = receiver.receive(arrived)
-    assert into.shape == on_wire.shape and into.dtype == on_wire.dtype
-    into.copy_(on_wire)
-    sent_done()
-    received_done()
+    sending, receiving = sender.send(sent), receiver.receive(arrived)
+    assert receiving.tensor.shape == sending.tensor.shape and receiving.tensor.dtype == sending.tensor.dtype
+    receiving.tensor.copy_(sending.tensor)
+    done(sending)
+    done(receiving)
     return arrived
 
 
+def done(transfer):
+    """Posted, and waited for."""
+    transfer.after_post()
+    transfer.after_wait()
+    return transfer.tensor
+
+
 def run_iteration(sender, receiver, gradients):
-    sender.begin_iteration(NonInterleaved(2, len(gradients)))
-    receiver.begin_iteration(NonInterleaved(2, len(gradients)))
+    sender.begin(NonInterleaved(2, len(gradients)))
+    receiver.begin(NonInterleaved(2, len(gradients)))
     arrived = [pass_message(sender, receiver, g) for g in gradients]
-    sender.end_iteration()
-    receiver.end_iteration()
-    sender.commit()
+    sender.end()
+    receiver.end()
+    sender.states.commit({})
     return arrived
 
 
@@ -73,7 +80,7 @@ def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messag
             else:
                 assert torch.equal(a, g), "what is not compressed arrives as it was sent"
         assert sum(sender.compressed) == (4 if messages == "all" else 1)
-    (residual,) = sender.residuals()
+    (residual,) = sender.states.residuals()
     # fp32 sums of up to 20 gradients of size 1; the residual itself is of size 1.
     torch.testing.assert_close(got + residual.view(SHAPE), offered, rtol=0, atol=2e-5)
     assert residual.abs().max() > 0.1, "rank 4 of noise must leave something out"
@@ -84,7 +91,7 @@ def test_the_residual_is_exactly_what_the_receiver_lacks(dtype):
     sender, receiver = link(dtype)
     sent = gradient(1, dtype)
     (arrived,) = run_iteration(sender, receiver, [sent])
-    (residual,) = sender.residuals()
+    (residual,) = sender.states.residuals()
     # Bit for bit, after rounding to the wire's dtype: both are the same fp32 subtraction.
     assert torch.equal(residual.view(SHAPE), sent.float() - arrived.float())
     assert arrived.dtype == dtype
@@ -100,15 +107,35 @@ def test_the_callers_gradient_is_not_changed():
 def test_without_lep_every_message_stands_alone():
     sender, receiver = link(lazy_error_propagation=False)
     run_iteration(sender, receiver, [gradient(b) for b in range(3)])
-    assert torch.count_nonzero(sender.residuals()[0]) == 0
+    assert torch.count_nonzero(sender.states.residuals()[0]) == 0
 
 
-def test_drop_forgets_the_residual_between_iterations_and_carry_keeps_it():
-    for policy, kept in (("carry", True), ("drop", False)):
-        sender, receiver = link(residual_across_iterations=policy)
-        run_iteration(sender, receiver, [gradient(1)])
-        sender.begin_iteration(NonInterleaved(2, 1))
-        assert bool(sender.residuals()[0].any()) is kept
+def technique(policy, compressor=None):
+    config = CompressedBackpropConfig(
+        compressed_backprop=True, compressed_backprop_rank=4, compressed_backprop_messages="all",
+        residual_across_iterations=policy,
+    )  # fmt: skip
+    technique = CompressedBackprop(config, compressor or FastLowRank(), seed=7, state_dtype=torch.float32)
+    technique.connect_to(0, 1, rank=1, peer_rank=0)
+    return technique
+
+
+def send_one(technique, seed):
+    technique.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
+    message = done(
+        technique.transfers({"send_prev": gradient(seed), "recv_next": None, "recv_prev": None})["send_prev"]
+    )
+    technique.end()
+    technique.states.commit({})
+    return message.clone()
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("carry", True), ("drop", False)])
+def test_drop_forgets_the_residual_between_iterations_and_carry_keeps_it(policy, kept):
+    ours = technique(policy)
+    send_one(ours, 1)
+    ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=1))
+    assert bool(ours.states.residuals()[0].any()) is kept
 
 
 def test_a_repeated_step_sends_the_same_and_feeds_the_residual_once():
@@ -117,39 +144,39 @@ def test_a_repeated_step_sends_the_same_and_feeds_the_residual_once():
     gradients = [gradient(2), gradient(3)]
 
     def forward_backward():
-        sender.begin_iteration(NonInterleaved(2, 2))
-        receiver.begin_iteration(NonInterleaved(2, 2))
+        sender.begin(NonInterleaved(2, 2))
+        receiver.begin(NonInterleaved(2, 2))
         return [pass_message(sender, receiver, g) for g in gradients]
 
     first = forward_backward()
-    after_first = sender.residuals()[0].clone()
-    sender.rollback()
+    after_first = sender.states.residuals()[0].clone()
+    sender.states.rollback()
     second = forward_backward()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(sender.residuals()[0], after_first)
+    assert torch.equal(sender.states.residuals()[0], after_first)
 
 
 def test_a_skipped_step_leaves_no_trace():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1)])
-    before = sender.residuals()[0].clone()
-    sender.begin_iteration(NonInterleaved(2, 1))
-    receiver.begin_iteration(NonInterleaved(2, 1))
+    before = sender.states.residuals()[0].clone()
+    sender.begin(NonInterleaved(2, 1))
+    receiver.begin(NonInterleaved(2, 1))
     pass_message(sender, receiver, gradient(2))
-    sender.rollback()
-    assert torch.equal(sender.residuals()[0], before)
+    sender.states.rollback()
+    assert torch.equal(sender.states.residuals()[0], before)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_non_finite_gradients_arrive_as_such_and_are_not_remembered(poison):
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1)])
-    before = sender.residuals()[0].clone()
+    before = sender.states.residuals()[0].clone()
     bad = gradient(2)
     bad[3, 1, 5] = poison
     (arrived,) = run_iteration(sender, receiver, [bad])
     assert not torch.isfinite(arrived).all(), "Megatron's own checks must see it"
-    assert torch.equal(sender.residuals()[0], before)
+    assert torch.equal(sender.states.residuals()[0], before)
     (healthy,) = run_iteration(sender, receiver, [gradient(3)])
     assert torch.isfinite(healthy).all()
 
@@ -179,7 +206,7 @@ def test_residuals_follow_the_loss_scale():
     for scale in (1.0, 2.0):
         sender, receiver = link()
         run_iteration(sender, receiver, [gradient(1)])
-        sender.follow_loss_scale(torch.tensor(scale))
+        sender.states.rescale_residuals(torch.tensor(scale))
         arrived.append(run_iteration(sender, receiver, [scale * gradient(2)])[0] / scale)
     assert torch.equal(*arrived)
 
@@ -189,24 +216,24 @@ def test_a_state_in_bf16_takes_half_and_forgets_no_more_than_its_rounding():
     gradients = [gradient(b) for b in range(4)]
     for ends in (plain, halved):
         arrived = run_iteration(*ends, gradients)
-    (residual,) = halved[0].residuals()
+    (residual,) = halved[0].states.residuals()
     assert residual.dtype == torch.bfloat16
     # Each of four messages rounds a residual of up to 5 to 8 bits, by 0.01 at most.
     lost = sum(gradients) - sum(arrived) - residual.view(SHAPE).float()
     assert 0 < lost.abs().max() < 4 * 0.02
     # The first Q, which both keep in fp32 beside the rest, is small.
-    assert halved[0].state_nbytes < 0.6 * plain[0].state_nbytes
+    assert halved[0].states.nbytes < 0.6 * plain[0].states.nbytes
 
 
 def test_room_is_made_before_the_first_message():
     sender, _ = link(compressed_backprop_messages="epilogue")
-    sender.expect(NonInterleaved(2, 4), torch.empty(1).expand(SHAPE))
-    expected = sender.state_nbytes
+    sender.preallocate(NonInterleaved(2, 4), torch.empty(1).expand(SHAPE))
+    expected = sender.states.nbytes
     assert expected > 2 * 32 * 48 * 4
-    sender.begin_iteration(NonInterleaved(2, 4))
+    sender.begin(NonInterleaved(2, 4))
     for b in range(4):
-        sender.send(gradient(b))[1]()
-    assert sender.state_nbytes == expected
+        done(sender.send(gradient(b)))
+    assert sender.states.nbytes == expected
 
 
 def test_a_zero_gradient_does_not_kill_the_link():
@@ -221,23 +248,21 @@ def test_buffers_are_made_once():
     sender, receiver = link()
     wires = set()
     for iteration in range(3):
-        sender.begin_iteration(NonInterleaved(2, 2))
-        receiver.begin_iteration(NonInterleaved(2, 2))
+        sender.begin(NonInterleaved(2, 2))
+        receiver.begin(NonInterleaved(2, 2))
         for b in range(2):
-            on_wire, done = sender.send(gradient(iteration + b))
-            wires.add(on_wire.data_ptr())
-            done()
+            wires.add(done(sender.send(gradient(iteration + b))).data_ptr())
     assert len(wires) == 1
 
 
 def test_a_buffer_in_flight_is_not_written_again():
     sender, _ = link()
-    sender.begin_iteration(NonInterleaved(2, 2))
-    first, first_done = sender.send(gradient(1))
-    copy = first.clone()
-    second, _ = sender.send(gradient(2))
-    assert torch.equal(first, copy) and first.data_ptr() != second.data_ptr()
-    first_done()
+    sender.begin(NonInterleaved(2, 2))
+    first = sender.send(gradient(1))
+    first.after_post()
+    copy = first.tensor.clone()
+    second = sender.send(gradient(2))
+    assert torch.equal(first.tensor, copy) and first.tensor.data_ptr() != second.tensor.data_ptr()
 
 
 def test_small_gradients_are_sent_as_they_are_unless_forced():
@@ -254,8 +279,8 @@ def test_links_of_different_seeds_start_differently_and_equal_ones_alike():
             sending_stage=1, receiving_stage=0, seed=seed,
         )  # fmt: skip
         sender = SendingLink(plan, FastLowRank(), 1, 0)
-        sender.begin_iteration(NonInterleaved(2, 1))
-        return sender.send(gradient(1))[0]
+        sender.begin(NonInterleaved(2, 1))
+        return sender.send(gradient(1)).tensor
 
     assert torch.equal(first_message(1), first_message(1))
     assert not torch.equal(first_message(1), first_message(2))
@@ -263,15 +288,15 @@ def test_links_of_different_seeds_start_differently_and_equal_ones_alike():
 
 def test_a_missing_message_names_both_ranks():
     sender, _ = link()
-    sender.begin_iteration(NonInterleaved(2, 2))
+    sender.begin(NonInterleaved(2, 2))
     sender.send(gradient(1))
     with pytest.raises(RanksDisagree, match=r"rank 1 exchanged 1 gradient messages with rank 0 .* schedule has 2"):
-        sender.end_iteration()
+        sender.end()
 
 
 def test_a_message_too_many_names_both_ranks():
     sender, _ = link()
-    sender.begin_iteration(NonInterleaved(2, 1))
+    sender.begin(NonInterleaved(2, 1))
     sender.send(gradient(1))
     with pytest.raises(RanksDisagree, match=r"rank 1 exchanged 2 gradient messages with rank 0 .* schedule has 1"):
         sender.send(gradient(2))
@@ -283,44 +308,44 @@ def test_model_chunks_have_residuals_of_their_own():
         sending_stage=1, receiving_stage=0, seed=7,
     )  # fmt: skip
     sender = SendingLink(plan, FastLowRank(), 1, 0)
-    sender.begin_iteration(Interleaved(stages=2, chunks=2, forward_order=(0, 0, 1, 1), warmups=(4, 2)))
+    sender.begin(Interleaved(stages=2, chunks=2, forward_order=(0, 0, 1, 1), warmups=(4, 2)))
     for seed in range(4):
-        sender.send(gradient(seed))[1]()
-    first, second = sender.residuals()
+        done(sender.send(gradient(seed)))
+    first, second = sender.states.residuals()
     assert not torch.equal(first, second)
 
 
 def test_a_link_goes_on_from_its_state_dict_as_if_nothing_had_happened():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1), gradient(2)])
-    saved = sender.state_dict()
+    saved = sender.states.state_dict()
     twin, its_receiver = link()
-    twin.load_state_dict(saved)
+    twin.states.load_state_dict(saved)
     # Saved again before the first message made the state: nothing is lost.
     again, _ = link()
-    again.load_state_dict(twin.state_dict())
+    again.states.load_state_dict(twin.states.state_dict())
     expected = run_iteration(sender, receiver, [gradient(3)])
     for resumed in (twin, again):
         assert torch.equal(run_iteration(resumed, its_receiver, [gradient(3)])[0], expected[0])
-        assert torch.equal(resumed.residuals()[0], sender.residuals()[0])
+        assert torch.equal(resumed.states.residuals()[0], sender.states.residuals()[0])
 
 
 def test_a_loaded_residual_follows_the_loss_scale_before_its_first_message():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1)])
     twin, _ = link()
-    twin.load_state_dict(sender.state_dict())
-    twin.follow_loss_scale(torch.tensor(0.5))
-    assert torch.equal(twin.state_dict()["states"][0]["residual"], sender.residuals()[0][None] * 0.5)
+    twin.states.load_state_dict(sender.states.state_dict())
+    twin.states.rescale_residuals(torch.tensor(0.5))
+    (loaded,) = twin.states.state_dict().values()
+    assert torch.equal(loaded["residual"], sender.states.residuals()[0] * 0.5)
 
 
-def test_a_residual_that_is_dropped_between_iterations_is_not_restored_either():
-    sender, receiver = link(residual_across_iterations="drop")
-    run_iteration(sender, receiver, [gradient(1)])
-    twin, its_receiver = link(residual_across_iterations="drop")
-    twin.load_state_dict(sender.state_dict())
-    expected = run_iteration(sender, receiver, [gradient(2)])
-    assert torch.equal(run_iteration(twin, its_receiver, [gradient(2)])[0], expected[0])
+@pytest.mark.parametrize("policy", ["carry", "drop"])
+def test_what_is_restored_is_what_a_run_without_a_break_would_go_on_from(policy):
+    ours, twin = technique(policy), technique(policy)
+    send_one(ours, 1)
+    twin.load_state_dict(ours.state_dict())
+    assert torch.equal(send_one(twin, 2), send_one(ours, 2))
 
 
 def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
@@ -328,10 +353,10 @@ def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
     run_iteration(sender, receiver, [gradient(1)])
     other, its_receiver = link(compressed_backprop_rank=2)
     run_iteration(other, its_receiver, [gradient(1)])
-    before = other.residuals()[0].clone()
-    with pytest.raises(ValueError, match="where a link has"):
-        other.load_state_dict(sender.state_dict())
-    assert torch.equal(other.residuals()[0], before)
+    before = other.states.residuals()[0].clone()
+    with pytest.raises(ValueError, match="are remembered"):
+        other.states.load_state_dict(sender.states.state_dict())
+    assert torch.equal(other.states.residuals()[0], before)
 
 
 class _Recording(FastLowRank):
@@ -353,12 +378,10 @@ class _Recording(FastLowRank):
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_after(batched):
     log = []
-    sender, _ = link(compressor=_Recording(log))
-    sender.begin_iteration(NonInterleaved(2, 1))
+    ours = technique("drop", _Recording(log))
+    ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
     group = object()
-    session = SimpleNamespace(
-        active=True, grid=SimpleNamespace(pipeline_group=group), sending=sender, receiving=None, traffic=Traffic()
-    )
+    session = SimpleNamespace(active=True, grid=SimpleNamespace(pipeline_group=group), backprop=ours, traffic=Traffic())
 
     def original(*, tensor_send_prev, **rest):
         log.append("posted")
@@ -377,52 +400,38 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_afte
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_whenever_it_is_remembered_and_whatever_became_of_the_gradient_it_is_the_same(dtype, state_dtype):
-    """At once; by the next message; by the end of the iteration; by the commit, after an iteration that broke off."""
+def test_whatever_became_of_the_gradient_once_it_is_posted_the_same_is_remembered(dtype, state_dtype):
     outcomes = []
-    for at_once, ended in ((True, True), (False, True), (False, False)):
+    for overwritten in (False, True):
         sender, _ = link(dtype, state_dtype=state_dtype)
         messages = []
         for iteration in range(2):
-            sender.begin_iteration(NonInterleaved(2, 3))
+            sender.begin(NonInterleaved(2, 3))
             for b in range(3):
                 mine = gradient(10 * iteration + b, dtype)
-                messages.append(sender.send(mine)[0])
-                mine.fill_(torch.nan)  # its owner has freed it, and somebody else writes there
-                if at_once:
-                    sender.remember()
-            if ended:
-                sender.end_iteration()
-            sender.commit()
-        counted = sender.state_dict()["states"][0]
+                message = sender.send(mine)
+                if overwritten:
+                    mine.fill_(torch.nan)  # its owner has freed it, and somebody else writes there
+                messages.append(done(message).clone())
+            sender.end()
+            sender.states.commit({})
+        (counted,) = sender.states.state_dict().values()
         outcomes.append([*messages, counted["residual"], counted["warm_start"]])
-    for others in zip(*outcomes, strict=True):
-        assert all(torch.equal(others[0], other) for other in others[1:])
-
-
-def test_a_message_that_was_not_remembered_does_not_outlive_a_rollback():
-    sender, receiver = link()
-    run_iteration(sender, receiver, [gradient(1)])
-    before = sender.residuals()[0].clone()
-    sender.begin_iteration(NonInterleaved(2, 1))
-    sender.send(gradient(2))
-    sender.rollback()
-    sender.begin_iteration(NonInterleaved(2, 1))
-    assert torch.equal(sender.residuals()[0], before)
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
 def test_the_time_of_both_parts_is_counted(monkeypatch):
     """With a clock that goes on by one second per look, each timed part takes one."""
     gauge = Gauge()
     ticks = itertools.count()
-    monkeypatch.setattr("optimus_cc_ext.techniques.stopwatch.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("optimus_cc_ext.metrics.stopwatch.time.perf_counter", lambda: float(next(ticks)))
     sender, _ = link()
     sender._gauge = gauge
     gauge.begin(True)
-    sender.begin_iteration(NonInterleaved(2, 1))
-    sender.send(gradient(1))
+    sender.begin(NonInterleaved(2, 1))
+    message = sender.send(gradient(1))
     assert gauge.seconds() == 1.0
-    sender.remember()
+    message.after_post()
     assert gauge.seconds() == 2.0
 
 
@@ -430,4 +439,4 @@ def test_the_residual_of_a_large_message_is_exactly_what_the_receiver_lacks() ->
     sender, receiver = link(compressed_backprop_rank=16)
     sent = torch.randn(600, 1, 1024, generator=torch.Generator().manual_seed(1))
     (arrived,) = run_iteration(sender, receiver, [sent])
-    assert torch.equal(sender.residuals()[0].view_as(sent), sent - arrived)
+    assert torch.equal(sender.states.residuals()[0].view_as(sent), sent - arrived)

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from optimus_cc_ext.data import DataError, PreparedData
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.quickstart import QuickstartError, Settings
 from optimus_cc_ext.quickstart.event_log import Curve, Record, read_record
 from optimus_cc_ext.quickstart.log_lines import Progress, failure_reason, parse_progress, parse_techniques
@@ -21,7 +22,6 @@ from optimus_cc_ext.quickstart.pictures import draw, save_png, svg_data_uri
 from optimus_cc_ext.quickstart.report import Outcome, Run, cross_check, render, shares, summarize, time_remark
 from optimus_cc_ext.quickstart.settings import check_flags, check_text, remarks
 from optimus_cc_ext.quickstart.workspace import PICTURES, claim
-from optimus_cc_ext.traffic import TrafficClass
 
 RAW = {
     TrafficClass.PIPELINE_FORWARD: 2_097_152,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from optimus_cc_ext.checkpoint.resuming import decide, settings_of
+from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.resuming import decide, settings_of
-from optimus_cc_ext.state_files import Manifest
 
 MESSAGES = {"--micro-batch-size": 2}
 TOPOLOGY = {"the number of ranks": 4, "--pipeline-model-parallel-size": 2}

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from optimus_cc_ext.state_files import (
+from optimus_cc_ext.checkpoint.state_files import (
     FOLDER,
     DamagedState,
     Manifest,
@@ -19,6 +20,10 @@ from optimus_cc_ext.state_files import (
     write_manifest,
     write_rank_file,
 )
+from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.config import CompressedBackpropConfig
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
+from optimus_cc_ext.techniques.schedule import Message
 
 RANKS = 2
 
@@ -53,6 +58,36 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
         assert found["iteration"] == 4
         assert found["compressed_backprop"]["states"][0]["chunk"] == rank
         assert torch.equal(found["compressed_backprop"]["states"][0]["residual"], torch.ones(3, 5))
+
+
+def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_have_now(tmp_path: Path) -> None:
+    residual, warm_start = torch.ones(1, 32, 48), torch.ones(1, 48, 4)
+    saved = {"residual": residual, "warm_start": warm_start}
+    old = {
+        "iteration": 4,
+        "compressed_backprop": {"states": [{"chunk": 1, "shape": [16, 2, 48], "dtype": "torch.bfloat16", **saved}]},
+        "dp_compression": {"buckets": [{"groups": [saved]}, {"groups": [saved]}], "stages": [0]},
+    }
+    start_staging(tmp_path)
+    files = (write_rank_file(staging_folder(tmp_path), 0, 4, old),)
+    write_manifest(
+        staging_folder(tmp_path),
+        Manifest(iteration=4, checkpoint="mark", topology={}, techniques={}, files=files, format=1),
+    )
+    publish(staging_folder(tmp_path), tmp_path)
+    found = load(tmp_path, 0)
+
+    config = CompressedBackpropConfig(compressed_backprop=True, compressed_backprop_rank=4)
+    ours = CompressedBackprop(config, FastLowRank(), seed=7, state_dtype=torch.float32)
+    ours.connect_to(0, 1, rank=1, peer_rank=0)
+    ours.preallocate(
+        SimpleNamespace(messages=lambda _: [Message(1, epilogue=True)]), torch.zeros(16, 2, 48, dtype=torch.bfloat16)
+    )
+    assert found["compressed_backprop"]["states"].keys() == ours.states.state_dict().keys()
+    ours.load_state_dict(found["compressed_backprop"])
+    # As `SelectiveStageCompression.add_reducer` and `BucketReducer` name them.
+    assert list(found["dp_compression"]["states"]) == ["bucket 0: 32x48", "bucket 1: 32x48"]
+    assert found["dp_compression"]["stages"] == [0] and found["iteration"] == 4
 
 
 def test_a_checkpoint_without_our_folder_has_no_state(tmp_path: Path) -> None:
@@ -105,7 +140,7 @@ DAMAGES = {
     "topology.json: the file is missing": lambda files: (files / "topology.json").unlink(),
     "topology.json: the file cannot be read": lambda files: (files / "topology.json").write_text('{"format": 1, '),
     "cannot be read (KeyError: 'checkpoint')": lambda files: without(files / "topology.json", "checkpoint"),
-    "format 2, and this version reads format 1": lambda files: edited(files / "topology.json", format=2),
+    "format 3, and this version reads formats 1 to 2": lambda files: edited(files / "topology.json", format=3),
     "it names 2 files of 3 ranks": lambda files: edited(files / "topology.json", ranks=3),
 }
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext.techniques.schedule import Interleaved, Message, NonInterleaved, Pass
-from optimus_cc_ext.techniques.timeline import (
+from optimus_cc_ext.forecast.timeline import (
     INDIFFERENT,
     MessageCost,
     StageCost,
@@ -14,6 +13,7 @@ from optimus_cc_ext.techniques.timeline import (
     left_after_backward,
     smallest_useful,
 )
+from optimus_cc_ext.techniques.schedule import Interleaved, Message, NonInterleaved, Pass
 
 FREE = MessageCost(travel=0.0)
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.metrics.traffic import Traffic, TrafficClass, all_reduce_bytes
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.schedule import Message
-from optimus_cc_ext.traffic import Traffic, TrafficClass, all_reduce_bytes
 
 VOCABULARY = 4 * 51200 * 1920
 """Bytes of the 2.5B model's embedding in fp32; divisible by every number of ranks used below."""

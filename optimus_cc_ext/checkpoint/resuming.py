@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.state_files import Manifest
 
 __all__ = ["Resumption", "decide", "settings_of"]
 

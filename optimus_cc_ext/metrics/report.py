@@ -11,10 +11,10 @@ from math import sqrt
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.metrics.error_statistics import StatisticsSums
+from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.error_statistics import StatisticsSums
-from optimus_cc_ext.techniques.gauge import Gauge
-from optimus_cc_ext.traffic import TrafficClass
+from optimus_cc_ext.techniques.technique import Technique
 
 __all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
 
@@ -126,13 +126,10 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
         device: where collectives of the default group take their tensors.
     """
     assert session.grid is not None, "the session has no place in the grid yet"
-    links = session.sending.residuals() if session.sending else []
-    buckets = [residual for reducer in session.reducers for residual in reducer.residuals()]
-    statistics = session.sending.statistics.sums() if session.sending else StatisticsSums()
+    statistics = session.backprop.statistics.sums()
     row = [
         1.0,
-        *_technique(session.link_gauge, links, session.loss_scale),
-        *_technique(session.bucket_gauge, buckets, session.loss_scale),
+        *(value for technique in session.techniques for value in _sums(technique, session.loss_scale)),
         *(statistics.pairs, statistics.cosine, statistics.error_mean, statistics.difference_mean),
         *traffic,
     ]
@@ -153,7 +150,8 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     return Report(dict(zip(TrafficClass, zip(sums[::2], sums[1::2], strict=True), strict=True)), stages)
 
 
-def _technique(gauge: Gauge, residuals: Sequence[torch.Tensor], loss_scale: float) -> tuple[float, ...]:
+def _sums(technique: Technique, loss_scale: float) -> tuple[float, ...]:
     """The fields of `TechniqueMetrics`."""
-    residual = sum(float(torch.linalg.vector_norm(r, dtype=torch.float64)) ** 2 for r in residuals)
-    return (*gauge.squares(), residual / loss_scale**2, gauge.seconds())
+    norms = (float(torch.linalg.vector_norm(r, dtype=torch.float64)) for r in technique.states.residuals())
+    residual = sum(norm**2 for norm in norms) / loss_scale**2
+    return (*technique.gauge.squares(), residual, technique.gauge.seconds())

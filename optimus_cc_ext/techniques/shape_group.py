@@ -1,30 +1,23 @@
-"""The matrices of one shape in a gradient bucket, as one batch, and what error feedback remembers about them.
+"""The matrices of one shape in a gradient bucket, as one batch of strided views, and what is remembered about them.
 
 Passes over memory of the matrices' size that one iteration takes beside the products with P and Q, each of which
-reads or writes the batch once (fp32 bucket and state; in brackets those of a copy per matrix, as it was before):
+reads or writes the batch once (fp32 bucket and state):
 
-    M = G + E               read, read, write            [5: copy, then add]
-    E = M - G / D           read, read, write            [2, and a product; so it still is where a shard is rebuilt]
-    the step counts         none on a CPU, 3 on a GPU    [3]
+    M = G + E               read, read, write
+    E = M - G / D           read, read, write; where only a shard of G is rebuilt, a product
+    the step counts         none on a CPU, 3 on a GPU
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from optimus_cc_ext.compressors import (
-    LowRank,
-    Scratch,
-    effective_rank,
-    initial_q,
-    next_warm_start,
-    private_generator,
-)
+from optimus_cc_ext.compressors import LowRank, Scratch, private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.stepped import SteppedTensor
+from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
 from optimus_cc_ext.techniques.strided import progressions
 
-__all__ = ["EqualMatrices"]
+__all__ = ["ShapeGroup", "copy_if_cast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,15 @@ class _Part:
         return rows if self.high - self.low == rows.numel() else rows.view(-1)[self.low : self.high]
 
 
-class EqualMatrices:
+class ShapeGroup:
     """See above. The order of the batch is that of the bucket, progression by progression (`strided`).
 
     Args:
         views: (rows, columns) each, contiguous, in one storage.
         shard: the flat view into that storage that this replica's optimizer reads; None: all of it.
+        norm_group: their gradient-norm group.
+        states: where its state is kept, by `name`.
+        salt: tells its first Q apart from others of the run.
     """
 
     def __init__(
@@ -69,6 +65,10 @@ class EqualMatrices:
         views: list[torch.Tensor],
         shard: torch.Tensor | None,
         config: DataParallelCompressionConfig,
+        *,
+        norm_group: str,
+        states: FactorStates,
+        name: str,
         seed: int,
         salt: str,
         state_dtype: torch.dtype,
@@ -78,53 +78,53 @@ class EqualMatrices:
         self._feedback = config.dp_error_feedback
         self.count = len(views)
         rows, columns = views[0].shape
-        rank = effective_rank(rows, columns, config.dp_compression_rank)
         device = views[0].device
-        self.p_shape = torch.Size((self.count, rows, rank))
-        self.q_shape = torch.Size((self.count, columns, rank))
-        generator = private_generator(seed, "dp-compression", salt, device=device)
-        self.fresh_directions = initial_q(self.count, columns, rank, generator=generator, device=device)
-        self.warm_start = SteppedTensor(self.fresh_directions.to(state_dtype, copy=True))
-        self.residual = SteppedTensor(torch.zeros(self.count, rows, columns, dtype=state_dtype, device=device))
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
+
+        def make() -> FactorState:
+            generator = private_generator(seed, "dp-compression", salt, device=device)
+            return FactorState(
+                (self.count, rows, columns), config.dp_compression_rank, generator=generator, dtype=state_dtype,
+                device=device, norm_group=norm_group,
+            )  # fmt: skip
+
+        self.state = states.get(name, make)
+        self.q_shape = self.state.fallback.shape
+        self.p_shape = torch.Size((self.count, rows, self.q_shape[-1]))
 
     def use_wire(self, p_wire: torch.Tensor, q_wire: torch.Tensor) -> None:
         """Take the slots of P and Q in the messages; they are computed in fp32, in place where the wire is fp32."""
         self.p_wire, self.q_wire = p_wire, q_wire
         self.p, self.q = p_wire.float(), q_wire.float()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of residual and factors."""
-        return self.residual.nbytes + self.warm_start.nbytes + self.fresh_directions.nbytes
+    def project(self, compressor: LowRank, scratch: Scratch) -> None:
+        """P = M Q of M = G + E, which `matrices` returns afterwards."""
+        q = self.state.warm_start.value
+        if self._is_the_bucket:
+            compressor.project(self._whole[0].gradients, q, out=self.p)
+            return
+        total, residual = self.state.residual.workspace(scratch), self.state.residual.value
+        for part in self._whole:
+            carried = part.of(residual) if self._feedback else None
+            compressor.project_sum(part.gradients, carried, part.of(q), total=part.of(total), out=part.of(self.p))
 
-    def gather(self, scratch: Scratch) -> torch.Tensor:
-        """(matrices, rows, columns): the bucket's gradients as one batch, with the residual added.
+    def matrices(self, scratch: Scratch) -> torch.Tensor:
+        """M (matrices, rows, columns): still there since `project`, or, where scratch memory held it, made again.
 
         Without a residual to add, it is the bucket itself where that can be seen as one batch.
         """
-        if not self._feedback and len(self._whole) == 1:
+        if self._is_the_bucket:
             return self._whole[0].gradients
-        batch, residual = self.residual.workspace(scratch), self.residual.value
-        for part in self._whole:
-            _add(part.gradients, part.of(residual) if self._feedback else None, out=part.of(batch))
-        return batch
+        total, residual = self.state.residual.workspace(scratch), self.state.residual.value
+        if not self.state.residual.is_wide:
+            for part in self._whole:
+                part.of(total).copy_(part.gradients)
+                if self._feedback:
+                    part.of(total).add_(part.of(residual))
+        return total
 
-    def project(self, compressor: LowRank, scratch: Scratch) -> None:
-        """P of the bucket's gradients with the residual added: the sum is what `gathered` returns afterwards."""
-        if not self._feedback and len(self._whole) == 1:
-            compressor.project(self._whole[0].gradients, self.warm_start.value, out=self.p)
-            return
-        batch, residual, q = self.residual.workspace(scratch), self.residual.value, self.warm_start.value
-        for part in self._whole:
-            carried = part.of(residual) if self._feedback else None
-            compressor.project_sum(part.gradients, carried, part.of(q), total=part.of(batch), out=part.of(self.p))
-
-    def gathered(self, scratch: Scratch) -> torch.Tensor:
-        """What `gather` returned before a collective: still there, or, where scratch memory held it, made again."""
-        if self.residual.is_wide and (self._feedback or len(self._whole) > 1):
-            return self.residual.workspace(scratch)
-        return self.gather(scratch)
+    @property
+    def _is_the_bucket(self) -> bool:
+        return not self._feedback and len(self._whole) == 1
 
     def rebuild(self, compressor: LowRank, ranks: int, scratch: Scratch, whole: bool) -> None:
         """Write P Q^T into the bucket, where it is read, and remember what it lacks.
@@ -133,11 +133,11 @@ class EqualMatrices:
             ranks: how many replicas the sum is of.
             whole: write all of it, also where this replica's optimizer reads a shard.
         """
-        take_over(self.q_wire, self.q)
+        copy_if_cast(self.q_wire, self.q)
         everywhere = whole or not self._sharded
         lacking = None
         if self._feedback:
-            lacking = self.gathered(scratch)  # before the bucket changes, which it may be made from again
+            lacking = self.matrices(scratch)  # before the bucket changes, which it may be made from again
             if not everywhere:
                 compressor.subtract_reconstruction(lacking, self.p, self.q, share=1.0 / ranks)
         for part in self._whole if everywhere else self._own:
@@ -154,10 +154,8 @@ class EqualMatrices:
                 lost = part.asked(exact.sub_(part.gradients))
                 part.asked(part.rows_of(lacking)).add_(lost)
         if lacking is not None:
-            self.residual.write(lacking)
-        start = scratch.take("start", self.q_shape, torch.float32, self.p.device)
-        next_warm_start(self.q, self.fresh_directions, compressor, out=start, scratch=scratch)
-        self.warm_start.write(start)
+            self.state.residual.write(lacking)
+        self.state.write_warm_start(self.q, compressor, scratch)
 
     def _write(self, part: _Part, compressor: LowRank, scratch: Scratch) -> torch.Tensor | None:
         """Write a part of the reduced gradients into the bucket; in fp32 whole rows.
@@ -174,8 +172,8 @@ class EqualMatrices:
         return exact
 
 
-def take_over(values: torch.Tensor, into: torch.Tensor) -> None:
-    """Round, or take over what was rounded; nothing to do between tensors of one dtype, which hold the same already."""
+def copy_if_cast(values: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy between dtypes; tensors of one dtype are one tensor and hold the same already."""
     if values.dtype != into.dtype:
         into.copy_(values)
 
@@ -203,13 +201,3 @@ def _parts(views: list[torch.Tensor], shard: torch.Tensor | None) -> tuple[list[
                 own.append(_Part(cut, of_batch, slice(top, bottom), all_of_it, low, high))
         first += progression.count
     return whole, own
-
-
-def _add(gradients: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
-    if residual is None:
-        out.copy_(gradients)
-    elif gradients.dtype == residual.dtype == out.dtype:
-        torch.add(gradients, residual, out=out)
-    else:
-        # On a CPU a sum of two dtypes makes a copy of its own first.
-        out.copy_(gradients).add_(residual)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from optimus_cc_ext.compressors import Scratch
-from optimus_cc_ext.techniques.stopwatch import Stopwatch
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
 
 __all__ = ["Gauge"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.forecast.decide import EmbeddingBytes, Forecast, Measured, forecast
+from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message
+from optimus_cc_ext.forecast.probe import probe_collective, probe_link
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.forecast import EmbeddingBytes, Forecast, Measured, forecast
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
-from optimus_cc_ext.techniques.probe import probe_collective, probe_link
-from optimus_cc_ext.techniques.rehearsal import rehearse_gradients, rehearse_message
 from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.stopwatch import Stopwatch
-from optimus_cc_ext.traffic import all_reduce_bytes, reduce_scatter_bytes
 
 __all__ = ["Forecaster"]
 
@@ -46,7 +46,7 @@ class Forecaster:
             OptimusError: a link failed while it was measured.
         """
         config = self._session.config
-        wanted = config.any_technique and (config.compression_forecast or self._session.stages_are_open)
+        wanted = config.any_technique and (config.compression_forecast or self._session.gradients.stages_are_open)
         self._stopwatch.on = wanted and self._passes == _TIMED_PASS
         if wanted and self._passes == _TIMED_PASS + 1:
             self._forecast(schedule, gradient, device)
@@ -62,16 +62,19 @@ class Forecaster:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._measure(gradient, device))
         session = self._session
-        found = forecast(everyone, schedule, session.config, session.compressed_stages)
-        if session.stages_are_open:
-            session.choose_stages(found.compressed_stages)
+        found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
+        if session.gradients.stages_are_open:
+            session.gradients.choose_stages(found.compressed_stages)
         if dist.get_rank() == 0:
             _say(session, found)
 
     def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
         session = self._session
         assert session.grid is not None, "the session has no place in the grid yet"
-        replicas, sharded = session.replicas, session.layout is not None and session.layout.distributed_optimizer
+        replicas, sharded = (
+            session.gradients.replicas,
+            session.layout is not None and session.layout.distributed_optimizer,
+        )
         link = probe_link(session.grid.pipeline_group, device)
         # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
         factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
@@ -79,14 +82,14 @@ class Forecaster:
             dense_sum = probe_collective(replicas, device, scattered=True)
         compress = decompress = remember = 0.0
         message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
-        ends = session.sending or session.receiving
+        ends = session.backprop.sending or session.backprop.receiving
         if (
             ends is not None
             and gradient is not None
             and ends.plan.compresses(Message(0, epilogue=True), gradient.shape)
         ):
             compressed_bytes = ends.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
-            compress, decompress, remember = rehearse_message(ends.plan, gradient, session.link_compressor)
+            compress, decompress, remember = time_message(ends.plan, gradient, session.backprop.compressor)
         return Measured(
             stage=session.grid.place.stage,
             forward=self._stopwatch.median("forward"),
@@ -99,31 +102,31 @@ class Forecaster:
             compress=compress,
             decompress=decompress,
             remember=remember,
-            dense_bytes=sum(buckets.dense_bytes for buckets in session.buckets),
-            compressed_bytes=sum(buckets.compressed_bytes for buckets in session.buckets),
+            dense_bytes=sum(buckets.dense_bytes for buckets in session.gradients.buckets),
+            compressed_bytes=sum(buckets.compressed_bytes for buckets in session.gradients.buckets),
             compress_gradients=self._gradients(),
-            buckets=sum(buckets.overlapping for buckets in session.buckets) or 1,
+            buckets=sum(buckets.overlapping for buckets in session.gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
             embedding_is_sharded=sharded,
         )
 
     def _gradients(self) -> float:
         session = self._session
-        matrices = [matrix for buckets in session.buckets for matrix in buckets.matrices]
+        matrices = [matrix for buckets in session.gradients.buckets for matrix in buckets.matrices]
         if not session.config.dp_compression or session.alone is None:
             return 0.0
-        return rehearse_gradients(
+        return time_gradients(
             matrices,
             alone=session.alone,
-            compressor=session.bucket_compressor,
+            compressor=session.gradients.compressor,
             config=session.config,
-            state_dtype=session.state_dtype,
+            state_dtype=session.gradients.state_dtype,
         )
 
 
 def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
     assert session.grid is not None
-    nbytes = sum(buckets.tied_bytes for buckets in session.buckets)
+    nbytes = sum(buckets.tied_bytes for buckets in session.gradients.buckets)
     replicas = session.grid.data_parallel
     over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
     with_replicas = over_replicas(nbytes, replicas)

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.techniques.probe import Rate
-from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.timeline import (
+from optimus_cc_ext.forecast.probe import Rate
+from optimus_cc_ext.forecast.timeline import (
     INDIFFERENT,
     MessageCost,
     StageCost,
@@ -16,6 +15,7 @@ from optimus_cc_ext.techniques.timeline import (
     left_after_backward,
     smallest_useful,
 )
+from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["EmbeddingBytes", "Forecast", "Measured", "forecast"]
 

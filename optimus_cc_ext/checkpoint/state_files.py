@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ FOLDER = "optimus_cc"
 
 _STAGING = ".optimus_cc_incomplete"
 _MANIFEST = "topology.json"
-_FORMAT = 1
+_FORMAT = 2
+"""Since format 2 states have names; in format 1 they were numbered. Both are read."""
 
 
 class DamagedState(OptimusError):
@@ -78,6 +80,8 @@ class Manifest:
 
     files: tuple[RankFile, ...]
     """In the order of the ranks."""
+
+    format: int = _FORMAT
 
 
 def staging_folder(save_folder: Path) -> Path:
@@ -122,7 +126,7 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
     """
     temporary = staging / f"{_MANIFEST}.tmp"
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "ranks": len(manifest.files), **asdict(manifest)}, file, indent=1)
+        json.dump({"ranks": len(manifest.files), **asdict(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(staging / _MANIFEST)
@@ -157,8 +161,8 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
-            raise DamagedState(path, f"format {content['format']}, and this version reads format {_FORMAT}")
+        if content["format"] not in range(1, _FORMAT + 1):
+            raise DamagedState(path, f"format {content['format']}, and this version reads formats 1 to {_FORMAT}")
         files = tuple(RankFile(size=file["size"], sha256=file["sha256"]) for file in content["files"])
         manifest = Manifest(
             iteration=content["iteration"],
@@ -166,6 +170,7 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
             topology=content["topology"],
             techniques=content["techniques"],
             files=files,
+            format=content["format"],
         )
     except FileNotFoundError as error:
         raise DamagedState(path, "the file is missing") from error
@@ -201,7 +206,35 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
         raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
     if found != (rank, manifest.iteration):
         raise DamagedState(path, f"it is the state of rank {found[0]} at iteration {found[1]}")
-    return state
+    return state if manifest.format > 1 else _from_format_1(state)
+
+
+def _from_format_1(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with states by name: links were a list, and so were buckets and the shapes in each."""
+    links, buckets = state.get("compressed_backprop"), state.get("dp_compression")
+    named = dict(state)
+    if links is not None:
+        named["compressed_backprop"] = {
+            "states": {
+                f"chunk {entry['chunk']}: {_shape(entry['shape'])} {entry['dtype'].removeprefix('torch.')}": entry
+                for entry in links["states"]
+            }
+        }
+    if buckets is not None:
+        states = {
+            f"bucket {number}: {_shape(group['residual'].shape[1:])}": group
+            for number, bucket in enumerate(buckets["buckets"])
+            for group in bucket["groups"]
+        }
+        named["dp_compression"] = {**buckets, "states": states}
+    for technique in ("compressed_backprop", "dp_compression"):
+        for name, entry in named.get(technique, {}).get("states", {}).items():
+            named[technique]["states"][name] = {key: entry[key] for key in ("residual", "warm_start")}
+    return named
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _rank_file(rank: int) -> str:

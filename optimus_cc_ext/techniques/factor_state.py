@@ -1,0 +1,171 @@
+"""What low-rank compression remembers between messages and steps, for links and buckets alike."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, initial_q, next_warm_start
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
+
+__all__ = ["FactorState", "FactorStates"]
+
+_Saved = dict[str, torch.Tensor]
+
+
+class FactorState:
+    """Residual, warm start and fallback directions of a batch of B matrices of n x m; what a step adds is pending.
+
+    Args:
+        shape: (B, n, m).
+        compression_rank: r is `effective_rank(n, m, compression_rank)`.
+        generator: draws the first Q, on its own device.
+        dtype: what residual (B, n, m) and warm start (B, m, r) are kept in, fp32 or bf16.
+        norm_group: the gradient-norm group that clipping shrinks them with.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        compression_rank: int,
+        *,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+        norm_group: str = MAIN_NORM_GROUP,
+    ) -> None:
+        batch, n, m = shape
+        r = effective_rank(n, m, compression_rank)
+        self.fallback = initial_q(batch, m, r, generator=generator, device=device)
+        self.warm_start = SteppedTensor(self.fallback.to(dtype, copy=True))
+        self.residual = SteppedTensor(torch.zeros(shape, dtype=dtype, device=device))
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._norm_group = norm_group
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.residual.nbytes + self.warm_start.nbytes + self.fallback.nbytes
+
+    def note_finite(self, p: torch.Tensor, scratch: Scratch) -> None:
+        """A NaN or Inf in `p`, of any shape: nothing of this step will be kept. Decided on the device."""
+        note_finite(self._finite, p, scratch)
+
+    def write_warm_start(self, q: torch.Tensor, compressor: LowRank, scratch: Scratch) -> None:
+        """Start the next step from Q' (B, m, r), fp32, which is overwritten."""
+        self.warm_start.write(next_warm_start(q, self.fallback, compressor, out=q, scratch=scratch))
+
+    def commit(self, shrinkage: Mapping[str, float]) -> None:
+        """The step counted: keep what it wrote, if it is finite; the residual shrunk as its norm group was."""
+        self.residual.commit(self._finite, shrinkage.get(self._norm_group, 1.0))
+        self.warm_start.commit(self._finite)
+        self._finite.fill_(True)
+
+    def rollback(self) -> None:
+        """The step is skipped or repeated: forget what it wrote."""
+        self.residual.rollback()
+        self.warm_start.rollback()
+        self._finite.fill_(True)
+
+    def saved(self) -> _Saved:
+        """What steps that counted left, not copies."""
+        return {"residual": self.residual.committed, "warm_start": self.warm_start.committed}
+
+    def restore(self, saved: _Saved) -> None:
+        """Go on from what `saved` returned."""
+        self.residual.restore(saved["residual"])
+        self.warm_start.restore(saved["warm_start"])
+
+
+class FactorStates:
+    """All states of one technique on this rank, by names that mean the same in the run that goes on from a checkpoint.
+
+    Args:
+        compression_rank: of all of them.
+        made_on_demand: whether a state is made when its first message comes. What is loaded waits for that; otherwise
+            what is loaded has to be just what is there.
+    """
+
+    def __init__(self, compression_rank: int, *, made_on_demand: bool = False) -> None:
+        self._compression_rank = compression_rank
+        self._made_on_demand = made_on_demand
+        self._states: dict[str, FactorState] = {}
+        self._waiting: dict[str, _Saved] = {}
+
+    def get(self, name: str, make: Callable[[], FactorState]) -> FactorState:
+        """The state of this name; made, and restored from what was loaded, where there is none yet."""
+        if name not in self._states:
+            self._states[name] = make()
+            if name in self._waiting:
+                self._states[name].restore(self._waiting.pop(name))
+        return self._states[name]
+
+    def __iter__(self) -> Iterator[FactorState]:
+        return iter(self._states.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(state.nbytes for state in self)
+
+    def residuals(self) -> list[torch.Tensor]:
+        """Each state's residual (B, n, m), as the step that goes on sees it."""
+        return [state.residual.value for state in self]
+
+    def zero_residuals(self) -> None:
+        """Forget all residuals."""
+        for state in self:
+            state.residual.zero_()
+        for saved in self._waiting.values():
+            saved["residual"].zero_()
+
+    def rescale_residuals(self, factor: torch.Tensor) -> None:
+        """The loss scale changed by `factor`, a 0-dim tensor on the device, since the last pass: so do residuals."""
+        for state in self:
+            state.residual.rescale(factor)
+        for saved in self._waiting.values():
+            saved["residual"] = saved["residual"].to(factor.device) * factor
+
+    def commit(self, shrinkage: Mapping[str, float]) -> None:
+        """See `FactorState.commit`."""
+        for state in self:
+            state.commit(shrinkage)
+
+    def rollback(self) -> None:
+        """See `FactorState.rollback`."""
+        for state in self:
+            state.rollback()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What steps that counted left, as tensors (not copies)."""
+        return self._waiting | {name: state.saved() for name, state in self._states.items()}
+
+    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
+        """Why `load_state_dict` would refuse, or None."""
+        names = self._states if not self._made_on_demand else state_dict
+        if missing := sorted(names - state_dict.keys()) or sorted(state_dict.keys() - names):
+            return f"{', '.join(missing)}: either here or in the checkpoint, not in both"
+        for name, saved in state_dict.items():
+            found = tuple(saved["residual"].shape), tuple(saved["warm_start"].shape)
+            batch, n, m = found[0] if name not in self._states else self._states[name].residual.committed.shape
+            expected = (batch, n, m), (batch, m, effective_rank(n, m, self._compression_rank))
+            if found != expected:
+                return f"{name}: residual and warm start of {found} where {expected} are remembered"
+        return None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what is remembered is replaced.
+
+        Raises:
+            ValueError: it does not fit; then nothing is changed.
+        """
+        if reason := self.mismatch(state_dict):
+            raise ValueError(reason)
+        if not self._made_on_demand:
+            for name, state in self._states.items():
+                state.restore(state_dict[name])
+            return
+        self._states.clear()
+        # Copies: what was passed in may be the live state of another run.
+        self._waiting = {name: {key: t.clone() for key, t in saved.items()} for name, saved in state_dict.items()}

@@ -1,0 +1,64 @@
+"""What the session knows of a technique that remembers anything: one protocol, so that it loops over them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.schedule import Schedule
+
+__all__ = ["Iteration", "Technique"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One forward-backward pass: a training iteration, or a repetition of one."""
+
+    schedule: Schedule
+    number: int
+    """How many iterations were completed before it."""
+
+    train_iters: int | None = None
+    """How many there will be; None: nobody knows."""
+
+    measured: bool = False
+    """Whether errors and times of it will be reported."""
+
+    def is_among_the_first(self, fraction: float) -> bool:
+        """Whether this iteration belongs to the first `fraction` of the training."""
+        # Rounded: 0.29 of 100 is a little less than 29 in floating point.
+        return self.number < round(fraction * (self.train_iters or 0))
+
+
+class Technique:
+    """A technique on this rank.
+
+    Args:
+        name: in checkpoints.
+        on: whether this run uses it. Where it is off it does nothing and has no part in checkpoints.
+        states: what it remembers.
+        gauge: measures what it leaves out and costs.
+    """
+
+    def __init__(self, name: str, *, on: bool, states: FactorStates, gauge: Gauge) -> None:
+        self.name, self.on, self.states, self.gauge = name, on, states, gauge
+
+    def begin(self, this: Iteration) -> None:
+        """A forward-backward pass begins."""
+        self.gauge.begin(this.measured)
+
+    def end(self) -> None:
+        """It has ended; raises RanksDisagree if what passed is not what its schedule has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: tensors (not copies), numbers and strings."""
+        return {"states": self.states.state_dict()}
+
+    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
+        """Why `load_state_dict` would refuse, or None."""
+        return self.states.mismatch(state_dict["states"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; ValueError where `mismatch` has a reason."""
+        self.states.load_state_dict(state_dict["states"])
