@@ -81,7 +81,7 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     carried = request.artifact and "residual_across_iterations" not in request.spelling
     if carried and config.compressed_backprop and config.lazy_error_propagation:
         notes.append(
-            "--use_error_feedback: carries the residual across iterations, as the published artifact does. Add "
+            "--use_error_feedback: carries the residual across iterations: as the published artifact does. Add "
             "--residual-across-iterations drop, our default: carrying cost 3 % of loss"
         )
     return Resolution(config, tuple(notes))
