@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,8 @@ def _refusing(name: str, original: Any) -> Any:
 
     if isinstance(original, type):
         return type(original.__name__, (original,), {"__new__": refuse, "__module__": original.__module__})
-    return refuse
+    # With its attributes: from 2.15 on, torch._dynamo takes `use_mem_pool.__wrapped__` when it is imported.
+    return functools.wraps(original)(refuse)
 
 
 def _install_in(module: ModuleType, patches: Patches, done: set[str]) -> None:

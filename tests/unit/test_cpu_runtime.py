@@ -217,6 +217,12 @@ def test_what_has_no_meaning_on_a_cpu_raises_an_error_that_names_it() -> None:
 
 
 @in_a_rank
+def test_a_refused_function_keeps_the_attributes_that_torch_reads() -> None:
+    """torch._dynamo does so with this one when it is imported, from torch 2.15 on."""
+    assert callable(torch.cuda.use_mem_pool.__wrapped__)
+
+
+@in_a_rank
 def test_every_public_cuda_function_is_answered_or_refused() -> None:
     from optimus_cc_ext.cpu_runtime import refusals
 
