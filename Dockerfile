@@ -26,13 +26,15 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # Unless it is given, the base image's own setting holds.
 ARG PIP_INDEX_URL
 WORKDIR /tmp/optimus-cc
-COPY requirements.lock setup.py README.md ./
+COPY requirements.lock pyproject.toml setup.py README.md LICENSE ./
+COPY patches patches
+COPY scripts scripts
 COPY optimus_cc_ext optimus_cc_ext
 
-# What the base image has stays, where it is new enough for setup.py; the rest comes in the locked versions.
+# What the base image has stays, where it is new enough for pyproject.toml; the rest comes in the locked versions.
 # --no-deps for megatron-core: its "torch" is the base image's, built for its CUDA. The comparison makes the build
 # fail should anything have replaced it.
-# PIP_BREAK_SYSTEM_PACKAGES: the image is the environment.
+# PIP_BREAK_SYSTEM_PACKAGES: the image is the environment. /opt/optimus-cc: where Slurm's batch scripts find the others.
 RUN export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1 \
  && before="$(python -c 'import torch; print(torch.__version__)')" \
  && { python -m pip list --format=freeze; cat "${PIP_CONSTRAINT:-/dev/null}"; } > /tmp/present.txt \
@@ -40,16 +42,14 @@ RUN export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTI
       NR == FNR { present[name]; next } name !~ /^#/ && !(name in present)' \
       /tmp/present.txt requirements.lock > /tmp/missing.txt \
  && python -m pip install --no-deps "$(grep -E '^megatron-core==' requirements.lock)" \
- && python -m pip install --constraint /tmp/missing.txt . \
+ && python -m pip install --constraint /tmp/missing.txt '.[data,report]' \
  && test "$before" = "$(python -c 'import torch; print(torch.__version__)')" \
+ && ln -s "$(optimus-cc files)" /opt/optimus-cc \
  && rm -r /tmp/present.txt /tmp/missing.txt /tmp/optimus-cc
 
 # Only the scripts: the `megatron` folder of the checkout would be a second Megatron, without its compiled helper.
-# Elsewhere than this package's sources too, so that what runs is what was installed.
 COPY --from=megatron-lm /LICENSE /*.py /opt/megatron-lm/
 COPY --from=megatron-lm /tools /opt/megatron-lm/tools
-COPY LICENSE /opt/optimus-cc/
-COPY scripts /opt/optimus-cc/scripts
 
 # Batch systems run containers as the calling user, whoever that is: nothing above belongs to this one.
 RUN useradd --uid 10001 --create-home --shell /bin/bash optimus && install -d -m 1777 /workspace

@@ -1,4 +1,7 @@
-"""`optimus-cc doctor`: what is installed, which seams hold, and which flags would be refused, on this machine."""
+"""`optimus-cc doctor`: what is installed, which seams hold, and which flags would be refused, on this machine.
+
+`optimus-cc files` says where scripts/ and patches/ are.
+"""
 
 import argparse
 import contextlib
@@ -9,13 +12,23 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from optimus_cc_ext import __version__, cpu_runtime
 from optimus_cc_ext.errors import FlagError, OptimusError, UnsupportedMegatron
 
-__all__ = ["main"]
+__all__ = ["main", "shared_folder"]
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "tokenizers", "transformers")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "triton",
+    "tokenizers",
+    "transformers",
+    "tensorboard",
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="-- FLAGS",
         help="flags of a pretrain_gpt.py command line to check",
     )
+    commands.add_parser("files", help="print the folder that holds scripts/ and patches/")
     options = parser.parse_args(argv)
+    if options.command == "files":
+        print(shared_folder())
+        return 0
     flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
     return _doctor(flags, options.world_size)
+
+
+def shared_folder(package: Path = Path(__file__).parent) -> Path:
+    """The folder of scripts/ and patches/: the checkout, or what setup.py installs of it inside of the package."""
+    installed = package / "share"
+    return installed if installed.is_dir() else package.parent
 
 
 def _doctor(flags: list[str], world_size: int) -> int:

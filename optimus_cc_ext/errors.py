@@ -8,16 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
 __all__ = [
     "FlagError",
+    "MissingExtra",
     "OptimusError",
     "RanksDisagree",
     "UnsupportedMegatron",
     "exit_with",
     "is_first_local_rank",
+    "require_extra",
     "run_command",
 ]
 
@@ -34,12 +37,24 @@ class FlagError(OptimusError, ValueError):
         self.flag, self.reason, self.cure = flag, reason, cure
 
 
+class MissingExtra(OptimusError, ImportError):
+    """Packages that only some users need, and this one has not. The message says how to install them."""
+
+
 class UnsupportedMegatron(OptimusError):
     """A Megatron whose version is not known, or whose seams are not where they were."""
 
 
 class RanksDisagree(OptimusError):
     """Two ranks hold different ideas of what is sent. The message names both."""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise MissingExtra unless all `modules`, which the extra of this name installs, are there."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise MissingExtra(
+            f"not installed: {', '.join(missing)}. Install what this needs: pip install 'optimus_cc_ext[{extra}]'"
+        )
 
 
 def is_first_local_rank() -> bool:

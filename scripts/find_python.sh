@@ -1,11 +1,17 @@
 # shellcheck shell=bash
-# Sourced by other scripts: which Python runs this repository.
+# Sourced by other scripts: which Python runs them, and where they write. ROOT holds scripts/: a checkout of the
+# repository, or the folder that `optimus-cc files` prints, where the package is installed.
 
-# Prints the interpreter of ROOT/.venv, or where there is none (in images) the `python` on PATH; fails without either.
+# Prints the interpreter of ROOT/.venv, or where there is none (an installed package) the `python` on PATH; fails without either.
 find_python() { # ROOT
   if [[ -x "$1/.venv/bin/python" ]]; then
     echo "$1/.venv/bin/python"
   else
     command -v python
   fi
+}
+
+# Prints the folder of results/ and data/: ROOT, or the current folder where ROOT is part of an installed package.
+find_workspace() { # ROOT
+  if [[ -f "$1/setup.py" ]]; then echo "$1"; else pwd; fi
 }

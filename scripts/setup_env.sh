@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository from requirements.lock. quickstart.sh and test.sh call it first; a second run takes
-# a moment. Then: .venv/bin/python, or `source .venv/bin/activate`.
+# a moment. Then: .venv/bin/python, or `source .venv/bin/activate`. Beside an installed package it does nothing.
 #
 #   OPTIMUS_CC_PYTHON=/path/to/python   use this interpreter (3.12 or 3.13) instead of searching for one
 #   scripts/setup_env.sh --find-python  only say which interpreter would be used
@@ -109,7 +109,7 @@ else:
   fingerprint() {
     local version
     version="$("$1" -I -S -c 'import sys; print(sys.version)' 2>/dev/null </dev/null)" || return 0
-    cat "$root/requirements.lock" "$root/setup.py" "$root/optimus_cc_ext/_version.py" - \
+    cat "$root"/{requirements.lock,pyproject.toml,setup.py,optimus_cc_ext/_version.py} - \
       <<<"$root $version" | sha256sum | cut -d' ' -f1
   }
 
@@ -157,6 +157,8 @@ else:
     *) die "unknown argument: $1" "usage: scripts/setup_env.sh [--find-python]" ;;
   esac
 
+  # Installed from a wheel: the environment is the caller's.
+  [[ -f "$root/setup.py" ]] || exit 0
   if is_finished; then exit 0; fi
   # One set-up at a time; the kernel frees the lock when its holder ends, however it ends.
   exec 9>"$root/.venv.lock"

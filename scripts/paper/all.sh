@@ -37,7 +37,7 @@ done
   echo "all.sh: error: --scale: '$scale' is not known. Give paper or tiny." >&2
   exit 2
 }
-results="${RESULTS:-$root/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
+results="${RESULTS:-$(find_workspace "$root")/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
 
 failed=() matching=0
 attempt() { # NAME COMMAND...

@@ -15,6 +15,7 @@ from run_logs import read_runs
 from tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+WORKSPACE = ROOT if (ROOT / "setup.py").is_file() else Path.cwd()  # nothing is written into an installed package
 
 
 HEADINGS = {
@@ -65,7 +66,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="folder of all results (results/paper, or results/paper-tiny)")
     parser.add_argument("--output", type=Path, help="where to write (the folder 'report' in that of the results)")
     options = parser.parse_args()
-    results = options.results or ROOT / "results" / ("paper" if options.scale == "paper" else "paper-tiny")
+    results = options.results or WORKSPACE / "results" / ("paper" if options.scale == "paper" else "paper-tiny")
     if not results.is_dir():
         print(f"collect.py: error: {results}: no such folder. Run an experiment, or give --results", file=sys.stderr)
         return 2

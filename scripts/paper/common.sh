@@ -16,6 +16,7 @@ set -euo pipefail
 paper_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$paper_root/scripts/find_python.sh"
+paper_workspace="$(find_workspace "$paper_root")"
 
 # --- what an experiment's file says
 
@@ -79,9 +80,9 @@ _paper_scale() {
     export TENSOR_PARALLEL="${TENSOR_PARALLEL:-8}" PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-4}"
     [[ -n "${NODE_LIST:-}" ]] || export NODES="${NODES:-16}"
   fi
-  export DATA_PATH="${DATA_PATH:-$paper_root/data/gpt2_text_document}"
-  export VOCAB_FILE="${VOCAB_FILE:-$paper_root/data/gpt2-vocab.json}"
-  export MERGE_FILE="${MERGE_FILE:-$paper_root/data/gpt2-merges.txt}"
+  export DATA_PATH="${DATA_PATH:-$paper_workspace/data/gpt2_text_document}"
+  export VOCAB_FILE="${VOCAB_FILE:-$paper_workspace/data/gpt2-vocab.json}"
+  export MERGE_FILE="${MERGE_FILE:-$paper_workspace/data/gpt2-merges.txt}"
   export TRAIN_ITERS="${TRAIN_ITERS:-$paper_iterations}" LR="${LR:-0.00015}"
   compression_rank=16 dp_compression_rank=128
   schedule=(--lr-decay-iters 320000 --eval-interval 100 --eval-iters 10)
@@ -155,7 +156,7 @@ run() { # the experiment's command line
     tiny) _tiny_scale ;;
     *) _refuse --scale "'$scale' is not known" "Give paper or tiny" ;;
   esac
-  RESULTS="${RESULTS:-$paper_root/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
+  RESULTS="${RESULTS:-$paper_workspace/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
   folder="$RESULTS/$experiment"
 
   flags=("${schedule[@]}" --lr-decay-style cosine --min-lr 1.0e-5 --lr-warmup-fraction .01)

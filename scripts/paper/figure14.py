@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+WORKSPACE = ROOT if (ROOT / "setup.py").is_file() else Path.cwd()  # nothing is written into an installed package
 sys.path.insert(0, str(ROOT))  # the package beside this script, installed or not
 
 import torch  # noqa: E402
@@ -168,7 +169,7 @@ def main() -> None:
         parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
     device = torch.device(options.device)
     divisor = _TINY_DIVISOR if options.scale == "tiny" else 1
-    results = options.results or ROOT / "results" / ("paper" if options.scale == "paper" else "paper-tiny")
+    results = options.results or WORKSPACE / "results" / ("paper" if options.scale == "paper" else "paper-tiny")
     measured = []
     for model, (rows, columns) in SLICES.items():
         for name in COMPRESSORS:

@@ -11,6 +11,7 @@ from optimus_cc_ext import __version__, cli
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
 from tests.launches import Launch, call
 from tests.megatron_runs import TINY_GPT
+from tests.shell_scripts import ROOT
 
 SEAMS = [
     "megatron.training.arguments:add_megatron_arguments",
@@ -141,3 +142,8 @@ def test_the_version_is_said() -> None:
 def test_without_a_command_there_is_a_usage_line() -> None:
     found = call(cli.main, [])
     assert found.code == 2 and "usage: optimus-cc" in found.output
+
+
+def test_files_says_where_scripts_and_patches_are() -> None:
+    found = call(cli.main, ["files"])
+    assert found.code == 0 and found.output.strip() == str(ROOT)

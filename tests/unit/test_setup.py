@@ -36,7 +36,8 @@ esac
 def clone(tmp_path: Path) -> Path:
     """As much of the repository as the set-up reads."""
     root = tmp_path / "clone"
-    for name in ("scripts/setup_env.sh", "setup.py", "requirements.lock", "optimus_cc_ext/_version.py"):
+    files = "scripts/setup_env.sh pyproject.toml setup.py requirements.lock optimus_cc_ext/_version.py"
+    for name in files.split():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return root
@@ -164,6 +165,7 @@ def append_line(path: Path) -> None:
     "change",
     [
         pytest.param(lambda root: append_line(root / "requirements.lock"), id="lock"),
+        pytest.param(lambda root: append_line(root / "pyproject.toml"), id="pyproject.toml"),
         pytest.param(lambda root: append_line(root / "setup.py"), id="setup.py"),
         pytest.param(lambda root: append_line(root / ".venv" / ".optimus_cc_stamp"), id="stamp"),
         pytest.param(lambda root: (root / ".venv" / "bin" / "python").unlink(), id="interpreter gone"),

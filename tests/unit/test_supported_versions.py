@@ -18,8 +18,8 @@ def read(name: str) -> str:
     return (ROOT / name).read_text()
 
 
-def test_setup_py_admits_the_supported_releases_and_no_other() -> None:
-    found = re.search(r'"(megatron-core.*)"', read("setup.py"))
+def test_pyproject_admits_the_supported_releases_and_no_other() -> None:
+    found = re.search(r'"(megatron-core.*)"', read("pyproject.toml"))
     assert found is not None
     admitted = Requirement(found[1]).specifier
     assert [version for version in (*RELEASED, *OTHER_RELEASES) if version in admitted] == RELEASED

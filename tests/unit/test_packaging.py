@@ -1,0 +1,94 @@
+"""The wheel: what it needs, and that scripts/ and patches/ are in it and run from where they are installed."""
+
+import os
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from optimus_cc_ext.cli import shared_folder
+from optimus_cc_ext.errors import MissingExtra, require_extra
+from tests.shell_scripts import ROOT
+
+SHARED = ("scripts", "patches")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def files_in(folder: Path) -> set[str]:
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name for name in found if "__pycache__" not in name}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's optimus_cc_ext as pip unpacks it: files that were executable are."""
+    source: Path = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        # Links: nothing is built into the repository, and nothing built there earlier gets in.
+        if path.name not in ("build", ".git", ".venv") and not path.name.endswith(".egg-info"):
+            (source / path.name).symlink_to(path)
+    target: Path = tmp_path_factory.mktemp("site-packages")
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(target)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=120)
+    [wheel] = target.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            unpacked = Path(archive.extract(entry, target))
+            if entry.external_attr >> 16 & stat.S_IXUSR:
+                unpacked.chmod(0o755)
+    return target / "optimus_cc_ext"
+
+
+def run_installed(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": path}
+    )
+
+
+def test_training_needs_no_more_than_torch_megatron_numpy_and_psutil() -> None:
+    needed = [requirement.split(">")[0] for requirement in PROJECT["dependencies"]]
+    assert needed == ["megatron-core", "torch", "numpy", "psutil"]
+    assert set(PROJECT["optional-dependencies"]) == {"data", "report", "eval", "gpu", "dev"}
+
+
+def test_the_wheel_holds_every_script_and_patch_and_nothing_made_from_them(installed: Path) -> None:
+    assert {path.name for path in (installed / "share").iterdir()} == set(SHARED)
+    for folder in SHARED:
+        assert files_in(installed / "share" / folder) == files_in(ROOT / folder)
+        for path in (ROOT / folder).rglob("*.sh"):
+            copy = installed / "share" / path.relative_to(ROOT)
+            assert os.access(copy, os.X_OK) == os.access(path, os.X_OK), path
+    assert (installed / "py.typed").is_file()
+    assert not [path for path in installed.parent.rglob("*") if path.name in ("tests", "__pycache__")]
+
+
+def test_the_files_are_found_in_a_checkout_and_in_an_installed_package(installed: Path) -> None:
+    assert shared_folder() == ROOT
+    assert shared_folder(installed) == installed / "share"
+
+
+def test_installed_scripts_take_the_python_on_path_and_write_nothing_beside_them(
+    installed: Path, tmp_path: Path
+) -> None:
+    share = installed / "share"
+    before = sorted(share.rglob("*"))
+    shown = run_installed(f"{share}/patches/apply.sh", cwd=tmp_path)
+    assert shown.returncode == 2 and "apply.sh DIR --undo" in shown.stderr
+    experiment = f"{share}/scripts/paper/table2/335m-cb-fe-sc.sh"
+    printed = run_installed(experiment, "--scale", "tiny", "--dry-run", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    assert f"{Path(sys.executable).parent}/python -m torch.distributed.run" in printed.stdout
+    assert f"--save {tmp_path}/results/paper-tiny/table2/335m-cb-fe-sc/checkpoints" in printed.stdout
+    assert run_installed(f"{share}/scripts/setup_env.sh", cwd=tmp_path).returncode == 0
+    assert sorted(share.rglob("*")) == before
+
+
+def test_what_an_extra_installs_is_named_with_the_way_to_get_it() -> None:
+    require_extra("data", "json")
+    with pytest.raises(MissingExtra, match=r"not installed: no_such_module\. .*pip install 'optimus_cc_ext\[data\]'"):
+        require_extra("data", "json", "no_such_module")
