@@ -5,36 +5,29 @@ OUTPUT/tokenizer/               for --tokenizer-type HuggingFaceTokenizer --toke
 OUTPUT/manifest.json            what it was made from; the same again is not made twice
 """
 
+import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from optimus_cc_ext.data.documents import Corpus, DataError, find_corpus
-from optimus_cc_ext.data.encode import EncodedBatch, encode_documents
+from optimus_cc_ext.data.documents import Corpus, DataError, Document, find_corpus
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
-from optimus_cc_ext.data.tokenizer import (
-    END_OF_DOCUMENT,
-    TOKENIZER_FILE,
-    check_vocab_size,
-    save_tokenizer,
-    train_tokenizer,
-)
+from optimus_cc_ext.data.tokenizer import END_OF_DOCUMENT, MIN_VOCAB_SIZE, train_tokenizer
+from optimus_cc_ext.errors import require_extra
 
-__all__ = ["PreparedData", "default_workers", "prepare"]
+__all__ = ["PreparedData", "prepare"]
 
-_FORMAT = 1
 _MANIFEST = "manifest.json"
-_PREFIX = "corpus"
-_TOKENIZER = "tokenizer"
+_DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
+# Megatron keeps its index of a data set beside it, by default in a folder of the data's own name.
+_REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
+# Tokenized at once: large enough for all threads to have work, small enough for the bar to move.
+_BATCH_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +47,6 @@ class PreparedData:
     up_to_date: bool
 
 
-def default_workers() -> int:
-    """As many as there are cores for this process, at most 8: reading and writing are one process's work."""
-    return min(8, len(os.sched_getaffinity(0)))
-
-
 def prepare(
     input: str | Path,
     output: str | Path,
@@ -72,119 +60,120 @@ def prepare(
 ) -> PreparedData:
     """Train a tokenizer on `input` and write it as Megatron's indexed dataset into the folder `output`.
 
-    `input` is a directory (files matching `pattern`, recursively), a `.jsonl` file (the text under
-    `json_key`) or a text file; see documents.find_corpus for order and cuts. `max_mb` (10**6 bytes) keeps a
-    prefix of whole documents. The bytes written do not depend on `workers`. `output` appears when it is
-    complete; a second call with the same settings and unchanged files returns at once. `progress` draws bars
-    on stderr.
+    `input` is a directory (files matching `pattern`, recursively), a `.jsonl` file (the text under `json_key`) or a
+    text file; see documents.find_corpus for order and cuts. `max_mb` (10**6 bytes) keeps a prefix of whole documents.
+    `workers` is the number of tokenizers' threads, which a process starts once; the bytes written do not depend on
+    it. `output` appears when it is complete; a second call with the same settings and unchanged files returns at
+    once. `progress` draws bars on a terminal.
     Raises DataError for what is wrong with the input or the arguments, OSError if `output` cannot be written.
     """
-    _check_arguments(vocab_size, workers, max_mb)
-    source, target = Path(input).resolve(), Path(output).absolute()
-    # Megatron keeps its index of a data set beside it, by default in a folder of the data's own name.
-    caches = {_PREFIX, "cache"}
-    check_replaceable(target, source, {f"{_PREFIX}.bin", f"{_PREFIX}.idx", _TOKENIZER, _MANIFEST} | caches)
-    max_bytes = None if max_mb is None else int(max_mb * 1e6)
-    corpus = find_corpus(source, pattern=pattern, json_key=json_key, max_bytes=max_bytes, exclude=target)
-    made_from = {
-        "format": _FORMAT,
-        "input": str(source),
-        "kind": corpus.kind,
-        "pattern": pattern if corpus.kind == "directory" else None,
-        "json_key": json_key if corpus.kind == "jsonl" else None,
-        "max_bytes": max_bytes,
-        "requested_vocab_size": vocab_size,
-        "end_of_document": END_OF_DOCUMENT,
-        "tokenizers": version("tokenizers"),
-        "files": len(corpus.files),
-        "files_fingerprint": corpus.fingerprint(),
-    }
-    with locked(target) as partial:
-        if (existing := _read_up_to_date(target, made_from)) is not None:
-            return existing
-        partial.mkdir()
-        counts = _build(corpus, partial, vocab_size, workers or default_workers(), progress)
-        sizes = {name: (partial / name).stat().st_size for name in _dataset_files()}
-        manifest = {"made_from": made_from, "counts": counts, "sizes": sizes, "tokenizer": _TOKENIZER}
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        replace(partial, target)
-    return _describe(target, counts, up_to_date=False)
-
-
-def _check_arguments(vocab_size: int, workers: int | None, max_mb: float | None) -> None:
-    check_vocab_size(vocab_size)
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise DataError(
+            f"--vocab-size {vocab_size}: too small, a byte-level vocabulary has at least {MIN_VOCAB_SIZE}"
+            " tokens (256 bytes and the end of a document). Give a larger one"
+        )
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: there must be at least one. Give 1 or more")
     # The negation also catches NaN.
     if max_mb is not None and not 0 < max_mb < float("inf"):
         raise DataError(f"--max-mb {max_mb:g}: must be more than 0. Give a positive number, or leave the flag out")
+    require_extra("data", "tokenizers", "tqdm")
+    if workers is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)
+    source, target = Path(input).resolve(), Path(output).absolute()
+    check_replaceable(target, source, _REPLACEABLE)
+    max_bytes = None if max_mb is None else int(max_mb * 1e6)
+    corpus = find_corpus(source, pattern=pattern, json_key=json_key, max_bytes=max_bytes, exclude=target)
+    made_from = {
+        "format": 2,
+        "input": str(source),
+        "json_key": json_key,
+        "max_bytes": max_bytes,
+        "requested_vocab_size": vocab_size,
+        "tokenizers": version("tokenizers"),
+        "files": len(corpus.files),
+        "files_fingerprint": hashlib.sha256(ascii(corpus.files).encode()).hexdigest(),
+    }
+    with locked(target) as partial:
+        counts = _read_up_to_date(target, made_from)
+        up_to_date = counts is not None
+        if counts is None:
+            partial.mkdir()
+            counts = _build(corpus, partial, vocab_size, progress)
+            sizes = {name: (partial / name).stat().st_size for name in _DATASET_FILES}
+            manifest = {"made_from": made_from, "counts": counts, "sizes": sizes}
+            (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            replace(partial, target)
+    return PreparedData(target / "corpus", target / "tokenizer", up_to_date=up_to_date, **counts)
 
 
-def _dataset_files() -> list[str]:
-    return [f"{_PREFIX}.bin", f"{_PREFIX}.idx", f"{_TOKENIZER}/{TOKENIZER_FILE}"]
-
-
-def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> PreparedData | None:
-    """Return what is in `target` if it was made from the same and is still whole."""
+def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] | None:
+    """Return the counts of what is in `target` if it was made from the same and is still whole."""
     try:
         manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest["made_from"] != made_from:
-            return None
-        if any((target / name).stat().st_size != manifest["sizes"][name] for name in _dataset_files()):
-            return None
-        return _describe(target, manifest["counts"], up_to_date=True)
+        whole = all((target / name).stat().st_size == manifest["sizes"][name] for name in _DATASET_FILES)
+        return manifest["counts"] if whole and manifest["made_from"] == made_from else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # absent, or damaged: made again
 
 
-def _describe(target: Path, counts: dict[str, int], *, up_to_date: bool) -> PreparedData:
-    return PreparedData(target / _PREFIX, target / _TOKENIZER, up_to_date=up_to_date, **counts)
+def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dict[str, int]:
+    from tqdm import tqdm
 
+    def bar(what: str, total: int) -> Any:
+        # None: only on a terminal.
+        return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 
-def _build(corpus: Corpus, folder: Path, vocab_size: int, workers: int, progress: bool) -> dict[str, int]:
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not progress) as bars:
-        training = bars.add_task("training the tokenizer", total=corpus.size)
-        tokenizing = bars.add_task("tokenizing", total=corpus.size)
-
-        # This first reading also finds everything that is wrong with the text.
-        text_bytes = 0
+    text_bytes = 0
+    with bar("training the tokenizer", sum(size for size, _ in corpus.files.values())) as training:
 
         def texts() -> Iterator[str]:
             nonlocal text_bytes
-            for document in corpus.documents():
-                text_bytes += document.size
-                bars.advance(training, document.size)
-                yield document.text
+            for text, size in corpus.documents():
+                text_bytes += size
+                training.update(size)
+                yield text
 
-        tokenizer = train_tokenizer(texts(), vocab_size)
-        if text_bytes == 0:
-            raise DataError(f"{corpus.root}: no text in it, nothing but white space. Give --input something with text")
-        bars.update(training, total=text_bytes, completed=text_bytes)
-        bars.update(tokenizing, total=text_bytes)
-        save_tokenizer(tokenizer, folder / _TOKENIZER)
-
-        # Here, not above: importing Megatron takes seconds; bad input and finished data need not wait for it.
-        with warnings.catch_warnings():
-            # About kernels that are not installed, which writing files has no use for.
-            warnings.simplefilter("ignore")
-            from optimus_cc_ext.data.indexed import write_indexed
-
-        size = tokenizer.get_vocab_size()
-        tokenizer_file = folder / _TOKENIZER / TOKENIZER_FILE
-        # closing: the processes end with this block, whatever ends it.
-        with closing(encode_documents(corpus.documents(), tokenizer_file, workers)) as encoded:
-            written = write_indexed(folder / _PREFIX, _advancing(encoded, bars, tokenizing), size)
-    return {
-        "vocab_size": size,
-        "documents": written.documents,
-        "tokens": written.tokens,
-        "text_bytes": text_bytes,
-    }
+        # This first reading also finds everything that is wrong with the text.
+        tokenizer = train_tokenizer(texts(), vocab_size, folder / "tokenizer")
+    if text_bytes == 0:
+        raise DataError(f"{corpus.root}: no text in it, nothing but white space. Give --input something with text")
+    with bar("tokenizing", text_bytes) as tokenizing:
+        counts = _write_indexed(corpus.documents(), tokenizer, folder / "corpus", tokenizing.update)
+    return {"vocab_size": tokenizer.get_vocab_size(), "text_bytes": text_bytes, **counts}
 
 
-def _advancing(batches: Iterator[EncodedBatch], bars: Progress, task: TaskID) -> Iterator[EncodedBatch]:
-    for batch in batches:
+def _write_indexed(
+    documents: Iterator[Document], tokenizer: Any, prefix: Path, advance: Callable[[int], Any]
+) -> dict[str, int]:
+    """Write one sequence per document, END_OF_DOCUMENT behind it, of uint16 where the vocabulary fits, else int32."""
+    # Here, not above: importing Megatron takes seconds, which bad input and finished data need not wait for.
+    with warnings.catch_warnings():
+        # About kernels that are not installed, which writing files has no use for.
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    # A text that spells out the special token is text, not the end of a document.
+    tokenizer.encode_special_tokens = True
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), DType.optimal_dtype(tokenizer.get_vocab_size()))
+    for batch in _batches(documents):
+        for encoding in tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False):
+            ids = [*encoding.ids, end]
+            builder.add_document(ids, [len(ids)])
+        advance(sum(size for _, size in batch))
+    builder.finalize(get_idx_path(str(prefix)))
+    return {"documents": len(builder.sequence_lengths), "tokens": sum(builder.sequence_lengths)}
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    room = _BATCH_BYTES
+    for document in documents:
+        batch.append(document)
+        room -= document.size
+        if room <= 0:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+    if batch:
         yield batch
-        bars.advance(task, batch.size)
