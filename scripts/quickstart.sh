@@ -5,7 +5,11 @@
 set -euo pipefail
 # No cd: paths on the command line are the caller's.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+# shellcheck source=scripts/find_python.sh
+source "$root/scripts/find_python.sh"
 
 "$root/scripts/setup_env.sh"
-# exec: Ctrl-C and signals reach the program itself. A later --output wins.
-exec "$root/.venv/bin/python" -m optimus_cc_ext.quickstart --output "$root/results/quickstart" "$@"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# -P: a folder named scripts where the caller stands is not ours. exec: Ctrl-C and signals reach the program itself.
+# A later --output wins.
+exec "$(find_python "$root")" -P -m scripts.quickstart --output "$(find_workspace "$root")/results/quickstart" "$@"

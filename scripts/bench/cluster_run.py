@@ -15,12 +15,13 @@ from cluster_model import Layout  # also puts the checkout on the path
 from cluster_network import INTERFACE, Counters, Network
 from cluster_plan import Plan
 
-from optimus_cc_ext.quickstart.log_lines import Progress, failure_reason, parse_progress, parse_techniques
+from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
 
 __all__ = ["Iteration", "Run", "RunFailed", "parse_traffic", "train"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_BOUND = "optimus_cc_ext.quickstart.bound"
+_TIED = ["setpriv", "--pdeathsig", "KILL"]
+"""In front of torchrun and of its ranks, which have sessions of their own: they end with their parent."""
 _PORT = 29500
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 30.0
@@ -191,10 +192,10 @@ def train(
 
 def _torchrun(layout: Layout, host: int, master: str, flags: Sequence[str]) -> list[str]:
     return [
-        sys.executable, "-m", _BOUND, "torch.distributed.run",
+        *_TIED, sys.executable, "-m", "torch.distributed.run",
         f"--nnodes={layout.hosts}", f"--node-rank={host}", f"--nproc-per-node={layout.tensor}",
         f"--master-addr={master}", f"--master-port={_PORT}", f"--log-dir={os.devnull}",
-        "-m", _BOUND, "optimus_cc_ext", *flags,
+        "--no-python", *_TIED, sys.executable, "-m", "optimus_cc_ext", *flags,
     ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside this script, installed or not
 
-from optimus_cc_ext.quickstart.log_lines import parse_progress
+from optimus_cc_ext.report.log_lines import parse_progress
 
 __all__ = ["MODELS", "Run", "read_run", "read_runs"]
 

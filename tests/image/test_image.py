@@ -128,7 +128,7 @@ def test_what_runs_is_what_was_installed(image: Image) -> None:
 
 
 def test_the_quickstart_runs_inside(image: Image) -> None:
-    command = "python -m optimus_cc_ext.quickstart --tiny --max-mb 1 --output quickstart && ls -l quickstart"
+    command = "cd /opt/optimus-cc && python -m scripts.quickstart --tiny --max-mb 1 --output /workspace/quickstart"
     output = image.run("sh", "-c", command)
     print(output)
     assert "final validation loss" in output and "index.html" in output

@@ -9,20 +9,19 @@ DIR-data        tokenizer and tokens, made once
 import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_cc_ext.data.output import check_replaceable, replace
-from optimus_cc_ext.quickstart.settings import RUNS, QuickstartError
+from optimus_cc_ext.report.comparison import PICTURES
+from scripts.quickstart.settings import RUNS, QuickstartError
 
-__all__ = ["PICTURES", "Workspace", "claim"]
+__all__ = ["Workspace", "claim"]
 
-PICTURES = ("training_loss", "validation_loss", "traffic")
-"""Names of the pictures, without `.png`."""
-
-_OURS = {*RUNS, "summary.json", "index.html", *(f"{name}.png" for name in PICTURES)}
+_OURS = {*RUNS, "summary.json", "index.html", *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg"))}
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,12 @@ class Workspace:
 
     def publish(self) -> None:
         """Put what is now complete in the place of earlier results."""
-        replace(self.unfinished, self.output)
+        # Signals wait: half way, neither the old results nor the new ones are in place.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            replace(self.unfinished, self.output)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -12,13 +13,11 @@ from typing import IO
 
 import psutil
 
-from optimus_cc_ext.quickstart.log_lines import failure_reason
-from optimus_cc_ext.quickstart.settings import QuickstartError
+from optimus_cc_ext.report.log_lines import failure_reason
+from scripts.quickstart.settings import QuickstartError
 
-__all__ = ["LOG", "RunFailed", "run_torchrun", "torchrun_command"]
+__all__ = ["RunFailed", "run_torchrun", "torchrun_command"]
 
-LOG = "log.txt"
-_BOUND = "optimus_cc_ext.quickstart.bound"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 8.0
 _TAIL_LINES = 40
@@ -27,10 +26,11 @@ _TAIL_LINES = 40
 class RunFailed(QuickstartError):
     """A training run ended badly. `tail`: the last lines of its log."""
 
-    def __init__(self, reason: str, log: Path, tail: list[str]) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str | None, log: Path) -> None:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        super().__init__(reason or failure_reason(lines) or "torchrun failed")
         self.log = log
-        self.tail = tail
+        self.tail = lines[-_TAIL_LINES:]
 
 
 def torchrun_command(processes: int, flags: list[str]) -> str:
@@ -49,7 +49,7 @@ def run_torchrun(
     Raises:
         RunFailed: a rank failed, or the deadline passed.
     """
-    log = folder / LOG
+    log = folder / "log.txt"
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         stream.write(f"$ {torchrun_command(processes, flags)}\n\n")
@@ -63,22 +63,25 @@ def run_torchrun(
                 for line in lines:
                     on_line(line)
                 if status is None and time.monotonic() > deadline:
-                    raise _failure("it was not finished in time (--timeout MINUTES gives it more)", log)
+                    raise RunFailed("it was not finished in time (--timeout MINUTES gives it more)", log)
                 if status is None:
                     time.sleep(_POLL_SECONDS)
     if status != 0:
-        raise _failure(None, log, status)
+        raise RunFailed(None, log)
     return time.monotonic() - started
 
 
 @contextmanager
-def _started(processes: int, flags: list[str], output: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(processes: int, flags: list[str], output: IO[str]) -> Iterator[psutil.Popen]:
     """torchrun, running; on the way out its whole tree is ended."""
+    # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
+    # in front of torchrun and of each rank, all of them end with the quickstart even where that is killed by SIGKILL.
+    tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else ["env"]
     # --standalone: a rendezvous on a free port, so that several quickstarts can run on one machine.
     # --log-dir: otherwise each run leaves an empty folder in the temporary directory.
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", f"--log-dir={os.devnull}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", _BOUND, *torchrun, "-m", _BOUND, "optimus_cc_ext", *flags],
+    process = psutil.Popen(
+        [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],
         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(),
         # Ctrl-C is for the quickstart, which ends the run in good order.
         start_new_session=True,
@@ -99,25 +102,15 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and all below it, kindly at first. The ranks are in sessions of their own."""
-    below: list[psutil.Process] = []
+def _end_tree(process: psutil.Popen) -> None:
+    """End torchrun and all below it, kindly at first."""
+    tree = [process]
     with suppress(psutil.Error):
-        below = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    try:
-        process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, left = psutil.wait_procs(below, timeout=1.0)
+        tree += process.children(recursive=True)
+    with suppress(psutil.Error):
+        process.terminate()
+    _, left = psutil.wait_procs(tree, timeout=_GRACE_SECONDS)
     for survivor in left:
         with suppress(psutil.Error):
             survivor.kill()
     psutil.wait_procs(left, timeout=_GRACE_SECONDS)
-
-
-def _failure(reason: str | None, log: Path, status: int | None = None) -> RunFailed:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    reason = reason or failure_reason(lines) or f"torchrun ended with status {status}"
-    return RunFailed(reason, log, lines[-_TAIL_LINES:])

@@ -15,7 +15,7 @@ from optimus_cc_ext.resolve import Layout, resolve
 __all__ = ["RUNS", "TINY", "QuickstartError", "Settings", "check_flags", "check_text", "remarks"]
 
 RUNS = ("vanilla", "compressed")
-"""In the order in which they run. Their names are also the names of their folders."""
+"""In this order. Their names are also those of their folders."""
 
 _VALIDATION_SHARE = 10
 """Percent of the text, whole documents from its end."""
@@ -78,6 +78,22 @@ class Settings:
         matrices = 12 * self.hidden**2
         vectors = 13 * self.hidden  # two norms of 2, biases of 3 + 1 + 4 + 1
         return self.layers * (matrices + vectors) + (self.vocabulary + self.sequence) * self.hidden + 2 * self.hidden
+
+    @property
+    def model(self) -> str:
+        """In words."""
+        return (
+            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, sequence {self.sequence}, vocabulary"
+            f" {self.vocabulary:,}, tied embeddings"
+        )
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        return (
+            f"{self.stages} pipeline stages x {self.replicas} data-parallel replicas = {self.processes} processes,"
+            f" {self.micro_batches} micro-batches of {self.micro_batch} sequences per replica"
+        )
 
     def megatron_flags(self, data: PreparedData, tensorboard: Path) -> list[str]:
         """The flags that both runs share. No dropout: what differs between the curves is the compression."""

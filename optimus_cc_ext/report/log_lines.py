@@ -1,10 +1,10 @@
-"""What a person wants to know out of Megatron's and torchrun's output."""
+"""What Megatron, our metrics and torchrun print, line by line."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Progress", "failure_reason", "parse_progress", "parse_techniques"]
+__all__ = ["Progress", "failure_reason", "parse_progress", "parse_scalars", "parse_techniques"]
 
 _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
@@ -12,6 +12,20 @@ _ITERATION = re.compile(
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+# Tag to the pattern of its parts. Ranks write to one log: a line can begin in the middle of another.
+_SCALARS = {
+    "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),
+    "optimus-cc/{} raw bytes": re.compile(r"\| ([^|:]+): [\d.]+ of ([\d.]+) MB"),
+    "optimus-cc/{} milliseconds": re.compile(r"\b(CB|SC): error \S+ %, residual norm \S+, ([\d.]+) ms"),
+    "optimus-cc/error cosine/stage {}": re.compile(r"stage (\d+): cosine ([^\s,]+)"),
+    "optimus-cc/error mean/stage {}": re.compile(r"stage (\d+): cosine \S+ mean error ([^\s,]+)"),
+    "optimus-cc/activation difference mean/stage {}": re.compile(
+        r"stage (\d+): cosine \S+ mean error \S+ mean activation difference ([^\s|]+)"
+    ),
+    "max allocated MB/rank {}": re.compile(r"\[Rank (\d+)\] \(.{1,60}\) memory \(MB\) .{1,60}?max allocated: ([\d.]+)"),
+    "max resident MB{}": re.compile(r"()peak resident memory \(MB\) \| ([\d.]+)"),
+    "compressor state MB{}": re.compile(r"optimus-cc: compressor state in \w+:() up to ([\d.]+) MB on a rank"),
+}
 
 _REFUSAL = re.compile(r"(?:^|[\w.]+: )error: (?P<reason>.+)$")
 _EXCEPTION = re.compile(
@@ -45,6 +59,20 @@ def parse_techniques(line: str) -> str | None:
     """Read what the hooks say is switched on, from the one line that says it."""
     match = _TECHNIQUES.match(line)
     return match["techniques"] if match else None
+
+
+def parse_scalars(line: str) -> dict[str, float]:
+    """Read what our metrics and the memory reports say, by the tags of the event file as far as it has them.
+
+    Bytes are those of all ranks per iteration, milliseconds those of the stage where they are most: the event file
+    has them of each.
+    """
+    found: dict[str, float] = {}
+    if "optimus-cc" in line or "memory (MB)" in line:
+        for tag, pattern in _SCALARS.items():
+            scale = 1e6 if tag.endswith("bytes") else 1.0  # in the log they are MB
+            found |= {tag.format(name): scale * float(value) for name, value in pattern.findall(line)}
+    return found
 
 
 def failure_reason(lines: Sequence[str]) -> str | None:

@@ -1,0 +1,72 @@
+"""`python -m scripts.quickstart`: one small GPT trained twice on real text, vanilla and compressed, side by side."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from optimus_cc_ext.errors import OptimusError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quickstart",
+        description="Train a small GPT with Megatron on this machine, once vanilla and once compressed, and compare.",
+        epilog="What follows -- is added to the compressed run, such as: -- --compressed-backprop-messages all",
+    )
+    parser.add_argument(
+        "--input", type=Path,
+        help="a directory of text files, a .jsonl file, or a text file (default: this environment's Python packages)",
+    )  # fmt: skip
+    parser.add_argument("--pattern", help="names of the files to read in a directory (*.py, with --input *.txt)")
+    parser.add_argument("--max-mb", type=float, default=10.0, help="take this much of the text (default: %(default)g)")
+    parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 160)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/quickstart"), metavar="DIR",
+        help="folder of the results; beside it, DIR-data keeps the prepared text (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="MINUTES",
+        help="give up after so long, all together (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the quickstart.
+
+    Returns the exit status: 0; 1: a run failed, or its numbers contradict each other; 2: bad input;
+    128 + the signal's number where a signal ended it.
+    """
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, further = _build_parser().parse_args(argv[:cut]), argv[cut + 1 :]
+    for signum in _SIGNALS:
+        signal.signal(signum, _interrupt)
+    try:
+        # Here, not above: --help needs none of it, and a package that is missing is said like any other error.
+        import optimus_cc_ext.report  # noqa: F401
+        from scripts.quickstart.compare import compare
+
+        return compare(options, further)
+    except (OptimusError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, OptimusError) else 1
+    except SystemExit as ended:
+        name = signal.Signals(ended.code - 128).name
+        print(f"interrupted ({name}): all processes are ended, nothing unfinished is kept", file=sys.stderr)
+        return ended.code
+
+
+def _interrupt(signum: int, _frame: FrameType | None) -> None:
+    # Once: a second Ctrl-C must not end the cleaning up.
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,265 @@
+"""What reads runs and shows them: event files, logs, tables, pictures and the page."""
+
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.markdown import Markdown
+from torch.utils.tensorboard import SummaryWriter
+
+from optimus_cc_ext.errors import MissingExtra
+from optimus_cc_ext.metrics.report import Report
+from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.report import ReportError, page, pictures
+from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison, shares
+from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
+from optimus_cc_ext.report.record import Curve, read_events, read_logs
+from optimus_cc_ext.report.table import Table
+
+RAW = {
+    "pipeline forward": 2_097_152,
+    "pipeline backward": 2_097_152,
+    "DP gradients": 50_796_544,
+    "embedding": 33_554_432,
+}
+SENT = RAW | {"pipeline backward": 1_605_632, "DP gradients": 5_000_000, "embedding": 25_165_824}
+
+
+def write_events(folder: Path, losses: list[float], sent: Mapping[str, int], skip: str = "") -> Path:
+    """Events as Megatron and our hook write them, through the same writer."""
+    writer = SummaryWriter(str(folder))
+    points = [("lm loss", loss, iteration) for iteration, loss in enumerate(losses, start=1)]
+    for _, loss, iteration in list(points):
+        if iteration > 1:
+            points.append(("iteration-time", 0.5 if iteration < len(losses) else 9.0, iteration))
+        if iteration % 2 == 0:
+            points.append(("lm loss validation", loss + 0.25, iteration))
+        points += [(f"optimus-cc/{name} raw bytes", RAW[name], iteration) for name in RAW]
+        points += [(f"optimus-cc/{name} sent bytes", sent[name], iteration) for name in RAW]
+    for point in [*points, ("lm loss validation", losses[-1] + 0.5, len(losses))]:
+        if point[0] != skip:
+            writer.add_scalar(*point)
+    writer.close()
+    return folder
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    vanilla = write_events(tmp_path / "vanilla", [8.0, 7.0, 6.0, 5.0], RAW)
+    compressed = write_events(tmp_path / "compressed", [8.0, 7.0, 6.25, 5.5], SENT)
+    return Comparison(read_events(vanilla), read_events(compressed))
+
+
+def with_scalar(comparison: Comparison, tag: str, value: float) -> Comparison:
+    """The compressed run with another value at every iteration."""
+    record = comparison.compressed
+    scalars = record.scalars | {tag: dict.fromkeys(record.scalars[tag], value)}
+    return replace(comparison, compressed=replace(record, scalars=scalars))
+
+
+def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "optimus_cc_ext.report")
+    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda name: None if name == "tensorboard" else name)
+    with pytest.raises(MissingExtra, match=r"not installed: tensorboard\. .*pip install 'optimus_cc_ext\[report\]'"):
+        __import__("optimus_cc_ext.report")
+
+
+# -- TensorBoard events ---------------------------------------------------------------------------------------------
+
+
+def test_events_are_read_back_without_the_validation_that_megatron_may_lose(comparison: Comparison) -> None:
+    record = comparison.compressed
+    record.require(REQUIRED)
+    assert record.training == Curve((1, 2, 3, 4), (8.0, 7.0, 6.25, 5.5))
+    # Megatron validates at iteration 4 twice: within training (5.75) and, not always written, after it (6.0).
+    assert record.validation == Curve((2, 4), (7.25, 5.75))
+    assert record.seconds.median == 0.5, "one slow iteration must not show"
+    assert record.sent("DP gradients").mean == 5_000_000
+
+
+@pytest.mark.parametrize("tag", ["lm loss", "optimus-cc/embedding sent bytes"])
+def test_a_missing_scalar_is_named(tmp_path: Path, tag: str) -> None:
+    record = read_events(write_events(tmp_path, [8.0, 7.0], RAW, skip=tag))
+    with pytest.raises(ReportError, match=f"no scalar '{tag}'"):
+        record.require(REQUIRED)
+
+
+def test_a_run_that_wrote_nothing_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="there: none"):
+        read_events(tmp_path).require(REQUIRED)
+
+
+# -- the comparison -------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_per_iteration_and_end_with_their_sum(comparison: Comparison) -> None:
+    *classes, everything = shares(comparison.compressed)
+    assert [share.name for share in classes] == [name.value for name in TrafficClass]
+    assert [share.raw for share in classes] == list(RAW.values())
+    assert (everything.raw, everything.sent) == (sum(RAW.values()), sum(SENT.values()))
+    assert everything.ratio == sum(SENT.values()) / sum(RAW.values())
+
+
+def test_consistent_runs_pass_the_cross_check(comparison: Comparison) -> None:
+    assert comparison.complaints() == []
+    assert comparison.summary()["raw_equals_what_vanilla_sent"] is True
+    assert comparison.summary()["final_validation_loss"] == {"vanilla": 5.25, "compressed": 5.75}
+
+
+def test_raw_bytes_that_differ_from_what_vanilla_sent_are_said_loudly(comparison: Comparison, tmp_path: Path) -> None:
+    # 4 bytes in 50 MB: one value more than vanilla.
+    wrong = with_scalar(comparison, "optimus-cc/DP gradients raw bytes", RAW["DP gradients"] + 4)
+    (complaint,) = wrong.complaints()
+    assert "DP gradients" in complaint and "50,796,548" in complaint
+    assert "Cross-check failed" in wrong.blocks(tmp_path)[0] and complaint in wrong.blocks(tmp_path)[0]
+    assert wrong.summary()["complaints"] == [complaint]
+
+
+def test_the_tables_fit_80_columns_and_hold_the_numbers(comparison: Comparison) -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(*(Markdown(table.markdown()) for table in (comparison.losses(), comparison.traffic())))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for number in ("5.0000", "5.5000", "+10.00%", "5.7500", "+9.52%", "50.797", "5.000", "9.8%", "75.0%", "38.3%"):
+        assert number in text, number
+
+
+def test_a_table_has_every_digit_in_csv_four_in_markdown_and_a_dash_for_what_is_not_known(tmp_path: Path) -> None:
+    table = Table(
+        ("name", "a|b"), [("x<y", 1234.5678), ("none", None), ("nan", float("nan")), ("small", 1.5e-7)], "T", "n"
+    )
+    table.write_csv(tmp_path / "table.csv")
+    assert (tmp_path / "table.csv").read_text().split() == [
+        "name,a|b",
+        "x<y,1234.5678",
+        "none,",
+        "nan,",
+        "small,1.5e-07",
+    ]
+    lines = ["## T", "", "| name | a|b |", "|---|---:|", "| x<y | 1,235 |", "| none | - |", "| nan | - |"]
+    assert table.markdown().splitlines() == [*lines, "| small | 1.500e-07 |", "", "n"]
+    assert "<td>x&lt;y</td><td>1,235</td>" in table.html()
+
+
+# -- page and pictures ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_and_what_was_given_is_escaped(comparison: Comparison, tmp_path: Path) -> None:
+    facts = {"a<b": "my <text> & more"}
+    blocks = [*comparison.blocks(tmp_path, "A <remark>."), page.points(facts), page.folded("c<d", facts)]
+    text = page.document("<title>", "<lead>", *blocks)
+    assert text.count('src="data:image/svg+xml;base64,') == len(PICTURES)
+    for outside in ("http:", "https:", "<script", "<link", "@import", "url("):
+        assert outside not in text, outside
+    assert text.count("my &lt;text&gt; &amp; more") == 2
+    for escaped in ("<title>&lt;title", "&lt;lead", "&lt;remark", "a&lt;b", "c&lt;d"):
+        assert escaped in text
+
+
+def test_pictures_are_saved_as_png_and_svg_without_overlapping_the_edges(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    figures = {
+        "losses": pictures.loss_curves("Loss", comparison.vanilla.training, comparison.compressed.training),
+        "traffic": pictures.traffic_bars(shares(comparison.compressed)),
+    }
+    for name, figure in figures.items():
+        pictures.save(figure, tmp_path, name)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+        inside = figure.get_tightbbox().get_points()
+        # The layout is solved to a pixel or so: 0.02 inch is 3 pixels.
+        fits = (inside >= -0.02).all() and (inside <= figure.get_size_inches() + 0.02).all()
+        assert fits, f"{name} is cut off"
+
+
+# -- logs -----------------------------------------------------------------------------------------------------------
+
+ITERATION = (
+    " [2026-01-01 06:08:53.7] iteration       11/      12 | consumed samples:          352 | elapsed time per"
+    " iteration (ms): 1269.8 | learning rate: 8.000000E-04 | global batch size:    32 | lm loss: 7.049651E+00 |"
+    " loss scale: 1.0 | grad norm: 1.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+VALIDATION = (
+    " validation loss at iteration 12 on validation set | lm loss value: 6.940971E+00 | lm loss PPL: 1.0E+03 | "
+)
+KILLED = """\
+ [2026-01-01 06:08:53.7] iteration       11/      12 | ...
+E0101 06:14:40.1 29575 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: -9) local_rank: 3
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 29658)  (SIGTERM)
+  traceback : Signal 15 (SIGTERM) received by PID 29658
+Root Cause (first observed failure):
+[0]:
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 29687)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 29687
+"""
+RAISED = """\
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:4242
+[rank2]: Traceback (most recent call last):
+[rank2]: KeyError: 'first'
+[rank2]: ValueError: found NaN in local forward loss calculation
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : 1 (pid: 29687)
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+"""
+
+
+def test_iterations_and_validations_are_recognised_in_megatrons_log() -> None:
+    assert parse_progress(ITERATION) == Progress(11, 7.049651, 1.2698)
+    assert parse_progress(VALIDATION) == Progress(12, 6.940971)
+    assert parse_progress("  optimus-cc traffic per iteration | DP gradients: 1.0 of 2.0 MB (50.0 %)") is None
+    assert parse_techniques("optimus-cc: every technique is off on megatron-core 0.19.2") == "every technique is off"
+    assert parse_techniques("optimus-cc: running on CPU over gloo (OPTIMUS_CC_DEVICE=cpu)") is None
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (KILLED, "rank 3 was ended by Signal 9 (SIGKILL)"),
+        (RAISED, "rank 2: ValueError: found NaN in local forward loss calculation"),
+        ("optimus-cc: error: --optimus-cc: no.\n" + RAISED, "--optimus-cc: no."),
+        ("pretrain_gpt.py: error: unrecognized arguments: --typo\n" + RAISED, "unrecognized arguments: --typo"),
+        ("nothing known\n", None),
+    ],
+    ids=["a rank was killed", "the first rank's exception", "our refusal", "argparse's refusal", "unknown"],
+)
+def test_the_reason_of_a_failure_is_found_in_the_log(log: str, reason: str | None) -> None:
+    assert failure_reason(log.splitlines()) == reason
+
+
+VALIDATIONS = """\
+ validation loss at iteration 4 | lm loss value: 5.0E+00 | lm loss PPL: 1.484132E+02 |
+ validation loss at iteration 8 | lm loss value: 4.0E+00 | lm loss PPL: 5.459815E+01 |
+ validation loss at iteration 8 on validation set | lm loss value: 4.5E+00 | lm loss PPL: 9.001713E+01 |
+ validation loss at iteration 8 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
+ validation loss at iteration 9 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
+"""
+
+
+def test_the_validation_losses_of_a_log_are_those_within_training(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(VALIDATIONS)
+    assert read_logs(tmp_path).validation == Curve((4, 8), (5.0, 4.0))
+
+
+def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(tmp_path: Path) -> None:
+    report = Report({name: (RAW[name.value], SENT[name.value]) for name in TrafficClass}, ())
+    lines = [ITERATION, *(f"  optimus-cc {line}" for line in report.lines())]
+    (tmp_path / "log-node0.txt").write_text("\n".join(lines))
+    record = read_logs(tmp_path)
+    assert record.seconds == Curve((11,), (1.2698,))
+    scalars = {tag: {11: pytest.approx(value, rel=1e-3)} for tag, value in report.scalars().items()}
+    assert {tag: points for tag, points in record.scalars.items() if tag.startswith("optimus-cc")} == scalars
