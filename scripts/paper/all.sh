@@ -51,7 +51,9 @@ for file in "$root"/scripts/paper/{table2,figure10,figure11,figure12}/*.sh; do
   name="${file#"$root/scripts/paper/"}"
   attempt "${name%.sh}" "$file" --scale "$scale" "${dry_run[@]}" "${further[@]}"
 done
-figure14=("$(find_python "$root")" "$root/scripts/paper/figure14.py" --scale "$scale" --results "$results")
+# -P: a folder named scripts where the caller stands is not ours.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+figure14=("$(find_python "$root")" -P -m scripts.paper.figure14 --scale "$scale" --results "$results")
 if [[ ${#dry_run[@]} -gt 0 ]]; then
   figure14=(echo "${figure14[*]@Q}")
 fi
@@ -61,7 +63,7 @@ attempt figure14 "${figure14[@]}"
   exit 2
 }
 if [[ ${#dry_run[@]} -eq 0 ]]; then
-  "$(find_python "$root")" "$root/scripts/paper/collect.py" --scale "$scale" --results "$results" || failed+=(collect)
+  "$(find_python "$root")" -P -m scripts.paper.collect --scale "$scale" --results "$results" || failed+=(collect)
 fi
 if [[ ${#failed[@]} -gt 0 ]]; then
   printf 'failed: %s\n' "${failed[*]}" >&2

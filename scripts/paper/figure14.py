@@ -1,8 +1,8 @@
 """Figure 14: how fast gradients of the paper's models are compressed and decompressed, at ranks 8, 12, ..., 40.
 
-    scripts/paper/figure14.py [--scale paper|tiny] [--device cpu|cuda] [--results FOLDER]
+    python -m scripts.paper.figure14 [--scale paper|tiny] [--device cpu|cuda] [--results FOLDER]
 
-Writes RESULTS/figure14/throughput.csv, which scripts/paper/collect.py draws. A slice is one tensor-parallel rank's part
+Writes RESULTS/figure14/throughput.csv, which scripts.paper.collect draws. A slice is one tensor-parallel rank's part
 of the gradient of a micro-batch of 8 at TP8: sequence x hidden. Compression is all that the sender does for a message:
 add the residual, factorise, reconstruct what arrives, keep the difference, prepare the next step's factor.
 Decompression is what the receiver does. Throughput counts the bits of the slice, not of its factors.
@@ -11,19 +11,13 @@ Decompression is what the receiver does. Throughput counts the bits of the slice
 import argparse
 import csv
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKSPACE = ROOT if (ROOT / "setup.py").is_file() else Path.cwd()  # nothing is written into an installed package
-sys.path.insert(0, str(ROOT))  # the package beside this script, installed or not
+import torch
+from torch.utils.benchmark import Timer
 
-import torch  # noqa: E402
-
-from optimus_cc_ext.compressors import (  # noqa: E402
+from optimus_cc_ext.compressors import (
     LowRank,
     ReferenceLowRank,
     Scratch,
@@ -40,25 +34,11 @@ SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}
 
 COMPRESSORS: dict[str, Callable[[], LowRank]] = {"fast": fast_compressor, "reference": ReferenceLowRank}
 _TINY_DIVISOR = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One line of the CSV; the seconds are medians."""
-
-    model: str
-    rows: int
-    columns: int
-    compression_rank: int
-    compressor: str
-    device: str
-    smaller: float
-    """The slice's size over its factors'."""
-
-    compress_seconds: float
-    decompress_seconds: float
-    compress_gbit_per_second: float
-    decompress_gbit_per_second: float
+COLUMNS = (
+    "model", "rows", "columns", "rank", "compressor", "device", "times smaller", "compress, Gbit/s",
+    "decompress, Gbit/s",
+)  # fmt: skip
+"""Medians. Times smaller: the slice's size over its factors'."""
 
 
 class Message:
@@ -120,39 +100,25 @@ def check(compressor: LowRank, rows: int, columns: int, compression_rank: int, d
         raise SystemExit(f"{subject}: {apart:.1e} off the reference")
 
 
-def median_seconds(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Seconds that `work` takes, after a first time that does not count."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    work()
-    seconds = []
-    for _ in range(repeats):
-        synchronize()
-        started = time.perf_counter()
-        work()
-        synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def median_seconds(work: Callable[[], None], repeats: int) -> float:
+    """Seconds that `work` takes; the timer warms up and synchronises with the device."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(1).mean for _ in range(repeats))
 
 
 def measure(
     model: str, shape: tuple[int, int], compression_rank: int, name: str, device: torch.device, repeats: int
-) -> Measurement:
-    """Check, then time one compressor at one rank on one slice."""
-    rows, columns = shape
+) -> tuple[str | int | float, ...]:
+    """Check, then time one compressor at one rank on one slice: a row of `COLUMNS`."""
     compressor = COMPRESSORS[name]()
-    check(compressor, rows, columns, compression_rank, device)
-    gradient = torch.randn(1, rows, columns, generator=private_generator(714, model, device="cpu")).to(device)
+    check(compressor, *shape, compression_rank, device)
+    gradient = torch.randn(1, *shape, generator=private_generator(714, model, device="cpu")).to(device)
     message = Message(compressor, gradient, compression_rank)
-    compress = median_seconds(message.compress, device, repeats)
-    decompress = median_seconds(message.decompress, device, repeats)
     gbit = gradient.numel() * gradient.element_size() * 8 / 1e9
-    return Measurement(
-        model=model, rows=rows, columns=columns, compression_rank=compression_rank, compressor=name,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        smaller=rows * columns / packed_numel(rows, columns, compression_rank),
-        compress_seconds=compress, decompress_seconds=decompress,
-        compress_gbit_per_second=gbit / compress, decompress_gbit_per_second=gbit / decompress,
-    )  # fmt: skip
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    smaller = gradient.numel() / packed_numel(*shape, compression_rank)
+    throughput = (gbit / median_seconds(work, repeats) for work in (message.compress, message.decompress))
+    return model, *shape, compression_rank, name, device_name, smaller, *throughput
 
 
 def main() -> None:
@@ -169,25 +135,20 @@ def main() -> None:
         parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
     device = torch.device(options.device)
     divisor = _TINY_DIVISOR if options.scale == "tiny" else 1
-    results = options.results or WORKSPACE / "results" / ("paper" if options.scale == "paper" else "paper-tiny")
+    results = options.results or Path("results", "paper" if options.scale == "paper" else "paper-tiny")
     measured = []
     for model, (rows, columns) in SLICES.items():
+        shape = (rows // divisor, columns // divisor)
         for name in COMPRESSORS:
             for compression_rank in RANKS:
-                shape = (rows // divisor, columns // divisor)
                 measured.append(measure(model, shape, compression_rank, name, device, options.repeats))
-            last = measured[-1]
-            print(
-                f"{model}: {last.rows} x {last.columns}, {name}, rank {last.compression_rank}: compress"
-                f" {last.compress_gbit_per_second:.1f} Gbit/s, decompress {last.decompress_gbit_per_second:.1f} Gbit/s",
-                flush=True,
-            )
+            *_, compress, decompress = measured[-1]
+            said = f"compress {compress:.1f} Gbit/s, decompress {decompress:.1f} Gbit/s"
+            print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {compression_rank}: {said}", flush=True)
     path = results / "figure14" / "throughput.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, [field.name for field in fields(Measurement)])
-        writer.writeheader()
-        writer.writerows(asdict(measurement) for measurement in measured)
+        csv.writer(stream).writerows([COLUMNS, *measured])
     print(f"written: {path}")
 
 

@@ -1,90 +1,114 @@
-"""The paper's tables and figures as rows, made from the runs' logs."""
+"""The paper's tables and figures as rows, made from the logs in RESULTS/<experiment>/<model>-<variant>."""
 
 import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
-from run_logs import MODELS, Run
+from optimus_cc_ext.report.record import Record, read_logs
+from optimus_cc_ext.report.table import Cell, Table
 
-__all__ = ["Table", "figure10", "figure11", "figure12", "figure14", "learning_curves", "table2"]
+__all__ = ["Run", "figure10", "figure11", "figure12", "figure14", "learning_curves", "read_runs", "table2"]
+
+MODELS = {"335m": "GPT-335M", "2.5b": "GPT-2.5B", "8.3b": "GPT-8.3B"}
+VARIANTS = {
+    "baseline": "Baseline",
+    "cb-no-lep": "CB without LEP",
+    "cb": "CB",
+    "cb-lep": "CB+LEP",
+    "cb-all": "CB, all messages",
+    "cb-fe": "CB+FE",
+    "cb-fe-sc": "CB+FE+SC",
+}
+"""In the paper's order, as the paper calls them."""
 
 PRETRAINING_ITERATIONS = 230_000
 _SECONDS_A_DAY = 86_400
 
-Cell = str | int | float | None
-
 
 @dataclass(frozen=True)
-class Table:
-    """Named columns. A None is a value that is not known: a run that is missing or was ended early."""
+class Run:
+    """One experiment; model and variant as the paper calls them."""
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    title: str = ""
-    note: str = ""
+    model: str
+    variant: str
+    record: Record
 
-    def write_csv(self, path: Path) -> None:
-        """Every digit, for further work."""
-        with path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(self.columns)
-            writer.writerows(["" if cell is None else cell for cell in row] for row in self.rows)
+    def last_traffic(self) -> dict[str, tuple[float, float]]:
+        """Class to (sent, raw) MB of the last iteration that was logged."""
+        names = [tag[11:-11] for tag in self.record.scalars if tag.endswith(" sent bytes")]
+        return {name: (self.record.sent(name).last / 1e6, self.record.raw(name).last / 1e6) for name in names}
 
-    def markdown(self) -> str:
-        """For people."""
-        lines = [f"## {self.title}", ""] if self.title else []
-        lines += ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
-        lines += ["| " + " | ".join(map(_for_people, row)) + " |" for row in self.rows]
-        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+    def baseline(self, runs: "Sequence[Run]") -> "Run | None":
+        """The run of the same model that all variants are compared with."""
+        return next((run for run in runs if (run.model, run.variant) == (self.model, "Baseline")), None)
+
+    def speedup(self, runs: "Sequence[Run]") -> float | None:
+        """How many times faster than the baseline."""
+        base = self.baseline(runs)
+        return base and base.record.seconds.median / self.record.seconds.median
+
+
+def read_runs(results: Path, experiment: str) -> list[Run]:
+    """All runs of `experiment` that have a log with an iteration in it, in the paper's order."""
+    places = {name: place for place, name in enumerate(VARIANTS)}
+    runs = []
+    for model, name in MODELS.items():
+        folders = {path.name.removeprefix(f"{model}-"): path for path in (results / experiment).glob(f"{model}-*")}
+        for variant in sorted(folders, key=lambda variant: (places.get(variant, len(places)), variant)):
+            record = read_logs(folders[variant])
+            if record.training.values:
+                runs.append(Run(name, VARIANTS.get(variant, variant), record))
+    return runs
 
 
 def table2(runs: Sequence[Run]) -> Table:
     """Perplexity, training time and speedup of pretraining."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        loss = run.validation[max(run.validation)] if run.validation else None
-        seconds = run.typical_seconds
-        sent, raw = (sum(part[side] for part in run.last_traffic.values()) for side in (0, 1))
+        loss, seconds = run.record.validation.last, run.record.seconds.median
+        sent, raw = (sum(part[side] for part in run.last_traffic().values()) for side in (0, 1))
         rows.append((
-            MODELS[run.model], run.name, max(run.losses), loss, None if loss is None else math.exp(loss), seconds,
-            None if seconds is None else PRETRAINING_ITERATIONS * seconds / _SECONDS_A_DAY,
-            _speedup(run, runs), 100 * sent / raw if raw else None,
+            run.model, run.variant, run.record.training.iterations[-1], loss, math.exp(loss), seconds,
+            PRETRAINING_ITERATIONS * seconds / _SECONDS_A_DAY, run.speedup(runs), 100 * sent / raw if raw else None,
         ))  # fmt: skip
     return Table(
         ("model", "variant", "iterations", "validation loss", "validation perplexity", "s per iteration",
          f"days for {PRETRAINING_ITERATIONS:,} iterations", "speedup", "traffic sent, %"),
-        tuple(rows), "Table 2: pretraining",
+        rows, "Table 2: pretraining",
         "Seconds are the median over the iterations. Traffic: what is sent of what the baseline sends, all classes.",
     )  # fmt: skip
 
 
 def learning_curves(runs: Sequence[Run]) -> Table:
     """Figure 9: every validation, with the training time up to it."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        for iteration, loss in sorted(run.validation.items()):
-            hours = sum(seconds for done, seconds in run.seconds.items() if done <= iteration) / 3600
-            rows.append((MODELS[run.model], run.name, iteration, hours, loss, math.exp(loss)))
+        seconds, validation = run.record.seconds, run.record.validation
+        for iteration, loss in zip(validation.iterations, validation.values, strict=True):
+            done = zip(seconds.iterations, seconds.values, strict=True)
+            hours = sum(value for number, value in done if number <= iteration) / 3600
+            rows.append((run.model, run.variant, iteration, hours, loss, math.exp(loss)))
     columns = ("model", "variant", "iteration", "training hours", "validation loss", "validation perplexity")
-    return Table(columns, tuple(rows))
+    return Table(columns, rows)
 
 
 def figure10(runs: Sequence[Run]) -> Table:
     """The time of an iteration, what compression takes of it, and the traffic of each class."""
-    classes = list(dict.fromkeys(name for run in runs for name in run.last_traffic))
-    rows = []
-    for run in runs:
-        seconds, compression = run.typical_seconds, run.typical_compression_ms
-        traffic = [run.last_traffic.get(name) for name in classes]
-        rows.append((
-            MODELS[run.model], run.name, None if seconds is None else 1e3 * seconds, _speedup(run, runs),
-            compression.get("CB"), compression.get("SC"), *(None if part is None else part[0] for part in traffic),
-        ))  # fmt: skip
+    classes = list(dict.fromkeys(name for run in runs for name in run.last_traffic()))
+    rows = [
+        (
+            run.model, run.variant, 1e3 * run.record.seconds.median, run.speedup(runs),
+            *(run.record.curve(f"optimus-cc/{name} milliseconds").median for name in ("CB", "SC")),
+            *(run.last_traffic().get(name, (None,))[0] for name in classes),
+        )
+        for run in runs
+    ]  # fmt: skip
     return Table(
         ("model", "variant", "ms per iteration", "speedup", "CB, ms", "SC, ms", *(f"{name}, MB" for name in classes)),
-        tuple(rows), "Figure 10: time of an iteration",
+        rows, "Figure 10: time of an iteration",
         "Medians over the iterations after the first. CB and SC: compressing and decompressing, on the stage where it"
         " takes longest; part of the iteration. MB: sent per iteration, all ranks together.",
     )  # fmt: skip
@@ -92,41 +116,46 @@ def figure10(runs: Sequence[Run]) -> Table:
 
 def figure11(runs: Sequence[Run]) -> tuple[Table, Table]:
     """(every iteration and stage, a summary by stage): errors against differences between activations."""
-    rows = [
-        (MODELS[run.model], iteration, stage, *values)
-        for run in runs
-        for iteration, stages in sorted(run.statistics.items())
-        for stage, values in sorted(stages.items())
-    ]
-    summary = []
-    for model, stage in sorted({(str(row[0]), int(row[2])) for row in rows}):
-        cosines, errors, differences = zip(
-            *(row[3:] for row in rows if (row[0], row[2]) == (model, stage)), strict=True
-        )
-        summary.append((
-            model, stage, len(cosines), _mean(cosines), max(map(abs, cosines)), _mean(errors), _mean(differences),
-        ))  # fmt: skip
-    columns = ("model", "iteration", "stage", "cosine", "mean error", "mean activation difference")
-    heads = ("model", "stage", "iterations", "mean cosine", "largest absolute cosine", *columns[4:])
+    tags = {
+        "cosine": "error cosine", "mean error": "error mean", "mean activation difference": "activation difference mean"
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    summary: list[tuple[Cell, ...]] = []
+    for run in runs:
+        scalars = run.record.scalars
+        for stage in sorted(int(tag.split()[-1]) for tag in scalars if tag.startswith("optimus-cc/error cosine/")):
+            curves = [run.record.curve(f"optimus-cc/{tag}/stage {stage}") for tag in tags.values()]
+            values = [curve.values for curve in curves]
+            rows += [(run.model, i, stage, *each) for i, *each in zip(curves[0].iterations, *values, strict=True)]
+            cosines, errors, differences = values
+            summary.append((
+                run.model, stage, len(cosines), mean(cosines), max(map(abs, cosines)), mean(errors), mean(differences)
+            ))  # fmt: skip
+    heads = ("model", "stage", "iterations", "mean cosine", "largest absolute cosine", *list(tags)[1:])
     title = "Figure 11: errors of compression against differences between activations"
     note = "Lazy error propagation rests on both being near 0: the cosine, and the average of the errors."
-    return Table(columns, tuple(rows)), Table(heads, tuple(summary), title, note)
+    return Table(("model", "iteration", "stage", *tags), rows), Table(heads, summary, title, note)
 
 
 def figure12(runs: Sequence[Run]) -> Table:
     """Peak memory of the rank that takes most."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        peak, source = _peak(run)
-        base = next(
-            (_peak(other)[0] for other in runs if (other.model, other.variant) == (run.model, "baseline")), None
-        )
-        more = None if not peak or not base else 100 * (peak / base - 1)
-        rows.append((MODELS[run.model], run.name, peak, more, run.state or None, source))
+        (peak, source), base = _peak(run), run.baseline(runs)
+        more = 100 * (peak / _peak(base)[0] - 1) if base else None
+        rows.append((run.model, run.variant, peak, more, run.record.largest("compressor state MB"), source))
     return Table(
-        ("model", "variant", "peak, MB", "more than baseline, %", "compressor state, MB", "measured"), tuple(rows),
+        ("model", "variant", "peak, MB", "more than baseline, %", "compressor state, MB", "measured"), rows,
         "Figure 12: peak memory", "On the rank that takes most. MB of memory as Megatron counts them, 2^20 bytes.",
     )  # fmt: skip
+
+
+def _peak(run: Run) -> tuple[float, str]:
+    """(MB, what they are): of the GPU where there is one."""
+    allocated, resident = (run.record.largest(f"max {kind} MB") for kind in ("allocated", "resident"))
+    if allocated > 0:  # Megatron reports zeros without one
+        return allocated, "GPU memory allocated"
+    return resident, "CPU: resident memory of the process, libraries included" if resident > 0 else "not measured"
 
 
 def figure14(path: Path) -> Table | None:
@@ -134,39 +163,11 @@ def figure14(path: Path) -> Table | None:
     if not path.is_file():
         return None
     with path.open(newline="", encoding="utf-8") as stream:
-        header, *rows = list(csv.reader(stream))
-    kept = ("model", "rows", "columns", "compression_rank", "compressor", "device", "smaller",
-            "compress_gbit_per_second", "decompress_gbit_per_second")  # fmt: skip
-    places = [header.index(name) for name in kept]
+        header, *rows = csv.reader(stream)
     return Table(
-        ("model", "rows", "columns", "rank", "compressor", "device", "times smaller", "compress, Gbit/s",
-         "decompress, Gbit/s"),
-        tuple(tuple(_number(row[place]) for place in places) for row in rows),
-        "Figure 14: throughput of compression",
+        tuple(header), [tuple(map(_number, row)) for row in rows], "Figure 14: throughput of compression",
         "Medians. Gbit/s of the gradient's slice, not of its factors; the paper's network carries 200.",
     )  # fmt: skip
-
-
-def _peak(run: Run) -> tuple[float | None, str]:
-    """(MB, what they are): of the GPU where there is one."""
-    allocated = max(run.allocated.values(), default=0.0)
-    if allocated > 0:
-        return allocated, "GPU memory allocated"
-    if run.resident:
-        return max(run.resident.values()), "CPU: resident memory of the process, libraries included"
-    return None, "not measured"
-
-
-def _speedup(run: Run, runs: Sequence[Run]) -> float | None:
-    """How many times faster than the same model's baseline."""
-    for other in runs:
-        if (other.model, other.variant) == (run.model, "baseline") and other.typical_seconds and run.typical_seconds:
-            return other.typical_seconds / run.typical_seconds
-    return None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _number(text: str) -> Cell:
@@ -176,19 +177,3 @@ def _number(text: str) -> Cell:
         except ValueError:
             continue
     return text
-
-
-def _for_people(cell: Cell) -> str:
-    if cell is None:
-        return "-"
-    if isinstance(cell, float):
-        return (
-            "0"
-            if cell == 0
-            else f"{cell:.3e}"
-            if abs(cell) < 1e-3
-            else f"{cell:,.4g}"
-            if abs(cell) < 1e4
-            else f"{cell:,.0f}"
-        )
-    return f"{cell:,}" if isinstance(cell, int) and cell >= 10_000 else str(cell)

@@ -197,6 +197,6 @@ def test_all_sh_runs_every_experiment_and_figure_14() -> None:
     assert ended.code == 0, ended.errors
     named = [line.removeprefix("== ") for line in ended.errors.splitlines() if line.startswith("== ")]
     assert sorted(named) == [name for name in EXPERIMENTS if name[:8] in ("figure11", "figure12")] + ["figure14"]
-    assert ended.output.count("torch.distributed.run") == 7 and "figure14.py" in ended.output
+    assert ended.output.count("torch.distributed.run") == 7 and "scripts.paper.figure14" in ended.output
     refused = run_script("paper/all.sh", "--dry-run", "--only", "figure13*")
     assert refused.code == 2 and "no experiment fits 'figure13*'" in refused.errors

@@ -1,7 +1,6 @@
 """From launch to plot: real tiny runs of an experiment, its tables and pictures; figure 14; peak memory."""
 
 import csv
-import importlib.util
 import re
 import shutil
 import signal
@@ -11,17 +10,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
 import torch
 
 from optimus_cc_ext.compressors import FastLowRank
+from scripts.paper import figure14
+from scripts.paper.collect import collect
 from tests.shell_scripts import ROOT, Ended, run_script
 
 EXPERIMENT = "table2/335m-cb-fe-sc"
-PAPER = ROOT / "scripts/paper"
+PEAK_MEMORY = (sys.executable, str(ROOT / "scripts/paper/peak_memory.py"))
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRuns]:
 @pytest.fixture(scope="module")
 def report(tiny: TinyRuns) -> Path:
     """Its folder, with figure 14 in it."""
-    for command in (["figure14.py", "--scale", "tiny", "--device", "cpu", "--repeats", "1"], ["collect.py"]):
-        script, *options = command
-        ended = run_python(script, *options, "--results", str(tiny.results))
+    for command in (["figure14", "--scale", "tiny", "--device", "cpu", "--repeats", "1"], ["collect"]):
+        ended = run_module(*command, "--results", str(tiny.results))
         assert ended.returncode == 0, ended.stderr
     assert "not run, left out: figure10, figure11-summary, figure12" in ended.stdout
     return tiny.results / "report"
 
 
-def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PAPER / script), *arguments]
-    return subprocess.run(command, text=True, capture_output=True, timeout=120)
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"scripts.paper.{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -103,8 +102,10 @@ def test_the_table_says_what_the_logs_said(tiny: TinyRuns, report: Path) -> None
 def test_pictures_and_a_page_are_there(report: Path) -> None:
     for name in ("figure9.png", "figure14.png"):
         assert (report / name).read_bytes().startswith(b"\x89PNG") and (report / name).stat().st_size > 10_000
-    page = (report / "report.md").read_text()
-    assert "## Table 2" in page and "## Figure 14" in page and "![figure9](figure9.png)" in page
+    text = (report / "report.md").read_text()
+    assert "## Table 2" in text and "## Figure 14" in text and "![figure9](figure9.png)" in text
+    page = (report / "index.html").read_text()
+    assert "Table 2" in page and "Figure 14" in page and page.count("data:image/svg+xml") == 2
 
 
 def test_figure_14_has_every_rank_on_every_slice_for_both_compressors(report: Path) -> None:
@@ -118,20 +119,7 @@ def test_figure_14_has_every_rank_on_every_slice_for_both_compressors(report: Pa
             assert all(float(row[f"{what}, Gbit/s"]) > 0 for row in mine for what in ("compress", "decompress"))
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of scripts/paper as a module, its neighbours importable as when it is run."""
-    monkeypatch.syspath_prepend(str(PAPER))
-    spec = importlib.util.spec_from_file_location(f"paper_{name}", PAPER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, f"paper_{name}", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_figure_14_times_no_compressor_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    figure14 = load("figure14", monkeypatch)
-
+def test_figure_14_times_no_compressor_that_computes_something_else() -> None:
     class Forgetful(FastLowRank):
         def back_project(
             self, matrices: torch.Tensor, p: torch.Tensor, out: torch.Tensor | None = None
@@ -157,22 +145,18 @@ learning rate: 1E-04 | global batch size:    16 | lm loss: 5.5E+00 | loss scale:
 1e-1, 3.50 ms
   optimus-cc errors against activation differences | stage 1: cosine -0.0034, mean error +2.18e-12, mean activation \
 difference +7.89e-05 | stage 2: cosine +0.5000, mean error -2.00e-13, mean activation difference +1.09e-04
-[Rank 0] peak resident memory (MB) | 800.25
-[Rank 1] peak resident memory (MB) | 900.50
+peak resident memory (MB) | 900.50
 """
 
 
-def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(tmp_path: Path) -> None:
     for experiment in ("figure10", "figure11", "figure12"):
         for variant, ms, mb in (("baseline", "300.0", "200.00"), ("cb-lep", "200.0", "250.00")):
             folder = tmp_path / experiment / f"8.3b-{variant}"
             folder.mkdir(parents=True)
             (folder / "log.txt").write_text(LOG.replace("{ms}", ms).replace("{mb}", mb))
     (tmp_path / "figure12/8.3b-cb-lep/log.txt").write_text("it ended before its first iteration\n")
-    collect = load("collect", monkeypatch)
-    assert collect.collect(tmp_path, tmp_path / "report", "") == ["figure10", "figure11-summary", "figure12"]
+    assert collect(tmp_path, tmp_path / "report") == ["figure10", "figure11-summary", "figure12"]
     base, compressed = rows_of(tmp_path / "report/figure10.csv")
     assert (base["ms per iteration"], base["speedup"]) == ("300.0", "1.0"), "the first iteration is left out"
     assert compressed["ms per iteration"] == "200.0" and float(compressed["speedup"]) == pytest.approx(1.5)
@@ -186,47 +170,35 @@ def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(
     # Without a GPU Megatron reports zeros.
     on_cpu = re.sub(r"allocated: [\d.]+", "allocated: 0.00", LOG.replace("{mb}", "0.00")).replace("{ms}", "1.0")
     (tmp_path / "figure12/8.3b-baseline/log.txt").write_text(on_cpu)
-    collect.collect(tmp_path, tmp_path / "report", "")
+    collect(tmp_path, tmp_path / "report")
     [memory] = rows_of(tmp_path / "report/figure12.csv")
     assert memory["peak, MB"] == "900.5" and memory["measured"].startswith("CPU: resident memory")
 
 
-VALIDATIONS = """\
- validation loss at iteration 4 | lm loss value: 5.0E+00 | lm loss PPL: 1.484132E+02 |
- validation loss at iteration 8 | lm loss value: 4.0E+00 | lm loss PPL: 5.459815E+01 |
- validation loss at iteration 8 on validation set | lm loss value: 4.5E+00 | lm loss PPL: 9.001713E+01 |
- validation loss at iteration 8 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
- validation loss at iteration 9 on test set | lm loss value: 3.0E+00 | lm loss PPL: 2.008554E+01 |
-"""
-
-
-def test_perplexity_is_that_of_validation_within_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "log.txt").write_text(VALIDATIONS)
-    assert load("run_logs", monkeypatch).read_run(tmp_path).validation == {4: 5.0, 8: 4.0}
-
-
 def test_nothing_to_collect_is_said(tmp_path: Path) -> None:
     for results, reason in ((tmp_path / "none", "no such folder"), (tmp_path, "no log with an iteration in it")):
-        ended = run_python("collect.py", "--results", str(results))
+        ended = run_module("collect", "--results", str(results))
         assert ended.returncode == 2 and reason in ended.stderr
 
 
-HUNGRY = "import mmap, time; unused = mmap.mmap(-1, 500 << 20); bytearray({mb} << 20); time.sleep(2)"
+HUNGRY = "import mmap, time; unused = mmap.mmap(-1, 500 << 20); bytearray({mb} << 20); raise SystemExit(7)"
 """Asks for 500 MB that it never touches, and gives `mb` back at once."""
 
 
-def test_peak_memory_is_that_of_each_rank_and_the_exit_status_is_the_commands() -> None:
-    ranks = [f"RANK={rank} {sys.executable} -c '{HUNGRY.format(mb=mb)}' &" for rank, mb in ((0, 60), (1, 160))]
-    ended = run_python("peak_memory.py", "bash", "-c", " ".join([*ranks, "wait; exit 7"]))
-    assert ended.returncode == 7
-    peaks = [float(mb) for mb in re.findall(r"\[Rank \d\] peak resident memory \(MB\) \| (\S+)", ended.stdout)]
-    assert len(peaks) == 2
+def test_peak_memory_is_that_of_the_largest_rank_and_the_exit_status_is_the_commands() -> None:
+    peaks = []
+    for sizes in ((60, 10), (10, 160)):
+        ranks = [f"{sys.executable} -c '{HUNGRY.format(mb=mb)}' & ranks+=($!)" for mb in sizes]
+        command = [*PEAK_MEMORY, "bash", "-c", "\n".join([*ranks, 'wait "${ranks[0]}"; wait "${ranks[1]}"'])]
+        ended = subprocess.run(command, text=True, capture_output=True, timeout=60)
+        assert ended.returncode == 7
+        peaks += [float(mb) for mb in re.findall(r"^peak resident memory \(MB\) \| (\S+)", ended.stdout)]
     assert peaks[1] - peaks[0] == pytest.approx(100, abs=5), "two interpreters, alike but for what they held"
     assert peaks[0] < 60 + 100, "an interpreter without anything takes about 10 MB"
 
 
 def test_a_signal_to_the_watcher_ends_what_it_watches() -> None:
-    command = [sys.executable, str(PAPER / "peak_memory.py"), sys.executable, "-c", "import time; time.sleep(60)"]
+    command = [*PEAK_MEMORY, sys.executable, "-c", "import time; time.sleep(60)"]
     watcher = psutil.Popen(command)
     deadline = time.monotonic() + 20
     while not (children := watcher.children()) and time.monotonic() < deadline:
