@@ -10,8 +10,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import optimus_cc_ext
+from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.techniques.compressed_backprop import SendingLink
-from optimus_cc_ext.techniques.error_statistics import ErrorStatistics
 from tests.megatron.optimus_runs import install, run_optimus
 
 FLAGS = shlex.split("""
