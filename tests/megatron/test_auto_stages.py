@@ -1,6 +1,6 @@
 """`--dp-compression-stages auto` in Megatron's own loop: dense until it is decided, then as measured; and resumed so.
 
-The rates of the links are given here, slow or fast, so that the decision is known; `scripts/bench/cluster.py` measures
+The rates of the links are given here, slow or fast, so that the decision is known; `scripts/bench/cluster` measures
 them on links that are slow.
 """
 

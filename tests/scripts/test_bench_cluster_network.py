@@ -7,23 +7,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.bench.cluster.network import Network, network, why_not
 from tests.shell_scripts import ROOT
 
-BENCH = ROOT / "scripts/bench"
-sys.path.insert(0, str(BENCH))  # its modules import each other by name, as a script's do
-
-import cluster_network  # noqa: E402
-from cluster_network import living_owners, network  # noqa: E402
-
-needs_namespaces = pytest.mark.skipif(cluster_network.why_not() is not None, reason=str(cluster_network.why_not()))
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 _RECEIVE = """
 import selectors, socket, sys, time
@@ -48,12 +40,13 @@ connection.recv(1)  # all are there
 connection.sendall(bytes(int(sys.argv[2])))
 """
 _OWNER = """
-import signal, subprocess, sys, time
+import signal, time
+from scripts.bench.cluster.network import network
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-sys.path.insert(0, sys.argv[1])
-from cluster_network import living_owners, network  # noqa: E402
 with network(2) as hosts:
-    print(hosts.popen(1, ["sleep", "60"]).pid, *hosts.hosts, hosts.switch, flush=True)
+    hosts.popen(1, ["setsid", "sleep", "60"])
+    time.sleep(1)
+    print("ready", flush=True)
     time.sleep(60)
 """
 
@@ -75,49 +68,21 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
         assert abs(sent[0].payload) < 0.01 * nbytes and sent[0].sent_packets > 100
         hosts.set_rate("none")
         assert 8 * (4 << 20) / _transfer(hosts, [1], 0, 4 << 20) > 100e6
-        names = [hosts.switch, *hosts.hosts]
-    assert not _namespaces() & set(names)
 
 
 @needs_namespaces
-def test_what_a_killed_owner_leaves_the_next_start_removes_and_what_lives_it_leaves_alone() -> None:
-    with network(2) as ours, _owner() as killed, _owner() as living:
-        killed.owner.kill()
-        killed.owner.wait(10)
-        assert set(killed.names) <= _namespaces(), "SIGKILL leaves no time to clean up"
-        assert _runs(killed.process)
-        assert living.owner.pid in living_owners() and killed.owner.pid not in living_owners()
-        cluster_network.clean()
-        assert not _namespaces() & set(killed.names) and not _runs(killed.process)
-        assert set(living.names) | set(ours.hosts) <= _namespaces()
-        living.owner.send_signal(signal.SIGINT)
-        living.owner.wait(10)
-        assert not _namespaces() & set(living.names)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_the_hosts_and_what_runs_there_end_with_their_owner_however_it_ends(how: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdout.readline()
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert sum(process.name() == "sleep" for process in below) == 1 and len(below) >= 2 * 3
+        owner.send_signal(how)
+        assert not psutil.wait_procs(below, timeout=10)[1]
+        owner.kill()
 
 
-@dataclass(frozen=True)
-class _Owner:
-    owner: subprocess.Popen[str]
-    process: int
-    """On its second host."""
-
-    names: list[str]
-    """Of its namespaces."""
-
-
-@contextmanager
-def _owner() -> Iterator[_Owner]:
-    """A process that has a network with two hosts, and a process on the second."""
-    with subprocess.Popen([sys.executable, "-c", _OWNER, str(BENCH)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            pid, *names = process.stdout.readline().split()
-            yield _Owner(process, int(pid), names)
-        finally:
-            process.kill()
-
-
-def _transfer(hosts: cluster_network.Network, senders: list[int], receiver: int, nbytes: int) -> float:
+def _transfer(hosts: Network, senders: list[int], receiver: int, nbytes: int) -> float:
     """Seconds until the receiver has `nbytes` of each sender; they begin together."""
     address = hosts.address(receiver)
     command = [sys.executable, "-I", "-S", "-c", _RECEIVE, address, str(len(senders))]
@@ -130,94 +95,60 @@ def _transfer(hosts: cluster_network.Network, senders: list[int], receiver: int,
     return seconds
 
 
-def _runs(pid: int) -> bool:
-    """A process that has ended, and that its new parent has not yet asked for, does not run."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _namespaces() -> set[str]:
-    return {path.name for path in Path("/run/netns").glob("optimus-cc-cluster-*")}
-
-
 # Training
 
 
-def _script(output: Path, *arguments: str) -> list[str]:
-    tiny = ["--layouts", "pp2dp1", "--models", "tiny", "--max-mb", "0.5", "--output", str(output)]
-    return [sys.executable, str(BENCH / "cluster.py"), *tiny, *arguments]
-
-
-def _processes_of_a_training(script: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All below the script, as soon as it has told an iteration on shaped links."""
-    assert script.stdout is not None
-    for line in script.stdout:
-        if "20mbit" in line and line.split()[0].isdecimal():
-            break
-    return psutil.Process(script.pid).children(recursive=True)
+def _command(output: Path, *arguments: str) -> list[str]:
+    tiny = ["--layouts", "pp2dp1", "--models", "tiny", "--max-mb", "0.5", "--blocks", "1", "--output", str(output)]
+    return [sys.executable, "-m", "scripts.bench.cluster", *tiny, "--rates", "20mbit,none", *arguments]
 
 
 @needs_namespaces
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_smallest_cluster_counts_the_bytes_that_the_metrics_count(tmp_path: Path) -> None:
-    arguments = ["--rates", "20mbit,none", "--variants", "vanilla,cb", "--blocks", "1", "--iterations", "2"]
-    done = subprocess.run(_script(tmp_path / "out", *arguments), capture_output=True, text=True, timeout=540)
+    command = _command(tmp_path / "out", "--variants", "vanilla,cb", "--iterations", "2")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out/cluster.json").read_text())["rows"]
-    assert [(row["variant"], row["rate"], row["seconds"]["count"]) for row in found] == [
+    content = json.loads((tmp_path / "out/cluster.json").read_text())
+    rows = {(row["variant"], row["rate"]): row for row in content["times"]}
+    assert [(*key, row["measured"]) for key, row in rows.items()] == [
         ("vanilla", "none", 4), ("cb", "none", 4), ("vanilla", "20mbit", 4), ("cb", "20mbit", 4),
     ]  # fmt: skip
-    for row in found:
-        assert row["kernel_to_metrics"] == pytest.approx(1, abs=0.05)
-    vanilla, ours = found[2:]
+    before, ours = content["traffic"]
+    for row in (before, ours):
+        assert row["kernel over metrics"] == pytest.approx(1, abs=0.05)
     # A tiny iteration sends half a megabyte: 0.1 s at this rate, where it takes half of that without links.
-    assert vanilla["seconds"]["median"] > 1.3 * found[0]["seconds"]["median"]
-    sent, before = (row["traffic"]["pipeline backward"][0] for row in (ours, vanilla))
-    assert sent < 0.8 * before, "a quarter of the messages is of the epilogue"
+    assert rows["vanilla", "20mbit"]["seconds"] > 1.3 * rows["vanilla", "none"]["seconds"]
+    sent = "pipeline backward, MB"
+    assert ours[sent] < 0.8 * before[sent], "a quarter of the messages is of the epilogue"
     assert (tmp_path / "out/cluster.md").read_text().count("| 20mbit |") == 2
 
 
 @needs_namespaces
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["SIGINT to the script", "SIGKILL to a rank"])
+@pytest.mark.parametrize("how", ["SIGINT to the script", "SIGKILL to the script", "SIGKILL to a rank"])
 def test_an_interrupted_cluster_leaves_nothing_behind(tmp_path: Path, how: str) -> None:
-    arguments = ["--rates", "20mbit,none", "--variants", "vanilla", "--blocks", "1", "--iterations", "1000"]
-    command = _script(tmp_path / "out", *arguments)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
+    command = _command(tmp_path / "out", "--variants", "vanilla", "--iterations", "1000")
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **piped) as script:
         try:
-            below = _processes_of_a_training(script)
-            assert len(below) >= 4, "two torchruns, a rank each"
-            if how.startswith("SIGKILL"):
-                [rank, *_] = [each for each in below if "torch.distributed.run" not in each.cmdline()]
-                rank.kill()
+            assert script.stdout is not None
+            for line in script.stdout:
+                if "20mbit" in line and line.split()[0].isdecimal():  # an iteration on shaped links
+                    break
+            below = psutil.Process(script.pid).children(recursive=True)
+            ranks = [each for each in below if "optimus_cc_ext" in each.cmdline()[:4]]
+            assert len(ranks) == 2
+            if how.endswith("rank"):
+                ranks[0].kill()
             else:
                 script.send_signal(signal.Signals[how.split()[0]])
             output = script.communicate(timeout=60)[0]
         finally:
             script.kill()
-    expected = {"SIGINT": 130, "SIGKILL": 1}[how.split()[0]]
-    assert script.returncode == expected, output
-    assert not psutil.wait_procs(below, timeout=5)[1]
-    assert not [name for name in _namespaces() if f"-{script.pid}-" in name]
-    if expected == 1:
+    assert script.returncode == {"SIGINT to the script": 130, "SIGKILL to the script": -9}.get(how, 1), output
+    assert not psutil.wait_procs(below, timeout=10)[1]
+    if how.endswith("rank"):
         assert "Signal 9 (SIGKILL)" in output, "the cause, not that the others lost their connection"
-
-
-@needs_namespaces
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_processes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
-    arguments = ["--rates", "20mbit,none", "--variants", "vanilla", "--blocks", "1", "--iterations", "1000"]
-    with subprocess.Popen(_script(tmp_path / "out", *arguments), stdout=subprocess.PIPE, text=True) as script:
-        try:
-            below = _processes_of_a_training(script)
-        finally:
-            script.kill()
-    assert len(below) >= 4 and not psutil.wait_procs(below, timeout=10)[1]
-    cleaned = subprocess.run([*_script(tmp_path / "out"), "--clean"], capture_output=True, text=True, timeout=60)
-    assert cleaned.returncode == 0 and f"-cluster-{script.pid}-" in cleaned.stdout
-    assert not [name for name in _namespaces() if f"-{script.pid}-" in name]

@@ -3,19 +3,10 @@
 import math
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside this script, installed or not
 
 from optimus_cc_ext.data import PreparedData
-
-__all__ = [
-    "MODELS", "PAPER", "VANILLA", "VARIANTS", "Layout", "Model", "Proportions", "compression_ranks", "megatron_flags",
-    "parse_layout", "proportions", "variant_flags",
-]  # fmt: skip
 
 VANILLA = "vanilla"
 _LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)")
@@ -55,7 +46,7 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """A GPT with tied embeddings, and its batch. Layers are given per stage, so that depth follows the layout."""
 
@@ -72,27 +63,14 @@ class Model:
     micro_batches: int
     """Micro-batches of each replica in an iteration."""
 
-    @property
-    def tokens(self) -> int:
-        """Of one replica in an iteration."""
-        return self.sequence * self.micro_batch * self.micro_batches
-
 
 # The micro-batches are chosen so that DP gradients are 8 times the forward activations: see `proportions`.
 MODELS: Mapping[str, Model] = {
-    "tiny": Model(
-        layers_per_stage=1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4,
-    ),
-    "small": Model(
-        layers_per_stage=4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12,
-    ),
-    "deep": Model(
-        layers_per_stage=8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6,
-    ),
-    "wide": Model(
-        layers_per_stage=4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6,
-    ),
-}  # fmt: skip
+    "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
+    "small": Model(4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12),
+    "deep": Model(8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6),
+    "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
+}
 
 
 @dataclass(frozen=True)
@@ -103,10 +81,7 @@ class Proportions:
     """Gradients of a stage's layers, ring all-reduce over the replicas."""
 
     forward: float
-    """Activations to the next stage."""
-
-    backward: float
-    """Their gradients to the stage before."""
+    """Activations to the next stage; their gradients to the stage before are as many."""
 
     embedding: float
     """One copy of the tied embedding, this rank's part."""
@@ -120,34 +95,25 @@ class Proportions:
         return self.dp / self.forward if self.forward else math.nan
 
     def __str__(self) -> str:
-        values = {"DP": self.dp, "forward": self.forward, "backward": self.backward, "embedding": self.embedding}
-        said = " : ".join(f"{value / 1e6:.3g} {name}" for name, value in values.items())
         return (
-            f"millions of values {said}; DP {self.dp_to_forward:.1f} times forward,"
-            f" embedding {100 * self.embedding_share:.1f} % of a stage's layers"
+            f"{self.dp / 1e6:.3g} M values of gradients, {self.forward / 1e6:.3g} M forward and as many backward,"
+            f" DP {self.dp_to_forward:.1f} times forward, embedding {self.embedding_share:.1%} of a stage's layers"
         )
 
 
-PAPER = Proportions(dp=390e6, forward=50e6, backward=50e6, embedding=20e6, embedding_share=20 / 255)
+PAPER = Proportions(dp=390e6, forward=50e6, embedding=20e6, embedding_share=20 / 255)
 """The 8.3B model at TP8 PP4 DP4 (arXiv 2301.09830), where the tensor-parallel ranks share the work of sending an
 activation. 18 layers of a stage are 255 M values a rank, and a ring over 4 replicas sends 1.5 times that."""
 
 
 def proportions(model: Model, layout: Layout) -> Proportions:
-    """What the layers' matrices, 12 hidden^2 each layer, and the activations make a rank of a middle stage send.
-
-    Without sequence parallelism every tensor-parallel rank sends the whole activation.
-    """
+    """What a rank of a middle stage sends for 12 hidden^2 values in each layer, and its activations, which every
+    tensor-parallel rank sends whole without sequence parallelism."""
     layers = 12 * model.hidden**2 * model.layers_per_stage / layout.tensor
-    activations = float(model.tokens * model.hidden) if layout.stages > 1 else 0.0
+    tokens = model.sequence * model.micro_batch * model.micro_batches
     embedding = model.vocabulary * model.hidden / layout.tensor
-    return Proportions(
-        dp=layers * 2 * (layout.replicas - 1) / layout.replicas,
-        forward=activations,
-        backward=activations,
-        embedding=embedding,
-        embedding_share=embedding / layers,
-    )
+    forward = float(tokens * model.hidden) if layout.stages > 1 else 0.0
+    return Proportions(layers * 2 * (layout.replicas - 1) / layout.replicas, forward, embedding, embedding / layers)
 
 
 def compression_ranks(model: Model) -> tuple[int, int]:
@@ -173,22 +139,16 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
     """Our flags of one variant: none for vanilla, whose traffic is still counted; `further` come last and win."""
     if variant == VANILLA:
         return []
-    papers_stages = math.ceil(_PAPERS_SHARE_OF_STAGES * layout.stages)
-    techniques = shlex.split(VARIANTS[variant].format(papers_stages=papers_stages))
+    techniques = VARIANTS[variant].format(papers_stages=math.ceil(_PAPERS_SHARE_OF_STAGES * layout.stages))
     backprop, dp = ranks
-    return [*techniques, "--compressed-backprop-rank", str(backprop), "--dp-compression-rank", str(dp), *further]
+    flags = f"{techniques} --compressed-backprop-rank {backprop} --dp-compression-rank {dp}"
+    return [*flags.split(), *further]
 
 
 def megatron_flags(
-    model: Model,
-    layout: Layout,
-    data: PreparedData,
-    *,
-    iterations: int,
-    decay_iterations: int,
-    seed: int,
-    evaluation_iterations: int = 0,
-) -> list[str]:
+    model: Model, layout: Layout, data: PreparedData, *,
+    iterations: int, decay_iterations: int, seed: int, evaluation_iterations: int = 0,
+) -> list[str]:  # fmt: skip
     """The flags that all variants share. No dropout: what differs between the losses is the compression.
 
     Weights begin with a deviation of hidden^-1/2, which is Megatron's 0.02 at a hidden size of 2500: at 0.02 a model as

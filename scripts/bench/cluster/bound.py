@@ -1,15 +1,11 @@
-"""What the chosen flags could recover at most: 1F1B on links of a rate, with their bytes, and compression for nothing.
+"""What the chosen flags could recover at most: 1F1B, simulated, with their bytes, and compression for nothing.
 
-Bytes alone do not say it: those that vanilla hides behind a computation gain nothing when they go, and those of the
-stage that everyone waits for gain all. So the schedule is simulated (`optimus_cc_ext.forecast.timeline`), with
-passes as long as the measured iteration on unshaped links says, messages and sums of the sizes that follow from the
-model, and compressors that take no time.
+Bytes alone do not say it: those that a computation hides gain nothing when they go. So the schedule is simulated
+(`optimus_cc_ext.forecast.timeline`), with passes as long as the measured iteration on unshaped links says.
 """
 
 import argparse
 from collections.abc import Sequence
-
-from cluster_model import Layout, Model  # also puts the checkout on the path
 
 from optimus_cc_ext import resolve
 from optimus_cc_ext.compressors import effective_rank, packed_numel, pays
@@ -20,8 +16,7 @@ from optimus_cc_ext.forecast.probe import Rate
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.selective_stage_compression import stages_to_compress
-
-__all__ = ["bound_share", "chooses_by_the_links", "chosen_stages", "config_of"]
+from scripts.bench.cluster.model import Layout, Model
 
 _VALUE = 4
 """Bytes: everything travels in fp32."""

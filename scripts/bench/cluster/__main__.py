@@ -1,0 +1,321 @@
+"""What compression gains on links of a given rate: real Megatron on hosts that are network namespaces of this machine.
+
+    sudo .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
+    sudo .venv/bin/python -m scripts.bench.cluster --find-rate         the rate at which half of vanilla's time is communication
+    sudo .venv/bin/python -m scripts.bench.cluster --loss-iterations 200 --ranks-of-interest 2:11,4:22
+
+One host for each pipeline stage of each replica, torchrun on every one, vanilla and ours in turn with the same seed and
+data, in alternating blocks. A run is one variant: the rate of all links is changed while it trains, once through all
+rates and back; a variant that chooses by the links when it starts (--dp-compression-stages auto) gets a run per rate.
+Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes root, iproute2 and util-linux. What follows --
+is added to the flags of all variants but vanilla.
+"""  # noqa: E501
+
+import argparse
+import fcntl
+import itertools
+import json
+import shlex
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.data import DataError, PreparedData, prepare
+from scripts.bench.cluster.bound import chooses_by_the_links
+from scripts.bench.cluster.model import (
+    MODELS,
+    VANILLA,
+    VARIANTS,
+    Layout,
+    Model,
+    compression_ranks,
+    megatron_flags,
+    parse_layout,
+    proportions,
+    variant_flags,
+)
+from scripts.bench.cluster.network import UNSHAPED, NetworkError, bits_per_second, why_not
+from scripts.bench.cluster.page import JSON_NAME, load, write
+from scripts.bench.cluster.rates import FindRate, Plan, plans
+from scripts.bench.cluster.run import Iteration, Run, RunFailed, train
+
+_EVALUATION_ITERATIONS = 20
+_SCHEDULE_ITERATIONS = 200
+"""Of the learning rate where times are compared: runs differ in length, and their losses should not by that."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.cluster", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    what = parser.add_argument_group("what is compared")
+    layouts = what.add_mutually_exclusive_group()
+    layouts.add_argument("--layouts", type=_list(parse_layout), help="[tpT]ppPdpD, such as pp4dp2,tp2pp2dp2 (pp2dp2)")
+    layouts.add_argument("--hosts", type=_told(_halves), dest="layouts", metavar="N", help="short for pp(N/2)dp2")
+    what.add_argument("--models", type=_list(_one_of(MODELS)), default=["small"], help=f"of {', '.join(MODELS)}")
+    variants, every = [VANILLA, "paper", "auto"], ", ".join(VARIANTS)
+    what.add_argument("--variants", type=_list(_one_of(VARIANTS)), default=variants, help=f"of {every}")
+    what.add_argument(
+        "--rates", type=_list(_rate), default=["50mbit", UNSHAPED],
+        help="of every link, both ways, such as 25mbit,1gbit; none: unshaped, which the shares need (50mbit,none)",
+    )  # fmt: skip
+    much = parser.add_argument_group("how much")
+    positive = _told(_positive)
+    much.add_argument("--blocks", type=positive, default=2, help="how often all variants take their turn (%(default)s)")
+    much.add_argument("--iterations", type=positive, default=3, help="measured at a rate in a cycle (%(default)s)")
+    much.add_argument("--cycles", type=positive, default=2, help="through the rates, there and back (%(default)s)")
+    much.add_argument(
+        "--warm-up", type=positive, default=3,
+        help="iterations of a run that do not count (%(default)s: the third holds the package's own measuring)",
+    )  # fmt: skip
+    much.add_argument("--timeout", type=positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
+    much.add_argument("--seed", type=int, default=1234)
+    other = parser.add_argument_group("instead of a sweep").add_mutually_exclusive_group()
+    other.add_argument("--find-rate", action="store_true", help="search where vanilla takes twice its unshaped time")
+    other.add_argument("--loss-iterations", type=positive, metavar="N", help="so long on unshaped links, for losses")
+    other.add_argument("--redraw", action="store_true", help="tables and plots again, from OUTPUT/cluster.json")
+    what.add_argument("--ranks-of-interest", type=_list(_rank_pair), metavar="CB:SC,...", help="for the loss runs")
+    files = parser.add_argument_group("files")
+    files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
+    files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
+    files.add_argument("--input", type=Path, help="text to train on (the Python sources of this environment)")
+    files.add_argument("--max-mb", type=float, default=5.0, help="of it (%(default)g)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it.
+
+    Returns the exit status: 0; 1: a run failed; 2: bad input, or this machine cannot; 130: interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = build_parser()
+    options = parser.parse_args(words[:cut])
+    options.layouts = options.layouts or [Layout(1, 2, 2)]
+    if options.ranks_of_interest and not options.loss_iterations:
+        parser.error("--ranks-of-interest: they are for loss runs. Give --loss-iterations N, or -- and the flags")
+    try:
+        _do(options, words[cut + 1 :])
+    except RunFailed as error:
+        for line in error.tail:
+            print(f"  | {line}", file=sys.stderr)
+        print(f"error: {error}\nthe whole log: {error.log}", file=sys.stderr)
+        return 1
+    except (NetworkError, DataError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: all hosts and processes are gone; finished runs are kept", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _do(options: argparse.Namespace, further: list[str]) -> None:
+    if options.redraw:
+        arguments, runs, machine = load(options.output)
+        print(write(options.output, arguments, runs, machine))
+        return
+    if (reason := why_not()) is not None:
+        raise NetworkError(f"{reason}. Run as root on a Linux machine with iproute2 and util-linux")
+    bench = Bench(options, further)
+    for layout, model in itertools.product(options.layouts, options.models):
+        print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
+        if options.find_rate:
+            bench.find_rate(model, layout)
+        elif options.loss_iterations:
+            bench.compare_losses(model, layout)
+        else:
+            bench.sweep(model, layout)
+    if bench.text:
+        print(f"\n{bench.text}\nwritten: {options.output}")
+
+
+class Bench:
+    """The runs of one call, kept on disk as they come."""
+
+    def __init__(self, options: argparse.Namespace, further: list[str]) -> None:
+        self.options, self.further = options, further
+        self.runs: list[Run] = []
+        self.text = ""
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        # Never removed: the kernel lets go of it with the process, however that ends.
+        self._lock = options.output.with_name(f".{options.output.name}.lock").open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--output {options.output}: another process writes there. Give another folder") from None
+        if not (options.output / JSON_NAME).exists():
+            return
+        if not (options.append or options.find_rate):
+            raise ValueError(
+                f"--output {options.output}: it has results. Give --append to keep them, or another folder"
+            )
+        if options.append:
+            earlier, self.runs, _ = load(options.output)
+            if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
+                raise ValueError(f"--append: {options.output} is of another text. Give another --output")
+
+    def sweep(self, name: str, layout: Layout) -> None:
+        """All variants in alternating blocks, all rates in each run."""
+        options, ranks = self.options, compression_ranks(MODELS[name])
+        much = {"each": options.iterations, "cycles": options.cycles, "warm_up": options.warm_up}
+        self.check_comparable(name, layout)
+        earlier = [run.block for run in self.runs if (run.model, run.layout) == (name, str(layout))]
+        first = 1 + max(earlier, default=-1)
+        for block in range(first, first + options.blocks):
+            # There and back, so that a drift of the machine's speed weighs on all variants alike.
+            for variant in options.variants if block % 2 == 0 else reversed(options.variants):
+                chooses = chooses_by_the_links(variant_flags(variant, layout, ranks, self.further), layout)
+                for plan in plans(options.rates, chooses=chooses, **much):
+                    label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
+                    self._keep(self._train(name, layout, variant, ranks, plan, label, block=block))
+
+    def check_comparable(self, name: str, layout: Layout) -> None:
+        """What is appended to has to be the same training.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for run in self.runs:
+            if (run.model, run.layout) == (name, str(layout)) and run.variant in self.options.variants:
+                flags = variant_flags(run.variant, layout, compression_ranks(MODELS[name]), self.further)
+                if (run.flags, run.seed) != (flags, self.options.seed):
+                    raise ValueError(
+                        f"--append: {self.options.output} has {run.variant} with other flags or another seed"
+                        f" ({shlex.join(run.flags)}, seed {run.seed}). Give another --output"
+                    )
+
+    def find_rate(self, name: str, layout: Layout) -> None:
+        """Print the rate at which half of vanilla's time is exposed communication."""
+        options = self.options
+        start = next((rate for rate in options.rates if rate != UNSHAPED), "50mbit")
+        plan = FindRate(options.warm_up, start, options.iterations)
+        self._train(name, layout, VANILLA, (0, 0), plan, "find-rate")
+        for rate, seconds in plan.tried:
+            print(f"  {rate}: {seconds:.2f} s, {seconds / plan.unshaped:.2f} times unshaped")
+        rate, seconds = plan.best
+        print(
+            f"{name}, {layout}: at {rate} vanilla takes {seconds:.2f} s, {plan.unshaped:.2f} s unshaped:"
+            f" {1 - plan.unshaped / seconds:.0%} of the iteration is exposed communication"
+        )
+
+    def compare_losses(self, name: str, layout: Layout) -> None:
+        """Vanilla, unless the file that is appended to has it, and every other variant at every pair of ranks."""
+        options, steps = self.options, self.options.loss_iterations
+        pairs = options.ranks_of_interest or [compression_ranks(MODELS[name])]
+        wanted = [(variant, pair) for variant in options.variants if variant != VANILLA for pair in pairs]
+        known = any(
+            (run.model, run.layout, run.variant, run.seed) == (name, str(layout), VANILLA, options.seed)
+            and run.validation_loss is not None and len(run.iterations) == steps
+            for run in self.runs
+        )  # fmt: skip
+        for variant, ranks in wanted if known else [(VANILLA, pairs[0]), *wanted]:
+            plan = Plan([UNSHAPED] * steps, warm_up=0)
+            label = "losses" if variant == VANILLA else f"losses-{ranks[0]}-{ranks[1]}"
+            run = self._train(name, layout, variant, ranks, plan, label, evaluations=_EVALUATION_ITERATIONS)
+            if run.validation_loss is None:
+                raise RunFailed("it ended without a validation loss", Path(run.log))
+            self._keep(run)
+
+    def _train(
+        self, name: str, layout: Layout, variant: str, ranks: tuple[int, int], plan: Plan, label: str,
+        *, block: int = 0, evaluations: int = 0,
+    ) -> Run:  # fmt: skip
+        options, model = self.options, MODELS[name]
+        ours = variant_flags(variant, layout, ranks, self.further)
+        shared = megatron_flags(
+            model, layout, self._data(model), iterations=len(plan.rates), seed=options.seed,
+            decay_iterations=options.loss_iterations or _SCHEDULE_ITERATIONS, evaluation_iterations=evaluations,
+        )  # fmt: skip
+        print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
+        run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours, seed=options.seed)
+        folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
+        return train(run, layout, [*shared, *ours], folder, plan, seconds=60 * options.timeout, on_iteration=_tell)
+
+    def _data(self, model: Model) -> PreparedData:
+        """The text, tokenized once for each size of vocabulary."""
+        options = self.options
+        folder = options.output.with_name(f"{options.output.name}-data") / f"vocabulary-{model.vocabulary}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return prepare(
+            options.input or Path(sysconfig.get_path("purelib")), folder.absolute(), vocab_size=model.vocabulary,
+            pattern="*.txt" if options.input else "*.py", max_mb=options.max_mb, progress=False,
+        )  # fmt: skip
+
+    def _keep(self, run: Run) -> None:
+        self.runs.append(run)
+        self.text = write(self.options.output, self.arguments(), self.runs)
+
+    def arguments(self) -> dict[str, Any]:
+        """The command line, as it is kept with the results."""
+        return json.loads(json.dumps(vars(self.options) | {"further": self.further}, default=str))
+
+
+def _tell(iteration: Iteration) -> None:
+    remark = "" if iteration.measured else "  (not counted)"
+    print(f"  {iteration.number:4d}  {iteration.rate:>9}  {iteration.seconds:7.2f} s{remark}", flush=True)
+
+
+def _told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which prints the reason of ArgumentTypeError only."""
+
+    def parse_and_tell(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_and_tell
+
+
+def _list(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Separated by commas."""
+    return _told(lambda text: list(dict.fromkeys(parse(word) for word in text.split(","))))
+
+
+def _positive(word: str) -> int:
+    if not (word.isdecimal() and int(word)):
+        raise ValueError(f"{word}: give 1 or more")
+    return int(word)
+
+
+def _halves(word: str) -> list[Layout]:
+    if not word.isdecimal() or int(word) < 2 or int(word) % 2:
+        raise ValueError(f"{word}: two replicas take an even number of hosts. Give 4 or 8, or --layouts")
+    return [Layout(1, int(word) // 2, 2)]
+
+
+def _one_of(known: Iterable[str]) -> Callable[[str], str]:
+    def parse(word: str) -> str:
+        if word not in known:
+            raise ValueError(f"{word!r} is none of {', '.join(known)}")
+        return word
+
+    return parse
+
+
+def _rate(word: str) -> str:
+    bits_per_second(word)
+    return word
+
+
+def _rank_pair(word: str) -> tuple[int, int]:
+    backprop, colon, dp = word.partition(":")
+    if not (colon and backprop.isdecimal() and dp.isdecimal() and int(backprop) and int(dp)):
+        raise ValueError(f"{word!r} is not a pair of ranks. Give CB:SC, such as 2:11")
+    return int(backprop), int(dp)
+
+
+if __name__ == "__main__":
+    # Also where it was ignored, as in a shell's background job.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

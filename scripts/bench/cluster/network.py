@@ -1,0 +1,179 @@
+"""Hosts on one switch, made of Linux namespaces: links with a rate that can be changed at any time.
+
+A host is a network namespace and a process namespace, held by a process that reads a pipe. When its owner closes the
+pipe, or ends in whatever way, that process ends, and the kernel takes away the host, its links and all that runs on it.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from os import geteuid
+from pathlib import Path
+from typing import Any
+
+INTERFACE = "eth0"
+UNSHAPED = "none"
+"""The rate of a link without a queueing discipline: as fast as the machine copies."""
+
+FRAMING_BYTES = 66
+"""Ethernet 14, IPv4 20, TCP 32 with timestamps. The counters of a veth device hold them once per packet that it took
+over, also where that packet is one of up to 64 KiB which a real network would have cut into frames."""
+
+_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg])bit")
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_SLOWEST = 1e6
+_COMMAND_SECONDS = 20.0
+_MOST_HOSTS = 250
+
+
+class NetworkError(RuntimeError):
+    """The network cannot be made or changed. The message says what failed."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one host's interface has sent since it was made, by the kernel."""
+
+    sent_bytes: int
+    sent_packets: int
+    retransmitted: int
+    """TCP segments of this host that were sent again; their bytes are in `sent_bytes`."""
+
+    @property
+    def payload(self) -> int:
+        """Bytes without Ethernet, IP and TCP headers; an acknowledgement has none."""
+        return self.sent_bytes - FRAMING_BYTES * self.sent_packets
+
+    def since(self, before: "Counters") -> "Counters":
+        """What was sent between two readings."""
+        return Counters(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
+
+
+def why_not() -> str | None:
+    """Why no such network can be made on this machine; None if it can be tried."""
+    missing = [command for command in ("ip", "tc", "unshare", "nsenter") if shutil.which(command) is None]
+    if missing:
+        return f"namespaces with shaped links take iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH"
+    return "network namespaces take root" if geteuid() != 0 else None
+
+
+def bits_per_second(rate: str) -> float:
+    """Read a rate such as 50mbit; infinity for `UNSHAPED`.
+
+    Raises:
+        ValueError: not a rate, or one below 1 Mbit/s, where a training iteration would take an hour.
+    """
+    if rate == UNSHAPED:
+        return float("inf")
+    match = _RATE.fullmatch(rate)
+    if match is None:
+        raise ValueError(f"{rate!r} is not a rate. Give a number with kbit, mbit or gbit, such as 50mbit, or none")
+    bits = float(match["number"]) * _UNITS[match["unit"]]
+    if bits < _SLOWEST:
+        raise ValueError(f"{rate!r}: rates below 1mbit are not supported")
+    return bits
+
+
+def tbf_options(rate: str) -> str:
+    """Options of tc's token bucket for `rate`: what may leave at once is little, so that short messages wait, too."""
+    bits = bits_per_second(rate)
+    # 2 ms of the rate: the timers of a busy machine are late by a fraction of that.
+    burst = max(int(bits / 8 * 2e-3), 6_000)
+    return f"rate {bits:.0f}bit burst {burst} latency 50ms"
+
+
+class Network:
+    """Running hosts. Made by `network`, which also takes them away."""
+
+    def __init__(self, switch: int, hosts: Sequence[int]) -> None:
+        self._switch, self._hosts = switch, hosts
+        self.rate = UNSHAPED
+        lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
+        for host, holder in enumerate(hosts):
+            lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder}")
+            # No IPv6: its chatter would be counted, and its header is longer than FRAMING_BYTES says.
+            lines.append(f"link set port{host} addrgenmode none master switch up")
+        _batch(switch, "ip", lines)
+        for host, holder in enumerate(hosts):
+            address = f"address add {self.address(host)}/24 dev {INTERFACE}"
+            _batch(holder, "ip", [address, f"link set {INTERFACE} addrgenmode none up", "link set lo up"])
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host, which only the hosts of this network can reach."""
+        return f"10.77.0.{host + 1}"
+
+    def set_rate(self, rate: str) -> None:
+        """Give every link this rate, in both directions; connections live on.
+
+        Raises:
+            ValueError: not a rate.
+            NetworkError: tc refused.
+        """
+        if rate == self.rate:
+            return
+        change = "qdisc del dev {} root" if rate == UNSHAPED else f"qdisc replace dev {{}} root tbf {tbf_options(rate)}"
+        _batch(self._switch, "tc", [change.format(f"port{host}") for host in range(len(self._hosts))])
+        for holder in self._hosts:
+            _batch(holder, "tc", [change.format(INTERFACE)])
+        self.rate = rate
+
+    def counters(self) -> list[Counters]:
+        """Read every host's counters now: no process is started."""
+        return [_counters(Path(f"/proc/{holder}/net")) for holder in self._hosts]
+
+    def popen(self, host: int, command: Sequence[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        """Start a process on a host, in a session of its own: Ctrl-C is for the owner, who ends it in good order."""
+        holder = self._hosts[host]
+        processes = f"--pid=/proc/{holder}/ns/pid_for_children"
+        enter = ["nsenter", f"--target={holder}", "--net", "--mount", processes, f"--wd={Path.cwd()}"]
+        return subprocess.Popen([*enter, *command], start_new_session=True, **kwargs)
+
+
+@contextmanager
+def network(hosts: int) -> Iterator[Network]:
+    """`hosts` hosts for as long as the block, and this process, last.
+
+    Raises:
+        NetworkError: no root, a command is missing, or one failed.
+    """
+    if (reason := why_not()) is not None:
+        raise NetworkError(reason)
+    if not 1 <= hosts <= _MOST_HOSTS:
+        raise NetworkError(f"{hosts} hosts: between 1 and {_MOST_HOSTS} are possible")
+    with ExitStack() as stack:
+        switch, *others = [stack.enter_context(_namespaces()) for _ in range(hosts + 1)]
+        yield Network(switch, others)
+
+
+@contextmanager
+def _namespaces() -> Iterator[int]:
+    """Process id of what holds a network namespace and a process namespace of its own."""
+    # The first process of a process namespace takes all others with it. Only this process has the pipe's other end.
+    command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo ready; exec cat"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, start_new_session=True, **pipes) as holder:
+        assert holder.stdout is not None and holder.stderr is not None
+        if not holder.stdout.readline():
+            raise NetworkError(f"unshare: {holder.stderr.read().decode(errors='replace').strip()}")
+        yield holder.pid
+
+
+def _counters(net: Path) -> Counters:
+    (line,) = [line for line in (net / "dev").read_text().splitlines() if f"{INTERFACE}:" in line]
+    values = line.split(":")[1].split()
+    names, numbers = [line.split() for line in (net / "snmp").read_text().splitlines() if line.startswith("Tcp:")]
+    return Counters(int(values[8]), int(values[9]), int(numbers[names.index("RetransSegs")]))
+
+
+def _batch(holder: int, tool: str, lines: Sequence[str]) -> None:
+    """`ip` or `tc` on each line, in one process, in the network namespace of `holder`."""
+    command = ["nsenter", f"--target={holder}", "--net", tool, "-batch", "-"]
+    try:
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise NetworkError(f"{tool}: no answer within {_COMMAND_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        raise NetworkError(f"{tool} {'; '.join(lines)}: {done.stderr.strip() or f'status {done.returncode}'}")

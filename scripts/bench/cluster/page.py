@@ -1,0 +1,140 @@
+"""What is left of the runs: JSON with everything, and a page with tables and plots."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from optimus_cc_ext.report.page import machine as this_machine
+from optimus_cc_ext.report.pictures import INK, colour, panels, save, tidy
+from optimus_cc_ext.report.table import Table
+from scripts.bench.cluster.model import MODELS, PAPER, VANILLA, parse_layout, proportions
+from scripts.bench.cluster.network import UNSHAPED, bits_per_second
+from scripts.bench.cluster.results import ALL, losses, losses_agree, times, traffic
+from scripts.bench.cluster.run import Iteration, Run
+
+__all__ = ["JSON_NAME", "load", "write"]
+
+JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
+_FORMAT = 3
+
+
+def write(
+    folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], machine: Mapping[str, Any] | None = None
+) -> str:
+    """Write JSON, tables and plots of what there is so far; return the tables.
+
+    Args:
+        machine: where the runs ran; None: here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = machine or this_machine()
+    timed = [run for run in runs if run.validation_loss is None]
+    long = [run for run in runs if run.validation_loss is not None]
+    tables = {"times": times(timed), "traffic": traffic(timed), "losses": losses(long)}
+    content = {
+        "format": _FORMAT, "machine": machine, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
+        "arguments": arguments, "runs": [asdict(run) for run in runs],
+        **{name: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for name, table in tables.items()},
+    }  # fmt: skip
+    _replace(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
+    where = ", ".join(f"{name} {value}" for name, value in machine.items())
+    parts = [f"# Training on shaped links\n\n{where}. Arguments: `{json.dumps(arguments)}`.\n"]
+    for model, layout in dict.fromkeys((run.model, run.layout) for run in timed):
+        here = {name: table.where(model=model, layout=layout) for name, table in tables.items()}
+        parts.append(f"## {model}, {layout}\n\nTraffic of a rank: {proportions(MODELS[model], parse_layout(layout))}.")
+        parts += [f"The paper's 8.3B: {PAPER}.\n", here["times"].markdown(), here["traffic"].markdown()]
+        parts.append(_remarks([run for run in timed if (run.model, run.layout) == (model, layout)]))
+        pictures = {"time": _draw_times(here["times"].where(block=ALL)), "recovered": _draw_shares(here["times"])}
+        for name, figure in pictures.items():
+            save(figure, folder, f"{name}_{model}_{layout}")
+            parts.append(f"![{name}]({name}_{model}_{layout}.png)\n")
+    if tables["losses"].rows:
+        parts.append(f"## Losses on unshaped links\n\n{tables['losses'].markdown()}")
+    text = "\n".join(parts)
+    _replace(folder / MARKDOWN_NAME, text)
+    return text
+
+
+def load(folder: Path) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
+    """Read what `write` wrote: the arguments, the runs, and the machine.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not ours, or of models that have changed since.
+    """
+    path = folder / JSON_NAME
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path}: not written by this script, or by another version of it")
+    for name, model in content["models"].items():
+        if name not in MODELS or asdict(MODELS[name]) != model:
+            raise ValueError(f"{path}: it is of another model called {name!r}. Give another --output")
+    runs = []
+    for saved in content["runs"]:
+        for each in saved["iterations"]:
+            each["traffic"] = {name: tuple(both) for name, both in each["traffic"].items()}
+        runs.append(Run(**saved | {"iterations": [Iteration(**each) for each in saved["iterations"]]}))
+    return content["arguments"], runs, content["machine"]
+
+
+def _remarks(runs: Sequence[Run]) -> str:
+    last = {run.variant: run for run in runs}.values()
+    lines = [f"{run.variant}: `{' '.join(run.flags)}`: {run.techniques or 'not said'}." for run in last]
+    for run in runs:
+        rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
+        lines += [f"{run.variant}, block {run.block}, {rates}: {said}." for said in run.forecast if "auto" in run.flags]
+    same = "equal" if losses_agree(runs) else "NOT equal"
+    lines.append(f"Losses of the same variant in different blocks: {same} in every iteration.")
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _draw_times(table: Table) -> Figure:
+    """Unshaped links stand at the right end, behind a gap."""
+    figure, ((axes,),) = panels(1, 1, 7.6, 4.4)
+    rates = sorted(map(str, table.distinct("rate")), key=bits_per_second)
+    places = {rate: place + 0.4 * (rate == UNSHAPED) for place, rate in enumerate(rates)}
+    for place, variant in enumerate(table.distinct("variant")):
+        mine = table.where(variant=variant)
+        x = [places[str(rate)] for rate in mine.column("rate")]
+        y, lower, upper = (mine.numbers(name) for name in ("seconds", "lower quartile", "upper quartile"))
+        axes.vlines(x, lower, upper, color=colour(variant, place), lw=4, alpha=0.4)
+        axes.plot(x, y, color=colour(variant, place), marker="o", ms=5, lw=1.8, label=str(variant))
+    axes.set_xticks([places[rate] for rate in rates], rates)
+    axes.set(xlabel="rate of every link, both ways", ylim=(0, None))
+    axes.legend(frameon=False)
+    tidy(axes, "Seconds per iteration (median, quartiles)")
+    return figure
+
+
+def _draw_shares(table: Table) -> Figure:
+    """Bars of all blocks together, dots of each."""
+    figure, ((axes,),) = panels(1, 1, 7.6, 4.4)
+    rates = sorted((rate for rate in map(str, table.distinct("rate")) if rate != UNSHAPED), key=bits_per_second)
+    variants = [variant for variant in table.distinct("variant") if variant != VANILLA]
+    width = 0.8 / max(len(variants), 1)
+    for place, variant in enumerate(variants, start=1):
+        for number, rate in enumerate(rates):
+            mine = table.where(variant=variant, rate=rate)
+            together = mine.where(block=ALL)
+            x, label = [number + (place - 1) * width] * len(together.rows), "" if number else str(variant)
+            axes.bar(x, together.numbers("recovered"), 0.9 * width, color=colour(variant, place), label=label)
+            axes.errorbar(x, together.numbers("bound"), xerr=0.45 * width, fmt="none", color=INK, lw=2)
+            axes.plot(x * len(mine.rows), mine.numbers("recovered"), "o", ms=3, color=INK, alpha=0.6)
+    axes.axhline(0, color=INK, lw=0.8)
+    axes.set_xticks(range(len(rates)), rates)
+    axes.set_xlabel("rate of every link, both ways; lines: bound, dots: single blocks")
+    if variants and rates:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    tidy(axes, "Share of the exposed communication that is recovered")
+    return figure
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

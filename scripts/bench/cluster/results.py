@@ -1,0 +1,158 @@
+"""What the runs recorded, as tables: pure functions."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.report.table import Cell, Table
+from scripts.bench.cluster.bound import bound_share, chooses_by_the_links, chosen_stages, config_of
+from scripts.bench.cluster.model import MODELS, VANILLA, parse_layout
+from scripts.bench.cluster.network import UNSHAPED, bits_per_second
+from scripts.bench.cluster.run import Iteration, Run
+
+__all__ = ["ALL", "losses", "losses_agree", "share_recovered", "times", "traffic"]
+
+ALL = "all"
+"""In place of a block: all of them together."""
+
+_TIMES = (
+    "model", "layout", "rate", "variant", "block", "seconds", "lower quartile", "upper quartile", "measured", "exposed",
+    "over vanilla", "recovered", "bound", "recovered of bound", "loss",
+)  # fmt: skip
+_TRAFFIC = (
+    "model", "layout", "variant", *(f"{each.value}, MB" for each in TrafficClass), "metrics, MB", "uncompressed, MB",
+    "kernel, MB", "kernel over metrics", "segments sent again",
+)  # fmt: skip
+_LOSSES = (
+    "model", "layout", "iterations", "seed", "variant", "CB rank", "SC rank", "training loss", "validation loss",
+    "over vanilla, %", "flags",
+)  # fmt: skip
+
+
+def share_recovered(vanilla: float, ours: float, unshaped: float) -> float | None:
+    """(vanilla - ours) / (vanilla - unshaped), seconds each; None where the links cost vanilla nothing."""
+    return (vanilla - ours) / (vanilla - unshaped) if vanilla > unshaped else None
+
+
+def times(runs: Sequence[Run]) -> Table:
+    """A row for each variant at each rate, slow links last: all blocks together, then, if there are several, each."""
+    rows: list[tuple[Cell, ...]] = []
+    for of_a_model in _grouped(runs):
+        blocks = sorted({run.block for run in of_a_model})
+        rows += _times(of_a_model, ALL)
+        for block in blocks if len(blocks) > 1 else ():
+            rows += _times([run for run in of_a_model if run.block == block], block)
+    note = (
+        "Seconds of an iteration: medians. Exposed: seconds above those of vanilla on unshaped links. Recovered: the"
+        " share of vanilla's exposed seconds that is gone. Bound: the share that the same bytes would recover in the"
+        " simulated schedule if compression took no time."
+    )
+    return Table(_TIMES, rows, note=note)
+
+
+def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    at: dict[tuple[str, str], dict[int, Run]] = defaultdict(dict)
+    for run in runs:
+        for each in run.iterations:
+            if each.measured:
+                seconds[run.variant, each.rate].append(each.seconds)
+                at[run.variant, each.rate][id(run)] = run
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    unshaped = medians.get((VANILLA, UNSHAPED))
+    common = min(len(run.iterations) for run in runs)
+    for variant, rate in sorted(seconds, key=lambda key: -bits_per_second(key[1])):
+        values, ours, mine = seconds[variant, rate], medians[variant, rate], list(at[variant, rate].values())
+        vanilla = None if variant == VANILLA else medians.get((VANILLA, rate))
+        recovered = bound = None
+        if vanilla and unshaped and rate != UNSHAPED:
+            recovered = share_recovered(vanilla, ours, unshaped)
+            # Of every run its own: what each has chosen differs.
+            bound = statistics.mean(_bound(run, rate, unshaped) for run in mine) if recovered is not None else None
+        lower, _, upper = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
+        yield (
+            mine[0].model, mine[0].layout, rate, variant, block, ours, lower, upper, len(values),
+            unshaped and ours - unshaped, vanilla and ours / vanilla, recovered, bound,
+            recovered / bound if recovered is not None and bound else None, mine[0].iterations[common - 1].loss,
+        )  # fmt: skip
+
+
+def _bound(run: Run, rate: str, unshaped: float) -> float:
+    """Of a rate at which vanilla was measured to lose time; where the simulation has it lose none: 0."""
+    layout = parse_layout(run.layout)
+    share = bound_share(
+        MODELS[run.model], layout, config_of(run.flags, layout), chosen_stages(run.forecast),
+        bits=bits_per_second(rate), unshaped=unshaped,
+    )  # fmt: skip
+    return share or 0.0
+
+
+def traffic(runs: Sequence[Run]) -> Table:
+    """Bytes an iteration, by the metrics and by the kernel, at all rates together: they do not depend on the rate.
+
+    From each run's first measured iteration on: before that connections are made, and the package tries the links with
+    bytes that its metrics do not count. Medians, because a log line that is read late moves bytes from one iteration
+    to the next.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for of_a_model in _grouped(runs):
+        for variant in dict.fromkeys(run.variant for run in of_a_model):
+            counted = [each for run in of_a_model if run.variant == variant for each in _after_warm_up(run)]
+            if counted:
+                both = [[each.traffic.get(name.value, (0.0, 0.0)) for each in counted] for name in TrafficClass]
+                sent, raw = ([statistics.median(each[side] for each in of) / 1e6 for of in both] for side in (0, 1))
+                by_host = zip(*(each.payload for each in counted), strict=True)
+                kernel = sum(statistics.median(host) for host in by_host) / 1e6
+                again = statistics.mean(each.retransmitted for each in counted)
+                ratio = kernel / sum(sent) if sum(sent) else None
+                one = of_a_model[0]
+                rows.append((one.model, one.layout, variant, *sent, sum(sent), sum(raw), kernel, ratio, again))
+    note = "An iteration, all hosts. Kernel: its counters, without Ethernet, IP and TCP headers."
+    return Table(_TRAFFIC, rows, note=note)
+
+
+def _after_warm_up(run: Run) -> list[Iteration]:
+    """The last of a run may be without an account by the metrics."""
+    first = next((place for place, each in enumerate(run.iterations) if each.measured), len(run.iterations))
+    return [each for each in run.iterations[first:] if each.traffic]
+
+
+def losses(runs: Sequence[Run]) -> Table:
+    """Of runs that ended with a validation loss."""
+
+    def training(run: Run) -> tuple[str, str, int, int]:
+        return run.model, run.layout, len(run.iterations), run.seed
+
+    vanilla = {training(run): run.validation_loss for run in runs if run.variant == VANILLA}
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        ours, base = run.validation_loss or 0.0, vanilla.get(training(run))
+        config = config_of(run.flags, parse_layout(run.layout))
+        ranks = (config.compressed_backprop_rank, config.dp_compression_rank) if run.flags else (None, None)
+        last = statistics.mean(each.loss for each in run.iterations[-max(len(run.iterations) // 10, 1) :])
+        gap = 100 * (ours / base - 1) if base and run.variant != VANILLA else None
+        rows.append((*training(run), run.variant, *ranks, last, ours, gap, " ".join(run.flags)))
+    return Table(_LOSSES, rows, note="Training loss: mean of the last tenth of the iterations.")
+
+
+def losses_agree(runs: Sequence[Run]) -> bool:
+    """Whether runs that do the same computed the very same losses: seed and data are the same.
+
+    A variant that chooses by the links does not choose the same everywhere, so its runs are not compared.
+    """
+    known: dict[tuple[str, str, str, int], float] = {}
+    return all(
+        known.setdefault((run.model, run.layout, run.variant, each.number), each.loss) == each.loss
+        for run in runs
+        if not chooses_by_the_links(run.flags, parse_layout(run.layout))
+        for each in run.iterations
+    )
+
+
+def _grouped(runs: Iterable[Run]) -> list[list[Run]]:
+    """By model and layout."""
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.model, run.layout].append(run)
+    return list(groups.values())

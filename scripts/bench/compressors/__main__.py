@@ -1,0 +1,77 @@
+"""How fast the compressors are: against the paper-literal reference, PyTorch's hook, and what the machine allows.
+
+    python -m scripts.bench.compressors --device cpu|cuda [--threads 2] [--results FOLDER] [--only SECTION ...] [--scale tiny]
+    python -m scripts.bench.compressors --device cpu --only slices --case "8.3b, 1024 x 3072, rank 16"
+
+Sections:
+    slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
+    orthogonalization  batches of P alone
+    bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
+    layers             the same for 8 to 64 layers of a small model: time and operators
+    capture            CUDA only: no synchronisation, and a CUDA graph's results and time
+
+What is timed is checked first; a wrong result ends the script. Medians and interquartile ranges of
+`torch.utils.benchmark`, in turns that alternate between the contenders. Writes compressors-<device>.json, .md and pictures.
+"""  # noqa: E501
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from optimus_cc_ext.report.page import machine
+from scripts.bench.compressors.page import write
+from scripts.bench.compressors.sections import SECTIONS, Row, Setting
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.compressors", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU (2)")
+    parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--case", default="", metavar="TEXT", help="only slices whose case contains this")
+    parser.add_argument("--all-ranks", action="store_true", help="reference and hook at all ranks, not at 8, 16, 40")
+    parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (%(default)s)")
+    options = parser.parse_args(argv)
+    for name, value in (("--threads", options.threads), ("--repeats", options.repeats)):
+        if value < 1:
+            parser.error(f"{name} {value}: at least 1 is needed")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
+    if options.case and options.only != ["slices"]:
+        parser.error(f"--case {options.case}: only slices have such cases. Give --only slices with it")
+    if options.device == "cpu" and options.only == ["capture"]:
+        parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
+    torch.set_num_threads(options.threads)
+    setting = Setting(
+        torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.case
+    )
+    on_gpu = options.device == "cuda"
+    processor = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+    about = machine() | {"device": processor, "threads": str(options.threads), "scale": options.scale}
+    options.results.mkdir(parents=True, exist_ok=True)
+    stem = options.results / f"compressors-{options.device}"
+    measured: dict[str, list[Row]] = {}
+    for name in options.only or SECTIONS:
+        if name == "capture" and not on_gpu:
+            continue
+        measured[name] = []
+        for row in SECTIONS[name](setting):
+            measured[name].append(row)
+            print(f"{name}: {row['case']}: {row['work']}: {row['ms']:.3f} ms (IQR {row['IQR, ms']:.3f})", flush=True)
+        if not measured[name]:
+            parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
+        # After each section: what fails in a later one leaves the figures of those before it.
+        write(about, measured, stem)
+    print(f"written: {stem}.json, .md and pictures")
+
+
+if __name__ == "__main__":
+    main()

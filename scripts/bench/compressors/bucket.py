@@ -1,0 +1,116 @@
+"""A bucket of gradients, reduced over a group of one process: by our reducer, and by PyTorch's PowerSGD hook.
+
+Both leave in the bucket what a reduction over one replica would, and in their memory what that lacks. So the next
+reduction finds the same sums again, and any number of them can be timed without filling the bucket anew.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from optimus_cc_ext.compressors import LowRank, private_generator
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from scripts.bench.compressors.timing import Work
+
+__all__ = ["Bucket", "hook", "one_process", "reducer"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The gradients of equal layers, fp32, in one flat buffer: layer by layer, its matrices, then its vector."""
+
+    flat: torch.Tensor
+    layers: int
+    shapes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def random(
+        cls, layers: int, shapes: Sequence[tuple[int, int]], vector: int, device: torch.device, seed: int
+    ) -> "Bucket":
+        """Filled with Gaussian numbers of `seed`; `vector`: values per layer that are no matrix's."""
+        values = layers * (sum(n * m for n, m in shapes) + vector)
+        generator = private_generator(seed, "bench bucket", device=device)
+        return cls(torch.randn(values, generator=generator, device=device), layers, tuple(shapes))
+
+    def copy(self) -> "Bucket":
+        """The same gradients in another buffer."""
+        return Bucket(self.flat.clone(), self.layers, self.shapes)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views, in the order in which they lie there."""
+        sizes, views = [n * m for n, m in self.shapes], []
+        for layer in self.flat.view(self.layers, -1):
+            *matrices, vector = layer.split([*sizes, len(layer) - sum(sizes)])
+            views += [matrix.view(shape) for matrix, shape in zip(matrices, self.shapes, strict=True)]
+            views += [vector] * bool(len(vector))
+        return views
+
+    def stacked(self, shape: tuple[int, int]) -> torch.Tensor:
+        """All matrices of one shape, (layers, rows, columns)."""
+        return torch.stack([gradient for gradient in self.gradients() if gradient.shape == shape])
+
+    def flops(self, compression_rank: int) -> float:
+        """Of the products that the algorithm needs: P, Q', P Q'^T; two orthogonalisations, of a Gram matrix and of the
+        change of basis a triangle each."""
+        r = compression_rank
+        return self.layers * sum(3 * 2 * n * m * min(n, m, r) + 2 * (n + m) * min(n, m, r) ** 2 for n, m in self.shapes)
+
+    # What the hook asks of a `dist.GradBucket`, which DDP alone can make.
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: dist.ProcessGroup) -> BucketReducer:
+    """Ours, over `group`."""
+    config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
+    gradients = bucket.gradients()
+    matrices, vectors = ([each for each in gradients if each.dim() == dim] for dim in (2, 1))
+    return BucketReducer(matrices, vectors, group=group, compressor=compressor, config=config, seed=1, salt="bench")
+
+
+def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequence[torch.Tensor] = ()) -> Work:
+    """`powerSGD_hook`, over the default group.
+
+    Args:
+        batched: the hook's `batch_tensors_with_same_shape`, which is off by default.
+        starts: the first Q of every shape, (layers, columns, rank), in place of its own random ones.
+    """
+    state = PowerSGDState(
+        None, compression_rank, start_powerSGD_iter=2, min_compression_rate=1, batch_tensors_with_same_shape=batched
+    )
+    state.iter = state.start_powerSGD_iter  # before that it sums what it is given
+    if starts:
+        state.q_memory_dict[0] = torch.cat([start.flatten() for start in starts])
+        sizes = [bucket.layers * n * start.shape[2] for (n, _), start in zip(bucket.shapes, starts, strict=True)]
+        state.p_memory_dict[0] = torch.empty(sum(sizes), device=bucket.flat.device)
+    return lambda: powerSGD_hook(state, cast(Any, bucket)).wait()
+
+
+@contextmanager
+def one_process(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, as the default one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

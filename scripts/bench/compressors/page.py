@@ -1,0 +1,70 @@
+"""The compressors' benchmark as JSON, a page and pictures."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from optimus_cc_ext.report.pictures import lines, panels, save, tidy
+from optimus_cc_ext.report.table import Cell, Table
+from scripts.bench.compressors.sections import SECTIONS, Row
+
+__all__ = ["write"]
+
+
+def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], stem: Path) -> None:
+    """STEM.json, STEM.md with the tables, and STEM-slices and STEM-layers as pictures, of the sections `measured`."""
+    rows = [{"section": section, **row} for section, of in measured.items() for row in of]
+    text = json.dumps({"machine": machine, "rows": rows}, indent=1)
+    stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    parts = [f"# Compressors\n\n{', '.join(f'{name}: {value}' for name, value in machine.items())}.\n"]
+    parts.append("Medians and interquartile ranges of `torch.utils.benchmark`, all contenders in turn. One run.\n")
+    draw: dict[str, Callable[[Table], Figure]] = {"slices": _draw_slices, "layers": _draw_layers}
+    for section in SECTIONS:
+        parts.append(f"## {section}\n")
+        if section not in measured:
+            parts.append("not measured\n")
+            continue
+        table = _table(section, measured[section])
+        if section in draw:
+            save(draw[section](table), stem.parent, f"{stem.name}-{section}")
+            parts.append(f"![{section}]({stem.name}-{section}.png)\n")
+        parts.append(table.markdown())
+    stem.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _table(section: str, rows: Sequence[Row]) -> Table:
+    """With a column that compares each work with ours of the same case, and of the same part of a slice's work."""
+
+    def ours(row: Row) -> float | None:
+        parts = str(row["work"]).split(", ")[1].split(" and ") if section == "slices" else []
+        wanted = [f"ours, {part}" for part in parts] or ["ours"]
+        found = [float(each["ms"] or 0.0) for each in rows if each["case"] == row["case"] and each["work"] in wanted]
+        return sum(found) if len(found) == len(wanted) else None
+
+    compared = [row | {"times ours": base and float(row["ms"] or 0.0) / base} for row in rows for base in [ours(row)]]
+    columns = tuple(dict.fromkeys(name for row in compared for name in row))
+    return Table(columns, [tuple(row.get(name) for name in columns) for row in compared])
+
+
+def _draw_slices(table: Table) -> Figure:
+    """Figure 14: Gbit/s of the slice, by compression rank."""
+    models = table.distinct("model")
+    figure, (row,) = panels(1, len(models), 4.2, 3.6)
+    for axes, model in zip(row, models, strict=True):
+        lines(axes, table.where(model=model), "rank", "Gbit/s", by="work")
+        axes.set(xlabel="compression rank", ylabel="Gbit/s", yscale="log")
+        tidy(axes, str(model))
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
+    return figure
+
+
+def _draw_layers(table: Table) -> Figure:
+    """Milliseconds and operators of a reduction by the number of layers."""
+    figure, (row,) = panels(1, 2, 3.8, 3.0)
+    for axes, name in zip(row, ("ms", "operators"), strict=True):
+        lines(axes, table, "layers", name, by="case")
+        axes.set(xlabel="layers", ylim=(0, None))
+        tidy(axes, f"{name} per reduction")
+    return figure

@@ -1,0 +1,277 @@
+"""The sections of the compressors' benchmark: what is checked, and then timed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Measurement
+
+from optimus_cc_ext.compressors import LowRank, ReferenceLowRank, fast_compressor, packed_numel, private_generator
+from optimus_cc_ext.report.table import Cell
+from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer
+from scripts.bench.compressors.timing import Work, captured, in_turn
+from scripts.paper.figure14 import RANKS, SLICES, Message, check
+
+__all__ = ["SECTIONS", "Row", "Setting", "check_basis", "check_bucket"]
+
+COMPARED_RANKS = (8, 16, 40)
+"""At which reference and hook are timed too, unless all ranks are asked for."""
+
+STAGE_8_3B: tuple[tuple[int, int], ...] = ((1152, 3072), (3072, 384), (1536, 3072), (3072, 1536))
+"""(rows, columns) of a layer's matrices at TP8: QKV, projection, and the MLP's two. 3072 hidden, 24 heads."""
+
+STAGE_LAYERS, STAGE_VECTOR = 18, 4 * 3072 + 1152 + 3072 + 1536 + 3072
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line chose."""
+
+    device: torch.device
+    tiny: bool
+    all_ranks: bool
+    repeats: int
+    case: str = ""
+    """What a slice's case has to contain."""
+
+    def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
+        """`repeats` turns each, of a tenth of a second, or of a single repetition."""
+        return in_turn(works, self.repeats, 0.0 if once else 1e-4 if self.tiny else 0.1)
+
+    def bandwidth(self, values: int) -> float:
+        """Bytes per second, read and written together, of copying a tensor of so many fp32 values."""
+        source = torch.zeros(values, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.in_turn({"copy": lambda: target.copy_(source)})["copy"].median
+
+    def product_rate(self) -> float:
+        """Operations per second of a large product in fp32."""
+        size = 128 if self.tiny else 2048
+        a = torch.ones(size, size, device=self.device)
+        out = torch.empty_like(a)
+        return 2 * size**3 / self.in_turn({"mm": lambda: torch.mm(a, a, out=out)})["mm"].median
+
+
+Row = dict[str, Cell]
+"""Column to value: one piece of work that was timed. Pieces of one case are compared."""
+
+
+def row(case: str, work: str, taken: Measurement, floor: float | None = None, **more: Cell) -> Row:
+    """What torch's timer measured; `floor`: seconds that the machine allows."""
+    median, iqr = 1e3 * taken.median, 1e3 * taken.iqr
+    found: Row = {"case": case, "work": work, "ms": median, "IQR, ms": iqr, "measurements": len(taken.times)}
+    if floor:
+        found |= {"floor, ms": 1e3 * floor, "over floor": taken.median / floor}
+    return found | more
+
+
+def slices(setting: Setting) -> Iterator[Row]:
+    """Figure 14's messages, by rank; against their floor: the bytes that must move at a copy's bandwidth."""
+    with one_process(setting.device):
+        for model, shape in SLICES.items():
+            n, m = (size // (8 if setting.tiny else 1) for size in shape)
+            cases = {rank: f"{model}, {n} x {m}, rank {rank}" for rank in RANKS}
+            cases = {rank: case for rank, case in cases.items() if setting.case in case}
+            bandwidth = setting.bandwidth(n * m) if cases else 0.0
+            for rank, case in cases.items():
+                nbytes, factors = 4 * n * m, 4 * packed_numel(n, m, rank)
+                # Read gradient and residual, write the sum, multiply it twice meanwhile; read it, write the residual.
+                floors = {"compress": (5 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
+                compared = setting.all_ranks or rank in COMPARED_RANKS
+                for work, taken in setting.in_turn(_slice(model, n, m, rank, setting.device, compared)).items():
+                    more: Row = {"model": model, "rank": rank, "Gbit/s": nbytes * 8e-9 / taken.median}
+                    yield row(case, work, taken, floors.get(work.split(", ")[1]), **more)
+
+
+def _slice(model: str, n: int, m: int, compression_rank: int, device: torch.device, compared: bool) -> dict[str, Work]:
+    generator = private_generator(714, model, device="cpu")
+    gradient = torch.randn(1, n, m, generator=generator).to(device)
+    compressors: dict[str, Callable[[], LowRank]] = {"ours": fast_compressor}
+    if compared:
+        compressors["reference"] = ReferenceLowRank
+    works: dict[str, Work] = {}
+    for name, compressor in compressors.items():
+        check(compressor(), n, m, compression_rank, device)
+        message = Message(compressor(), gradient, compression_rank)
+        works |= {f"{name}, compress": message.compress, f"{name}, decompress": message.decompress}
+    if compared:
+        alone = Bucket(gradient.flatten().clone(), 1, ((n, m),))
+        works["hook, compress and decompress"] = hook(alone, compression_rank, batched=False)
+    return works
+
+
+def orthogonalization(setting: Setting) -> Iterator[Row]:
+    """Batches of P alone; against the time of two products, a triangle of each: a Gram matrix and a change of basis.
+
+    The hook's and LAPACK's time does not depend on the values; ours does, on a CPU.
+    """
+    layers, r = (2, 32) if setting.tiny else (STAGE_LAYERS, 128)
+    rate, ours = setting.product_rate(), fast_compressor()
+    for n in (384,) if setting.tiny else (3072, 1152):
+        for kind in ("Gaussian", "warm-started", "condition 1e5"):
+            case = f"{kind}, {layers} x {n} x {r}"
+            p = to_orthogonalize(kind, layers, n, r).to(setting.device)
+            check_basis(p, ours.orthogonalize(p), case)
+            bases: dict[str, Callable[[], torch.Tensor]] = {
+                "ours": partial(ours.orthogonalize, p, out=torch.empty_like(p)),
+                "ours in fp64": lambda p=p: ours.orthogonalize(p.double()),  # type: ignore[misc]
+                "hook's _orthogonalize": partial(_hooks, p.clone()),
+                "LAPACK or cuSOLVER QR": lambda p=p: torch.linalg.qr(p).Q,  # type: ignore[misc]
+            }
+            off = {name: off_orthonormal(work()) for name, work in bases.items()}
+            for name, taken in setting.in_turn(bases).items():
+                yield row(case, name, taken, 2 * layers * n * r * r / rate, **{"off orthonormal": off[name]})
+
+
+def _hooks(p: torch.Tensor) -> torch.Tensor:
+    powerSGD_hook._orthogonalize(p)
+    return p
+
+
+def to_orthogonalize(kind: str, layers: int, n: int, r: int) -> torch.Tensor:
+    """A batch of P (layers, n, r), fp32, with an easy, a usual, or a hard spectrum."""
+    generator = private_generator(3, "bench orthogonalization", n, device="cpu")
+    gaussian = torch.randn(layers, n, r, generator=generator)
+    if kind == "Gaussian":
+        return gaussian
+    if kind == "warm-started":
+        # As P = M Q comes from a warm-started Q: nearly orthogonal columns, lengths that fall tenfold.
+        mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
+        return torch.linalg.qr(gaussian).Q @ mixed * torch.logspace(0, -1, r)
+    rotation = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
+    return gaussian * torch.logspace(0, -5, r) @ rotation
+
+
+def off_orthonormal(basis: torch.Tensor) -> float:
+    """The largest entry of P^T P - 1 over a batch (B, n, r)."""
+    basis = basis.double()
+    identity = torch.eye(basis.shape[2], dtype=basis.dtype, device=basis.device)
+    return float((basis.mT @ basis - identity).abs().max())
+
+
+def check_basis(p: torch.Tensor, basis: torch.Tensor, subject: str) -> None:
+    """Orthonormal columns that span those of p.
+
+    Raises:
+        SystemExit: they do not.
+    """
+    off, p, basis = off_orthonormal(basis), p.double(), basis.double()
+    missed = float((p - basis @ (basis.mT @ p)).norm() / p.norm())
+    if not (off < 3e-6 and missed < 3e-6):
+        raise SystemExit(f"orthogonalisation of {subject}: {off:.1e} off, {missed:.1e} missed")
+
+
+def bucket(setting: Setting) -> Iterator[Row]:
+    """A whole gradient bucket of a stage; against the time of its products at the rate of a large one here."""
+    shapes, layers, vector, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTOR, 128
+    if setting.tiny:
+        shapes, layers, vector, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vector // 16, 8
+    gradients = Bucket.random(layers, shapes, vector, setting.device, seed=1)
+    with one_process(setting.device) as group:
+        check_bucket(fast_compressor(), shapes, setting.device, r, group)
+        works: dict[str, Work] = {
+            "ours": reducer(gradients, r, fast_compressor(), group).reduce,
+            "hook, batched": hook(gradients.copy(), r, batched=True),
+            "hook, as by default": hook(gradients.copy(), r, batched=False),
+        }
+        taken = setting.in_turn(works, once=setting.device.type == "cpu")
+    floor = gradients.flops(r) / setting.product_rate()
+    for name, measurement in taken.items():
+        yield row(f"{layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB, rank {r}", name, measurement, floor)
+
+
+def check_bucket(
+    compressor: LowRank, shapes: tuple[tuple[int, int], ...], device: torch.device, compression_rank: int,
+    group: dist.ProcessGroup,
+) -> None:  # fmt: skip
+    """Ours loses no gradient, and approximates like the hook, over two steps on two layers.
+
+    Raises:
+        SystemExit: it does not.
+    """
+    original = Bucket.random(2, shapes, 40, device, seed=2)
+    mine, theirs = original.copy(), original.copy()
+    ours = reducer(mine, compression_rank, compressor, group)
+    other = hook(theirs, compression_rank, batched=True, starts=[state.warm_start.value for state in ours.states])
+    for _ in range(2):
+        ours.reduce()
+        other()
+    for shape, kept in zip(shapes, ours.states.residuals(), strict=True):
+        was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
+        lost = float((sent + kept - was).norm() / was.norm())
+        apart = float((sent - expected).norm() / expected.norm())
+        # fp32 rounding; between the two over as many steps amplified by the factors' condition.
+        if not (lost < 1e-5 and apart < 1e-3):
+            raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
+
+
+def layers(setting: Setting) -> Iterator[Row]:
+    """A bucket's seconds and operators by the number of layers."""
+    hidden, r, counts = (64, 4, (2, 4)) if setting.tiny else (256, 8, (8, 16, 32, 64))
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+    with one_process(setting.device) as group:
+        check_bucket(fast_compressor(), shapes, setting.device, r, group)
+        buckets = {count: Bucket.random(count, shapes, 0, setting.device, seed=3) for count in counts}
+        works: dict[str, Work] = {
+            f"{count} layers": reducer(each, r, fast_compressor(), group).reduce for count, each in buckets.items()
+        }
+        operators = [_operators(work) for work in works.values()]
+        for (name, taken), count, calls in zip(setting.in_turn(works).items(), counts, operators, strict=True):
+            yield row(f"hidden {hidden}, rank {r}", name, taken, layers=count, operators=calls)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operators that compute; views launch nothing."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(work: Work) -> int:
+    work()  # what is allocated once
+    with _Counter() as counter:
+        work()
+    return counter.calls
+
+
+def capture(setting: Setting) -> Iterator[Row]:
+    """On a GPU: a step without synchronisation, and as a graph with the same result."""
+    for model, shape in SLICES.items():
+        n, m = (size // (8 if setting.tiny else 1) for size in shape)
+        gradient = torch.randn(1, n, m, generator=private_generator(8, model, device="cpu")).to(setting.device)
+        eager, graphed = (Message(fast_compressor(), gradient, 16) for _ in range(2))
+        for _ in range(4):  # as many as `captured` runs before it captures, and one for its replay
+            eager.compress()
+        replay = captured(graphed.compress)
+        replay()
+        torch.cuda.synchronize()
+        pairs = ((eager.p, graphed.p), (eager.q, graphed.q), (eager.residual, graphed.residual))
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise SystemExit(f"{model}: the graph's results differ from those without it")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager.compress()
+            eager.decompress()
+        except RuntimeError as error:
+            raise SystemExit(f"{model}: it waits for the device: {error}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for name, taken in setting.in_turn({"ours": eager.compress, "graph": replay}).items():
+            yield row(f"{model}, rank 16, compress: equal bits, no synchronisation", name, taken)
+
+
+SECTIONS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "slices": slices,
+    "orthogonalization": orthogonalization,
+    "bucket": bucket,
+    "layers": layers,
+    "capture": capture,
+}
