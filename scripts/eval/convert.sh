@@ -4,6 +4,6 @@
 set -euo pipefail
 # No cd: paths on the command line are the caller's.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
-
-"$root/scripts/setup_env.sh"
-exec "$root/.venv/bin/python" -m optimus_cc_ext.evaluation convert "$@"
+# shellcheck source=scripts/eval/run.sh
+source "$root/scripts/eval/run.sh"
+run_module "$root" convert "$@"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,13 +20,18 @@ import torch
 
 from optimus_cc_ext.data import prepare
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.evaluation import convert, perplexity
-from optimus_cc_ext.evaluation.__main__ import main
-from optimus_cc_ext.evaluation.tasks import run_tasks
+from scripts.eval.convert import convert, main
 from tests.megatron.evaluation_runs import LENGTH, NEW_TOKENS, PROMPTS, Answers, train
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "scripts" / "eval" / "tasks"
+FETCHED = ROOT / ".eval" / hashlib.sha256((ROOT / "requirements-eval.lock").read_bytes()).hexdigest()[:12]
+"""Where scripts/eval/tasks.sh has put lm-evaluation-harness, if it was called here."""
+
+needs_harness = pytest.mark.skipif(
+    find_spec("lm_eval") is None and not FETCHED.is_dir(),
+    reason="lm-evaluation-harness is not installed (extra: eval), and scripts/eval/tasks.sh has not fetched it",
+)
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     # The default format, Megatron's default gelu (the approximation), and an output layer of its own.
@@ -126,15 +136,41 @@ def test_both_formats_give_the_same_model(runs: Any, tmp_path: Path) -> None:
         assert (tmp_path / "converted" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_perplexity_is_that_of_megatrons_windows(runs: Any, tokenizer: Any, text: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def ask(tmp_path: Path) -> Callable[..., dict[str, dict[str, float]]]:
+    """Run scripts.eval.harness with these flags; return the metrics by task."""
+
+    def run(*flags: str | Path) -> dict[str, dict[str, float]]:
+        output = tmp_path / "results.json"
+        for old in tmp_path.glob("results*"):
+            old.unlink()
+        command = [sys.executable, "-P", "-m", "scripts.eval.harness", *map(str, flags), "--output-path", str(output)]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        environment = {**os.environ, **offline, "PYTHONPATH": f"{FETCHED}:{ROOT}"}
+        ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        [written] = tmp_path.glob("results*.json")
+        results: dict[str, dict[str, float]] = json.loads(written.read_text())["results"]
+        assert all(name in ended.stdout for name in results)
+        return results
+
+    return run
+
+
+@needs_harness
+def test_the_harness_measures_megatrons_loss_of_a_text(
+    runs: Any, tokenizer: Any, text: Path, tmp_path: Path, ask: Any
+) -> None:
     # Without padding: Megatron's softmax spans that, too, which early in training has its share of the likelihood.
     answers, _, folder = runs("PP2-interleaved")
-    measured = perplexity(folder, text, batch_size=3)
-    ids = [tokenizer.eos_token_id, *tokenizer(text.read_text())["input_ids"]]
-    assert measured.tokens == len(ids) - 1 > 3 * LENGTH
-    assert measured.text_bytes == len(text.read_bytes())
+
+    def nats(path: Path) -> float:
+        bits = ask("--model", folder, "--text", path, "--batch-size", "3")["local_text"]["bits_per_byte,none"]
+        return bits * math.log(2) * len(path.read_bytes())
 
     # By hand: token by token, from what its window shows of the past.
+    ids = [tokenizer.eos_token_id, *tokenizer(text.read_text())["input_ids"]]
+    assert len(ids) - 1 > 3 * LENGTH
     model, total = load(folder), 0.0
     with torch.inference_mode():
         for at in range(0, len(ids) - 1, LENGTH):
@@ -142,32 +178,35 @@ def test_perplexity_is_that_of_megatrons_windows(runs: Any, tokenizer: Any, text
             begin = max(0, end - LENGTH)
             likelihoods = model(torch.tensor([ids[begin:end]])).logits[0].log_softmax(-1)
             total -= sum(float(likelihoods[now - begin, ids[now + 1]]) for now in range(at, end))
-    assert measured.loss == pytest.approx(total / measured.tokens, rel=1e-5)
-    assert measured.perplexity == pytest.approx(math.exp(total / measured.tokens), rel=1e-4)
+    assert nats(text) == pytest.approx(total, rel=1e-5)
 
     # Megatron's: of whole windows only, so the text is cut to them.
     whole = tmp_path / "whole.txt"
-    kept = answers["losses"].numel()
-    whole.write_text(tokenizer.decode(ids[1 : kept + 1]), encoding="utf-8")
-    assert perplexity(folder, whole).tokens == kept
-    assert perplexity(folder, whole).loss == pytest.approx(answers["losses"].mean().item(), rel=1e-5)
+    whole.write_text(tokenizer.decode(ids[1 : answers["losses"].numel() + 1]), encoding="utf-8")
+    assert nats(whole) == pytest.approx(answers["losses"].double().sum().item(), rel=1e-5)
 
 
-def test_the_command_line_converts_and_measures(
-    runs: Any, data: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@needs_harness
+def test_the_harness_runs_local_tasks_offline_and_lines_of_ones_own(runs: Any, tmp_path: Path, ask: Any) -> None:
+    _, _, folder = runs("TP2-PP2")
+    results = ask("--model", folder, "--local")
+    assert results.keys() == {"local_last_word", "local_choice", "local_text"}
+    assert 0 <= results["local_choice"]["acc,none"] <= 1
+    own = tmp_path / "own.jsonl"
+    own.write_text((TASKS / "last_word.jsonl").read_text().replace('"text"', '"body"'))
+    same = ask("--model", folder, "--text", own, "--json-key", "body")["local_text"]
+    assert same["byte_perplexity,none"] == pytest.approx(results["local_text"]["byte_perplexity,none"], rel=1e-6)
+
+
+def test_the_command_line_converts(runs: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, save, folder = runs("TP1-PP1")
     target = tmp_path / "new" / "converted"
-    arguments = ["convert", "--checkpoint", str(save / "iter_0000003"), "--output", str(target)]
+    arguments = ["--checkpoint", str(save / "iter_0000003"), "--output", str(target)]
     assert main([*arguments, "--tokenizer", str(data / "tokenizer")]) == 0
     assert "float32, vocabulary 300" in capsys.readouterr().out
     assert main(arguments) == 0, "what was made here is replaced"
     assert json.loads((target / "conversion.json").read_text())["files"]
     assert (target / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-
-    capsys.readouterr()
-    assert main(["perplexity", "--model", str(target), "--text", str(text)]) == 0
-    assert f"loss {perplexity(folder, text).loss:.6f}" in capsys.readouterr().out
 
 
 def test_what_is_missing_or_foreign_is_named_and_nothing_is_written(runs: Any, data: Path, tmp_path: Path) -> None:
@@ -199,32 +238,3 @@ def test_what_is_missing_or_foreign_is_named_and_nothing_is_written(runs: Any, d
     said = refusal(save, tokenizer=tmp_path / "other" / "tokenizer")
     assert said.startswith("--tokenizer: ") and "has 600 tokens" in said and "512 rows" in said
     assert "--tokenizer: " in refusal(save, tokenizer=data)
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (extra: eval)")
-def test_the_harness_runs_local_tasks_offline_and_agrees_about_perplexity(
-    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    _, _, folder = runs("TP2-PP2")
-    names = ["local_last_word", "local_choice", "local_text"]
-    results, table = run_tasks(folder, names, include_path=TASKS, output=tmp_path / "results.json")
-    assert all(name in table for name in names)
-    assert json.loads((tmp_path / "results.json").read_text())["results"].keys() == set(names)
-    assert 0 <= results["local_choice"]["acc,none"] <= 1
-
-    passages = [json.loads(line)["text"] for line in (TASKS / "last_word.jsonl").read_text().splitlines()]
-    nats = size = 0.0
-    for number, passage in enumerate(passages):
-        (file := tmp_path / f"{number}.txt").write_text(passage)
-        measured = perplexity(folder, file)
-        nats, size = nats + measured.loss * measured.tokens, size + measured.text_bytes
-    assert results["local_text"]["bits_per_byte,none"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
-
-
-def test_without_the_harness_the_command_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("optimus_cc_ext.evaluation.tasks.find_spec", lambda name: None)
-    assert main(["tasks", "--model", str(tmp_path)]) == 2
-    assert "lm-evaluation-harness is not installed. Run scripts/eval/tasks.sh" in capsys.readouterr().err

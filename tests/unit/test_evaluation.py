@@ -1,17 +1,18 @@
-"""Which models are a GPT-2, and what merging ranks and cutting windows means, on a few numbers."""
+"""Which models are a GPT-2, what merging ranks means, on a few numbers, and what the harness is called with."""
 
+import json
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.evaluation.__main__ import main
-from optimus_cc_ext.evaluation.architecture import architecture_of, padded_to
-from optimus_cc_ext.evaluation.gpt2 import gpt2_weights
-from optimus_cc_ext.evaluation.merge import join_stages, merge_tensor_ranks, unstack_layers, with_local_names
-from optimus_cc_ext.evaluation.perplexity import windows
+from optimus_cc_ext.errors import FlagError, OptimusError
+from scripts.eval import convert, harness
+from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
+from scripts.eval.merge import join_stages, merge_tensor_ranks, unstack_layers, with_local_names
 
 SAVED = {
     "num_layers": 2,
@@ -44,6 +45,10 @@ def saved(**changes: Any) -> Namespace:
     return Namespace(**{**SAVED, **changes})
 
 
+def config_of(**changes: Any) -> dict[str, Any]:
+    return gpt2_config(saved(**changes), vocab_size=7, end_of_text=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -67,7 +72,7 @@ def saved(**changes: Any) -> Namespace:
 )
 def test_another_architecture_is_refused_by_the_flags_that_made_it(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(FlagError) as refused:
-        architecture_of(saved(**changes))
+        config_of(**changes)
     assert str(refused.value).startswith(f"--checkpoint: the model was trained with {named}, which Hugging Face's")
 
 
@@ -77,16 +82,15 @@ def test_megatrons_fused_gelu_is_the_tanh_approximation() -> None:
     from transformers.activations import ACT2FN
 
     x = torch.linspace(-4, 4, 101)
-    fused, unfused = architecture_of(saved()).gelu, architecture_of(saved(bias_gelu_fusion=False)).gelu
+    fused, unfused = (config_of(bias_gelu_fusion=yes)["activation_function"] for yes in (True, False))
     torch.testing.assert_close(ACT2FN[fused](x), bias_gelu(torch.zeros(101), x), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ACT2FN[unfused](x), torch.nn.functional.gelu(x), rtol=1e-6, atol=1e-6)
     assert fused != unfused
 
 
 def test_padding_follows_the_ranks_that_the_vocabulary_was_split_over() -> None:
-    assert architecture_of(saved()).vocab_multiple == 6
-    assert [padded_to(size, 6) for size in (1, 6, 7, 12)] == [6, 6, 12, 12]
-    assert architecture_of(saved(pad_vocab_size=False)).vocab_multiple == 1
+    assert [padded_vocab_size(saved(), size) for size in (1, 6, 7, 12)] == [6, 6, 12, 12]
+    assert padded_vocab_size(saved(pad_vocab_size=False), 7) == 7
 
 
 def test_shards_are_joined_along_the_dimension_that_was_split_and_replicas_must_agree() -> None:
@@ -145,34 +149,116 @@ def test_both_ways_of_naming_and_stacking_layers_become_one() -> None:
 
 
 def test_parameters_that_a_gpt2_lacks_or_does_not_have_are_named() -> None:
-    model = architecture_of(saved())
     with pytest.raises(FlagError, match=r"lacks 28 of a GPT-2's parameters, such as decoder\.final_layernorm\.bias"):
-        gpt2_weights({}, model, vocab_size=7)
+        gpt2_weights({}, config_of())
     with pytest.raises(FlagError, match=r"GPT-2 does not have, such as decoder\.router"):
-        gpt2_weights({"decoder.router": torch.ones(1)}, model, vocab_size=7)
+        gpt2_weights({"decoder.router": torch.ones(1)}, config_of())
 
 
-@pytest.mark.parametrize("tokens", [2, 4, 5, 6, 9, 14])
-def test_windows_predict_every_token_once_and_never_exceed_the_length(tokens: int) -> None:
-    cut = list(windows(tokens, 4))
-    assert [at for _, first, end in cut for at in range(first, end)] == list(range(tokens - 1))
-    assert all(0 <= begin <= first and end - begin == min(4, tokens - 1) for begin, first, end in cut)
+def test_parameters_of_another_shape_are_named() -> None:
+    config = config_of()
+    tensors = {name: torch.zeros(8) for name in expected_names(2)}
+    tensors["decoder.final_layernorm.weight"] = torch.zeros(9)
+    with pytest.raises(FlagError, match="other shapes than its saved arguments say"):
+        convert._model(tensors, config)
+
+
+def expected_names(layers: int) -> list[str]:
+    whole = ["embedding.word_embeddings", "embedding.position_embeddings", "decoder.final_layernorm"]
+    parts = "input_layernorm self_attention.linear_qkv self_attention.linear_proj pre_mlp_layernorm mlp.linear_fc1"
+    parts += " mlp.linear_fc2"
+    whole += [f"decoder.layers.{number}.{part}" for number in range(layers) for part in parts.split()]
+    names = [f"{name}.{kind}" for name in whole for kind in ("weight", "bias")]
+    return [name for name in names if name not in (f"{whole[0]}.bias", f"{whole[1]}.bias")]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As much of a converted model as is looked at before the harness runs."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"n_positions": 64}')
+    monkeypatch.setattr(harness, "load_tokenizer", lambda folder, flag: None)
+    monkeypatch.setattr(harness, "require_extra", lambda extra, *modules: None)
+    return folder
+
+
+def test_a_text_is_asked_of_the_harness_in_its_own_flags(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "held out.txt").write_text("text")
+    arguments = ["--model", str(model), "--text", str(tmp_path / "held out.txt"), "--sequence-length", "32"]
+    command = harness.harness_command([*arguments, "--batch-size", "2", "--limit=3", "--output-path=a-b"])
+    assert command[:5] == ["-m", "lm_eval", "run", "--model", "hf"]
+    given = dict(zip(command[5::2], command[6::2], strict=False))
+    expected = {"pretrained": str(model), "dtype": "auto", "max_length": 32}
+    assert json.loads(given["--model_args"]) == expected
+    assert json.loads(given["--metadata"])["text_file"] == str(tmp_path / "held out.txt")
+    assert given["--tasks"].endswith("/scripts/eval/tasks/local_text.yaml")
+    assert command[-4:] == ["--batch_size", "2", "--limit=3", "--output_path=a-b"]
+
+
+def test_without_a_text_the_papers_tasks_are_asked_and_local_ones_without_a_network(model: Path) -> None:
+    asked = harness.harness_command(["--model", str(model)])
+    assert asked[asked.index("--tasks") + 1] == "lambada_openai,hellaswag,piqa,mathqa,winogrande,race"
+    local = harness.harness_command(["--model", str(model), "--local"])
+    assert local[local.index("--tasks") + 1] == "local_last_word,local_choice,local_text"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("flags", "content", "said"),
     [
-        (["convert", "--checkpoint", "{}/none", "--output", "{}/out"], "--checkpoint: {}/none is not a folder"),
-        (["convert", "--checkpoint", "{}", "--output", "{}/out"], "--checkpoint: {} has neither metadata.json nor"),
-        (["perplexity", "--model", "{}", "--text", "{}/x.txt"], "--model: "),
-        (["tasks", "--model", "{}/none"], ""),
+        (["--sequence-length", "65"], b"text", "--sequence-length: 65 is not between 1 and the model's 64 positions"),
+        (["--sequence-length", "0"], b"text", "--sequence-length: 0 is not between 1 and the model's 64 positions"),
+        ([], b" \n", "text.txt holds no text"),
+        ([], b"a\n\xff", "text.txt: line 2, byte offset 2: not UTF-8"),
+        ([], None, "text.txt is no file"),
+    ],
+    ids=["too long", "too short", "no text", "not UTF-8", "no file"],
+)
+def test_what_the_harness_would_not_survive_is_refused(
+    model: Path, tmp_path: Path, flags: list[str], content: bytes | None, said: str
+) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    with pytest.raises(OptimusError) as refused:
+        harness.harness_command(["--model", str(model), "--text", str(text), *flags])
+    assert said in str(refused.value)
+
+
+def test_a_line_without_the_key_is_named_before_the_harness_starts(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    with pytest.raises(OptimusError, match="line 2: no key 'text'"):
+        harness.harness_command(["--model", str(model), "--text", str(tmp_path / "text.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (convert.main, ["--checkpoint", "{}/none", "--output", "{}/out"], "--checkpoint: {}/none is not a folder"),
+        (convert.main, ["--checkpoint", "{}", "--output", "{}/out"], "--checkpoint: {} has neither metadata.json nor"),
+        (harness.main, ["--model", "{}", "--text", "{}/x.txt"], "--model: "),
+        (harness.main, ["--model", "{}/none"], "--model: "),
     ],
     ids=["no folder", "no checkpoint", "no model", "no model for tasks"],
 )
 def test_bad_input_ends_with_status_2_and_one_line(
-    arguments: list[str], said: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(harness, "require_extra", lambda extra, *modules: None)
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
     printed = capsys.readouterr().err.strip()
     assert printed.startswith("error: " + said.format(tmp_path)) and "\n" not in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_harness_the_command_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda module: None)
+    assert harness.main(["--model", str(tmp_path)]) == 2
+    assert "not installed: lm_eval, transformers. Install what this needs: pip install" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""The questions that lie beside the task files; lm-evaluation-harness takes paths from the working folder."""
+"""The questions that lie beside the task files, or a text of the user's; the harness passes its --metadata on."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,20 @@ import datasets
 HERE = Path(__file__).resolve().parent
 
 
-def questions(file: str, **_metadata: Any) -> dict[str, datasets.Dataset]:
-    """The lines of a .jsonl file of this folder, as the split `test`."""
-    return {"test": datasets.Dataset.from_json(str(HERE / file))}
+def questions(
+    file: str, text_file: str | None = None, json_key: str = "text", **_metadata: Any
+) -> dict[str, datasets.Dataset]:
+    """The lines of the .jsonl `file` of this folder as the split `test`; or `text_file`, whole if it is no .jsonl."""
+    path = HERE / file if text_file is None else Path(text_file)
+    text = path.read_bytes().decode("utf-8")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        rows = rows if text_file is None else [{"text": row[json_key]} for row in rows]
+    else:
+        rows = [{"text": text}]
+    # Not from_list, which cannot be hashed with some versions of pyarrow.
+    return {"test": datasets.Dataset.from_generator(_rows, gen_kwargs={"rows": rows})}
+
+
+def _rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield from rows

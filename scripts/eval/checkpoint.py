@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as torch_dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.evaluation.merge import Weights, join_stages, merge_tensor_ranks, unstack_layers, with_local_names
+from scripts.eval.merge import Weights, join_stages, merge_tensor_ranks, unstack_layers, with_local_names
 
 __all__ = ["Checkpoint", "find_checkpoint", "read_weights"]
 
@@ -53,7 +53,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
             "Load it with Megatron and save it with --ckpt-format torch_dist",
         )
     if any(folder.glob("mp_rank_*")):
-        raise _incomplete(folder, [f"mp_rank_00*/{_RANK_FILE}"])
+        _check_complete(folder, [f"mp_rank_00*/{_RANK_FILE}"])
     raise _no_checkpoint(folder, "has neither metadata.json nor folders mp_rank_*")
 
 
@@ -93,19 +93,14 @@ def _iteration_folder(path: Path, iteration: int | None) -> Path:
 def _read_ranks(checkpoint: Checkpoint) -> Weights:
     args = checkpoint.args
     stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    files = [
-        [
-            checkpoint.folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")) / _RANK_FILE
-            for rank in range(tensor_ranks)
-        ]
+    names = [
+        [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "") for rank in range(tensor_ranks)]
         for stage in range(stages)
     ]
-    if missing := [f"{file.parent.name}/{file.name}" for row in files for file in row if not file.is_file()]:
-        raise _incomplete(checkpoint.folder, missing)
-    states = [[_read_rank(file) for file in row] for row in files]
+    _check_complete(checkpoint.folder, [f"{name}/{_RANK_FILE}" for row in names for name in row])
+    states = [[_read_rank(checkpoint.folder / name / _RANK_FILE) for name in row] for row in names]
     # One model per rank, or with interleaved stages one per chunk.
-    numbered = [key for key in states[0][0] if re.fullmatch(r"model\d+", key)]
-    chunks = sorted(numbered, key=lambda key: int(key.removeprefix("model"))) or ["model"]
+    chunks = sorted((key for key in states[0][0] if re.fullmatch(r"model\d*", key)), key=lambda key: (len(key), key))
     try:
         merged = [
             merge_tensor_ranks([with_local_names(state[chunk]) for state in row]) for chunk in chunks for row in states
@@ -128,9 +123,7 @@ def _read_distributed(folder: Path) -> dict[str, Any]:
     with _damage_named(folder):
         reader = torch_dist.FileSystemReader(folder)
         metadata = reader.read_metadata()
-        files = {part.relative_path for part in metadata.storage_data.values()}
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
-            raise _incomplete(folder, missing)
+        _check_complete(folder, sorted({part.relative_path for part in metadata.storage_data.values()}))
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in metadata.state_dict_metadata.items()
@@ -188,13 +181,14 @@ def _no_checkpoint(path: Path, reason: str) -> FlagError:
     )
 
 
-def _incomplete(folder: Path, missing: list[str]) -> FlagError:
-    names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-    return FlagError(
-        "--checkpoint",
-        f"{folder} is incomplete: {names} not there",
-        "Copy the files of all nodes into one folder, or take another iteration",
-    )
+def _check_complete(folder: Path, names: list[str]) -> None:
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        said = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        raise FlagError(
+            "--checkpoint",
+            f"{folder} is incomplete: {said} not there",
+            "Copy the files of all nodes into one folder, or take another iteration",
+        )
 
 
 def _damaged(where: Path, reason: str) -> FlagError:

@@ -1,5 +1,7 @@
 """A Megatron checkpoint -> a folder that transformers' AutoModelForCausalLM and AutoTokenizer read, or nothing.
 
+    python -m scripts.eval.convert --checkpoint DIR --output DIR [--tokenizer DIR] [--iteration N]
+
 OUTPUT/config.json, model*.safetensors   Hugging Face's GPT-2, in the checkpoint's dtype
 OUTPUT/tokenizer.json, ...               the tokenizer's files, as they are
 OUTPUT/conversion.json                   what it was made from
@@ -9,71 +11,56 @@ import argparse
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
-from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.evaluation.architecture import Architecture, architecture_of, padded_to
-from optimus_cc_ext.evaluation.checkpoint import find_checkpoint, read_weights
-from optimus_cc_ext.evaluation.gpt2 import gpt2_config, gpt2_weights
-from optimus_cc_ext.evaluation.merge import Weights
+from optimus_cc_ext.errors import FlagError, require_extra
+from scripts.eval.checkpoint import find_checkpoint, read_weights
+from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 
-__all__ = ["Converted", "convert", "load_tokenizer"]
+__all__ = ["convert", "load_tokenizer", "main"]
 
 _MADE_FROM = "conversion.json"
 # By name: beside them may lie another model's config.json.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What was made: `folder`, from a checkpoint of `iteration_folder`; parameters count a tied embedding once."""
-
-    folder: Path
-    iteration_folder: Path
-    parameters: int
-    vocab_size: int
-    dtype: torch.dtype
-
-
-def convert(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    tokenizer: str | Path | None = None,
-    iteration: int | None = None,
-) -> Converted:
+def convert(checkpoint: Path, output: Path, *, tokenizer: Path | None = None, iteration: int | None = None) -> str:
     """Convert the latest checkpoint in a run's --save folder (or that of `iteration`) to Hugging Face's GPT-2.
 
     `tokenizer` is a folder that AutoTokenizer reads; by default the one that the checkpoint was trained with. The
     tensors are the checkpoint's own, merged over ranks, cut to the tokenizer's size, never rounded. `output` appears
-    when it is complete; one that was made here before is replaced.
+    when it is complete; one that was made here before is replaced. Returns what was done, in words.
     Raises FlagError (bad input, another architecture), DataError (`output` holds something else) or OSError.
     """
-    source, target = Path(checkpoint).resolve(), Path(output).absolute()
+    require_extra("eval", "transformers")
+    source, target = checkpoint.resolve(), output.absolute()
     found = find_checkpoint(source, iteration)
-    model = architecture_of(found.args)
-    words_folder = _tokenizer_folder(tokenizer, found.args)
+    words_folder = tokenizer or _tokenizer_of(found.args)
     words = load_tokenizer(words_folder, "--tokenizer")
-    _check_vocab_size(len(words), model, words_folder)
-    check_replaceable(target, source, _made_here(target))
-    check_replaceable(target, words_folder.resolve(), _made_here(target))
-    weights = gpt2_weights(read_weights(found), model, vocab_size=len(words))
-    config = gpt2_config(model, vocab_size=len(words), end_of_text=words.eos_token_id)
+    config = gpt2_config(found.args, vocab_size=len(words), end_of_text=words.eos_token_id)
+    padded = padded_vocab_size(found.args, len(words))
+    if padded != found.args.padded_vocab_size:
+        raise FlagError(
+            "--tokenizer",
+            f"{words_folder} has {len(words)} tokens, which Megatron would have padded to {padded};"
+            f" the checkpoint's embedding has {found.args.padded_vocab_size} rows",
+            "Give the tokenizer that made the training data",
+        )
+    for kept in (source, words_folder.resolve()):
+        check_replaceable(target, kept, _made_here(target))
+    model = _model(read_weights(found), config)
     with locked(target) as partial:
         partial.mkdir()
-        converted = _save_model(weights, config, partial)
+        model.save_pretrained(partial)
         for name in _TOKENIZER_FILES:
             if (words_folder / name).is_file():
                 shutil.copy(words_folder / name, partial / name)
@@ -82,7 +69,9 @@ def convert(
         text = json.dumps({"made_from": made_from, "files": files}, indent=2)
         (partial / _MADE_FROM).write_text(text + "\n", encoding="utf-8")
         replace(partial, target)
-    return Converted(target, found.folder, converted.num_parameters(), len(words), converted.dtype)
+    return (
+        f"{found.folder} -> {target}\n  {model.num_parameters():,} parameters, {model.dtype}, vocabulary {len(words):,}"
+    )
 
 
 def load_tokenizer(folder: Path, flag: str) -> Any:
@@ -100,9 +89,7 @@ def load_tokenizer(folder: Path, flag: str) -> Any:
         raise FlagError(flag, f"transformers finds no tokenizer in {folder} ({reason})", cure) from error
 
 
-def _tokenizer_folder(given: str | Path | None, args: argparse.Namespace) -> Path:
-    if given is not None:
-        return Path(given)
+def _tokenizer_of(args: argparse.Namespace) -> Path:
     trained_with = getattr(args, "tokenizer_model", None)
     if getattr(args, "tokenizer_type", None) == "HuggingFaceTokenizer" and trained_with and os.path.isdir(trained_with):
         return Path(trained_with)
@@ -114,16 +101,6 @@ def _tokenizer_folder(given: str | Path | None, args: argparse.Namespace) -> Pat
     )
 
 
-def _check_vocab_size(size: int, model: Architecture, folder: Path) -> None:
-    if padded_to(size, model.vocab_multiple) != model.padded_vocab_size:
-        raise FlagError(
-            "--tokenizer",
-            f"{folder} has {size} tokens, which Megatron would have padded to {padded_to(size, model.vocab_multiple)};"
-            f" the checkpoint's embedding has {model.padded_vocab_size} rows",
-            "Give the tokenizer that made the training data",
-        )
-
-
 def _made_here(target: Path) -> set[str]:
     try:
         files = json.loads((target / _MADE_FROM).read_text(encoding="utf-8"))["files"]
@@ -132,14 +109,42 @@ def _made_here(target: Path) -> set[str]:
         return set()
 
 
-def _save_model(weights: Weights, config: dict[str, Any], folder: Path) -> Any:
+def _model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
         # Without memory of its own: the parameters become the tensors that were read.
         model = GPT2LMHeadModel(GPT2Config(**config))
-    model.load_state_dict(weights, strict=True, assign=True)
+    try:
+        model.load_state_dict(gpt2_weights(weights, config), strict=True, assign=True)
+    except FlagError:
+        raise
+    except RuntimeError as error:
+        reason = (
+            f"holds parameters of other shapes than its saved arguments say ({str(error).splitlines()[-1].strip()})"
+        )
+        raise FlagError("--checkpoint", reason, "Give a checkpoint as Megatron's pretrain_gpt.py saves it") from error
     model.tie_weights()
     model.config.dtype = model.dtype
-    model.save_pretrained(folder)
     return model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code that `run_command` gives."""
+    parser = argparse.ArgumentParser(prog="convert", description="A Megatron checkpoint -> Hugging Face's GPT-2.")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR",
+        help="the --save folder of the training (its latest checkpoint), or one of its iter_*",
+    )  # fmt: skip
+    parser.add_argument("--iteration", type=int, metavar="N", help="that one instead of the latest")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR",
+        help="a folder that AutoTokenizer reads (default: the one it was trained with, if it is on this machine)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    options = parser.parse_args(arguments)
+    return run_command(lambda: print(f"done: {convert(**vars(options))}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

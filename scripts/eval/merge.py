@@ -1,7 +1,7 @@
 """Many ranks' weights -> one model's: tensor-parallel shards, pipeline stages, stacked layers. Pure functions.
 
-All take and return dictionaries from Megatron's parameter names to tensors. In what they return layers are numbered
-over the whole model, `decoder.layers.<number>.<rest>`, and norms have the names of Megatron's local implementation
+All take and return dictionaries from Megatron's parameter names to tensors. In the end layers are numbered over the
+whole model, `decoder.layers.<number>.<rest>`, and norms have the names of Megatron's local implementation
 (Transformer Engine's layers hold them inside of the linear layer that follows).
 """
 
