@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
-from optimus_cc_ext.errors import FlagError, require_extra
+from optimus_cc_ext.errors import FlagError, require_extra, run_command
 from scripts.eval.checkpoint import find_checkpoint, read_weights
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 

@@ -11,9 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.command_line import run_command
 from optimus_cc_ext.data.documents import find_corpus
-from optimus_cc_ext.errors import FlagError, require_extra
+from optimus_cc_ext.errors import FlagError, require_extra, run_command
 from scripts.eval.convert import load_tokenizer
 
 __all__ = ["harness_command", "main"]
