@@ -14,16 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from optimus_cc_ext.cpu_runtime import (
-    collectives,
-    devices,
-    megatron_patches,
-    random_state,
-    refusals,
-    streams,
-    tensor_types,
-)
-from optimus_cc_ext.cpu_runtime.defaults import apply_cpu_defaults
+from optimus_cc_ext.cpu_runtime import collectives, devices, megatron_patches, refusals, torch_cuda
+from optimus_cc_ext.cpu_runtime.megatron_patches import apply_cpu_defaults
 from optimus_cc_ext.cpu_runtime.patching import Patches
 
 __all__ = ["DEVICE_VARIABLE", "activate", "apply_cpu_defaults", "deactivate", "device_choice", "is_active"]
@@ -42,54 +34,49 @@ def is_active() -> bool:
 def device_choice() -> Literal["cpu", "cuda"]:
     """The device to train on: OPTIMUS_CC_DEVICE (``cpu`` or ``cuda``) if set, else CUDA if there is any.
 
-    Raises ValueError for another value of the variable, and RuntimeError for ``cuda`` where PyTorch sees no
-    CUDA device.
+    Raises:
+        ValueError: the variable has another value.
+        RuntimeError: it is ``cuda``, and PyTorch sees no CUDA device.
     """
-    if is_active():
-        return "cpu"
     wanted = os.environ.get(DEVICE_VARIABLE, "")
-    if wanted not in ("", "cpu", "cuda"):
+    if is_active() or wanted == "cpu":
+        return "cpu"
+    if wanted not in ("", "cuda"):
         raise ValueError(f"{DEVICE_VARIABLE}={wanted!r} is not a device: set it to cpu or cuda, or unset it")
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
         raise RuntimeError(
             f"{DEVICE_VARIABLE}=cuda, but PyTorch {torch.__version__} sees no CUDA device: unset the "
             "variable to run on the CPU, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         )
-    if wanted:
-        return "cpu" if wanted == "cpu" else "cuda"
-    return "cuda" if available else "cpu"
+    return "cpu"
 
 
 def activate() -> str:
     """Choose the device and, if it is the CPU, install the runtime; returns the line to print at start-up.
 
-    To be called before Megatron is imported; a second call changes nothing. Raises what :func:`device_choice`
-    raises, and RuntimeError where Megatron was imported before.
+    A second call changes nothing.
+
+    Raises:
+        ValueError: as :func:`device_choice`.
+        RuntimeError: likewise, or Megatron was imported before.
     """
     if device_choice() == "cuda":
         return f"optimus-cc: running on CUDA ({torch.cuda.device_count()} devices visible)"
+    if not is_active():
+        with Patches() as patches:
+            _install(patches)
+            _installed.append(patches.pop_all())
+        atexit.register(_leave_in_order)
     forced = os.environ.get(DEVICE_VARIABLE) == "cpu"
-    reason = f"{DEVICE_VARIABLE}=cpu" if forced else "no CUDA device found"
-    line = f"optimus-cc: running on CPU over gloo ({reason})"
-    if is_active():
-        return line
-
-    patches = Patches()
-    try:
-        _install(patches)
-    except BaseException:
-        patches.undo()
-        raise
-    _installed.append(patches)
-    atexit.register(_leave_in_order)
-    return line
+    return f"optimus-cc: running on CPU over gloo ({f'{DEVICE_VARIABLE}=cpu' if forced else 'no CUDA device found'})"
 
 
 def deactivate() -> None:
     """Undo :func:`activate`: every replaced attribute and environment variable is what it was before."""
     while _installed:
-        _installed.pop().undo()
+        _installed.pop().close()
     atexit.unregister(_leave_in_order)
 
 
@@ -107,15 +94,16 @@ def _leave_in_order() -> None:
 def _install(patches: Patches) -> None:
     # PyTorch's compiler would need a C++ compiler and gain nothing on models this small; the variable is for
     # child processes.
-    patches.force_env("TORCHDYNAMO_DISABLE", "1")
+    patches.setenv("TORCHDYNAMO_DISABLE", "1")
     patches.replace(torch, "compile", _not_compiled)
     # Megatron insists on it for tensor parallelism, although it only means something to a GPU.
-    patches.set_default_env("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    for part in (devices, tensor_types, random_state, streams, collectives):
-        part.install(patches)
+    torch_cuda.install(patches)
+    devices.install(patches)
+    collectives.install(patches)
     refusals.install(patches)
-    megatron_patches.check_not_too_late()
     megatron_patches.install(patches)
 
 

@@ -8,7 +8,8 @@ all-gather does the same without that, and on a CPU there is nothing to gain fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,22 +33,11 @@ def install(patches: Patches) -> None:
             patches.replace(dist.ProcessGroup, coalesced, _one_by_one(getattr(dist.ProcessGroup, single)))
 
 
-def _one_by_one(gather: Any) -> Any:
+def _one_by_one(gather: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_coalesced(
         group: dist.ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *options: Any
-    ) -> _Works:
-        return _Works([gather(group, into, tensor, *options) for into, tensor in zip(outputs, inputs, strict=True)])
+    ) -> Any:
+        works = [gather(group, into, tensor, *options) for into, tensor in zip(outputs, inputs, strict=True)]
+        return SimpleNamespace(wait=lambda *timeout: all([work.wait(*timeout) for work in works]))
 
     return all_gather_coalesced
-
-
-class _Works:
-    """The handle of several collectives."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, *timeout: Any) -> bool:
-        for work in self._works:
-            work.wait(*timeout)
-        return True

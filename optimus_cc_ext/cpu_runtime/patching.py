@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 __all__ = ["Patches"]
@@ -10,44 +13,38 @@ __all__ = ["Patches"]
 _ABSENT = object()
 
 
-class Patches:
-    """Replaced attributes and environment variables; :meth:`undo` restores them in reverse order."""
+class Patches(ExitStack):
+    """Replaced attributes and environment variables; leaving it, or :meth:`close`, restores them in reverse order."""
 
     def __init__(self) -> None:
-        self._attributes: list[tuple[Any, str, Any]] = []
-        self._environment: list[tuple[str, str | None]] = []
+        super().__init__()
+        self.replaced: set[tuple[Any, str]] = set()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name``; what the owner itself holds (not what it inherits) is remembered."""
-        self._attributes.append((owner, name, vars(owner).get(name, _ABSENT)))
+        previous = vars(owner).get(name, _ABSENT)
+        if previous is _ABSENT:
+            self.callback(delattr, owner, name)
+        else:
+            self.callback(setattr, owner, name, previous)
         setattr(owner, name, value)
+        self.replaced.add((owner, name))
 
-    def set_default_env(self, name: str, value: str) -> None:
-        """Set an environment variable, unless the user already did."""
-        if name not in os.environ:
-            self._environment.append((name, None))
-            os.environ[name] = value
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Make every call of ``owner.name`` a call of ``around(original, *args, **kwargs)``."""
+        original = getattr(owner, name)
 
-    def force_env(self, name: str, value: str) -> None:
-        """Set an environment variable, whatever it was."""
-        self._environment.append((name, os.environ.get(name)))
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        is_static = isinstance(vars(owner).get(name), staticmethod)
+        self.replace(owner, name, staticmethod(wrapper) if is_static else wrapper)
+
+    def setenv(self, name: str, value: str) -> None:
+        """Set an environment variable."""
+        if name in os.environ:
+            self.callback(os.environ.__setitem__, name, os.environ[name])
+        else:
+            self.callback(os.environ.pop, name, None)
         os.environ[name] = value
-
-    def names_replaced_on(self, owner: Any) -> set[str]:
-        """The attributes of ``owner`` replaced so far."""
-        return {name for changed, name, _ in self._attributes if changed is owner}
-
-    def undo(self) -> None:
-        """Put everything back; safe to call twice."""
-        while self._attributes:
-            owner, name, previous = self._attributes.pop()
-            if previous is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, previous)
-        while self._environment:
-            name, value = self._environment.pop()
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

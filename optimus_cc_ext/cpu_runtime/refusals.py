@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,14 +42,10 @@ def _refusing(name: str, original: Any) -> Any:
     return functools.wraps(original)(refuse)
 
 
-def _install_in(module: ModuleType, patches: Patches, done: set[str]) -> None:
-    for name in (*getattr(module, "__all__", ()), *PRIVATE.get(module, ())):
-        original = getattr(module, name, None)
-        if name not in done and name not in KEPT and callable(original):
-            patches.replace(module, name, _refusing(f"{module.__name__}.{name}", original))
-
-
 def install(patches: Patches) -> None:
     """Refuse what no other module of this package has replaced; to be called last."""
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs, torch.cuda.profiler):
-        _install_in(module, patches, done=patches.names_replaced_on(module))
+        for name in (*getattr(module, "__all__", ()), *PRIVATE.get(module, ())):
+            original = getattr(module, name, None)
+            if (module, name) not in patches.replaced and name not in KEPT and callable(original):
+                patches.replace(module, name, _refusing(f"{module.__name__}.{name}", original))
