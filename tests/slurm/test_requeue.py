@@ -220,7 +220,7 @@ def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alo
     said = (tmp_path / "evaluation.log").read_text()
     assert (tmp_path / "model" / "config.json").exists(), said
     if text:
-        bits_per_byte = re.search(r"bits_per_byte\D*([\d.]+)", said)
+        bits_per_byte = re.search(r"\|bits_per_byte *\|\D*([\d.]+)", said)
         assert bits_per_byte, said
         words = AutoTokenizer.from_pretrained(tmp_path / "model")
         bits_per_word = float(bits_per_byte[1]) * len(held_out.encode()) / len(words(held_out)["input_ids"])
