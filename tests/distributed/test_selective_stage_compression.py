@@ -270,6 +270,31 @@ def test_nan_on_one_replica_is_seen_by_all_and_kept_by_none():
     assert run_ranks(2, _nan_on_one_rank) == [[True, True, True]] * 2
 
 
+def _two_norm_groups() -> dict[str, float]:
+    """By state: the residual's norm, over what it is where nothing was clipped more than usual."""
+    dist.init_process_group("gloo")
+    norms = []
+    for shrinkage in ({}, {"mtp": 0.25}):
+        flat = _gradients(0, 0)
+        matrices = [view for view in _views(flat) if view.dim() == 2]
+        reducer = BucketReducer(
+            matrices, [], norm_groups=["main", "main", "mtp", "main"], group=dist.group.WORLD, seed=1, salt="test",
+            compressor=FastLowRank(), config=DataParallelCompressionConfig(dp_compression_rank=RANK),
+        )  # fmt: skip
+        reducer.reduce()
+        reducer.states.commit(shrinkage)
+        norms.append({name: float(saved["residual"].norm()) for name, saved in reducer.states.state_dict().items()})
+    return {name: norms[1][name] / norm for name, norm in norms[0].items()}
+
+
+def test_matrices_of_a_gradient_norm_group_of_their_own_are_shrunk_by_their_own_clipping():
+    (ratios,) = run_ranks(1, _two_norm_groups)
+    # The two 48 x 32 matrices, of one shape, are of two groups.
+    assert ratios == pytest.approx(
+        {"bucket 0: 48x32": 1.0, "bucket 0: 96x32": 1.0, "bucket 0: 48x32 mtp": 0.25, "bucket 0: 32x64": 1.0}
+    )
+
+
 def _beside_the_backward_pass() -> bool:
     """One rank on one GPU: reduced on a side stream while the main stream is busy, and in line."""
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
