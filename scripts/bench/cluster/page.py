@@ -83,7 +83,9 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
 
 def _remarks(runs: Sequence[Run]) -> str:
     last = {run.variant: run for run in runs}.values()
-    lines = [f"{run.variant}: `{' '.join(run.flags)}`: {run.techniques or 'not said'}." for run in last]
+    lines = [
+        f"{run.variant}: `{' '.join(run.flags) or 'no flags of ours'}`: {run.techniques or 'not said'}." for run in last
+    ]
     for run in runs:
         rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
         lines += [f"{run.variant}, block {run.block}, {rates}: {said}." for said in run.forecast if "auto" in run.flags]
@@ -123,7 +125,8 @@ def _draw_shares(table: Table) -> Figure:
             x, label = [number + (place - 1) * width] * len(together.rows), "" if number else str(variant)
             axes.bar(x, together.numbers("recovered"), 0.9 * width, color=colour(variant, place), label=label)
             axes.errorbar(x, together.numbers("bound"), xerr=0.45 * width, fmt="none", color=INK, lw=2)
-            axes.plot(x * len(mine.rows), mine.numbers("recovered"), "o", ms=3, color=INK, alpha=0.6)
+            single = mine.numbers("recovered")[len(together.rows) :]  # all blocks together come first
+            axes.plot(x * len(single), single, "o", ms=3, color=INK, alpha=0.6)
     axes.axhline(0, color=INK, lw=0.8)
     axes.set_xticks(range(len(rates)), rates)
     axes.set_xlabel("rate of every link, both ways; lines: bound, dots: single blocks")
