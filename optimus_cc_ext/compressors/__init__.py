@@ -35,6 +35,6 @@ def fast_compressor() -> LowRank:
     # Not torch.cuda.is_available(), which the CPU runtime answers for itself: and importing Triton takes a while.
     if torch.version.cuda is None or not torch._C._cuda_getDeviceCount() or importlib.util.find_spec("triton") is None:
         return FastLowRank()
-    from optimus_cc_ext.compressors.triton_low_rank import TritonLowRank
+    from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 
     return TritonLowRank()

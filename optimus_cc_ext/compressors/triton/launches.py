@@ -2,9 +2,8 @@
 
 Bytes of large matrices that a message of CB moves, per element of a bf16 gradient with an fp32 residual and an fp32
 sum: 2 + 4 read and 4 written (`project_sum`), 4 read (`back_project`), 4 read and 4 written
-(`subtract_reconstruction`). Every function takes its grid from shapes alone, asks the host nothing, and with a
-`Scratch` that has seen the shapes allocates nothing, so that a CUDA graph can capture it, once the first call has
-compiled it.
+(`subtract_reconstruction`). Every function takes its grid from shapes alone, synchronises nothing, and with a
+`Scratch` that has seen the shapes allocates nothing: once the first call has compiled it, a CUDA graph can capture it.
 
 Products of fp32 are 3xTF32: each factor is split in two TF32 halves, and the three products that matter are
 accumulated in fp32. That is fp32 but for the last bit or two (2^-22 of a product, where plain TF32 leaves 2^-11), on
@@ -14,9 +13,8 @@ The orthogonalisation multiplies in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 try:
     import triton
 
-    from optimus_cc_ext.compressors import triton_kernels as kernels
+    from optimus_cc_ext.compressors.triton import kernels
 
     # The functions of triton's own library are decorated when it is imported: its version of the environment counts.
     INTERPRETED = not isinstance(kernels.add_up, triton.runtime.JITFunction)
@@ -62,6 +60,12 @@ NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
 
 Precision = Literal["tf32x3", "tf32", "ieee"]
+
+# Rows (and columns) that one program works on at a time: the largest that fit the registers without spilling, compiled
+# for A100 and H100, in fp32, which needs the most.
+PROJECTION_TILE = (64, 32)
+PRODUCT_TILE = (64, 128)
+GRAM_ROWS = 64
 
 
 def supported(matrices: Tensor, r: int) -> bool:
@@ -108,31 +112,8 @@ def project_sum(
     Raises:
         ValueError: if a shape does not fit the others.
     """
-    batch, n, m, r = _sizes(matrices, p=out, q=q, residual=residual, total=total)
-    tile = _projection_tile(r)
-    splits = _splits(batch * triton.cdiv(n, tile.rows), m, tile.columns)
-    partial_sums = _partial_sums(out, splits, scratch)
-    kernels.sum_and_project[(triton.cdiv(n, tile.rows), splits, batch)](
-        matrices,
-        residual,
-        q,
-        total,
-        partial_sums,
-        (n, m, r),
-        matrices.stride(),
-        residual.stride() if residual is not None else (0, 0, 0),
-        q.stride(),
-        total.stride() if total is not None else (0, 0, 0),
-        partial_sums.stride(),
-        SPLITS=splits,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        RANKS=_padded(r),
-        PRECISION=precision,
-        num_warps=tile.warps,
-        num_stages=2,
-    )
-    return _add_up(partial_sums, out, splits)
+    _sizes(matrices, p=out, q=q, residual=residual, total=total)
+    return _project(matrices, residual, q, total, out, scratch, precision)
 
 
 def back_project(
@@ -143,27 +124,8 @@ def back_project(
     Raises:
         ValueError: if a shape does not fit the others.
     """
-    batch, n, m, r = _sizes(matrices, p=p, q=out)
-    tile = _back_projection_tile(r)
-    splits = _splits(batch * triton.cdiv(m, tile.columns), n, tile.rows)
-    partial_sums = _partial_sums(out, splits, scratch)
-    kernels.back_project[(triton.cdiv(m, tile.columns), splits, batch)](
-        matrices,
-        p,
-        partial_sums,
-        (n, m, r),
-        matrices.stride(),
-        p.stride(),
-        partial_sums.stride(),
-        SPLITS=splits,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        RANKS=_padded(r),
-        PRECISION=precision,
-        num_warps=tile.warps,
-        num_stages=2,
-    )
-    return _add_up(partial_sums, out, splits)
+    _sizes(matrices, p=p, q=out)
+    return _project(matrices.mT, None, p, None, out, scratch, precision)
 
 
 def reconstruct(p: Tensor, q: Tensor, out: Tensor, precision: Precision = "tf32x3") -> Tensor:
@@ -175,7 +137,7 @@ def reconstruct(p: Tensor, q: Tensor, out: Tensor, precision: Precision = "tf32x
     Raises:
         ValueError: if a shape does not fit the others.
     """
-    _multiply_out(p, q, out, out=out, precision=precision)
+    _multiply_out(p, q, out, None, 1.0, precision)
     return out
 
 
@@ -187,7 +149,7 @@ def subtract_reconstruction(
     Raises:
         ValueError: if a shape does not fit the others.
     """
-    _multiply_out(p, q, total, total=total, share=share, precision=precision)
+    _multiply_out(p, q, None, total, share, precision)
 
 
 def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -209,83 +171,67 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
         )
     take = partial((scratch or Scratch()).take, dtype=torch.float64, device=p.device)
     first, second = (take(name, (batch, r, r)) for name in ("first_inverse", "second_inverse"))
-    inverse_factor(partial_grams(p, None, take), n, first)
-    inverse_factor(partial_grams(p, first, take), n, second)
-    tile = _gram_tile(r)
-    kernels.orthonormal[(triton.cdiv(n, tile.rows), batch)](
-        p,
-        first,
-        second,
-        out,
-        (n, r),
-        p.stride(),
-        out.stride(),
-        ROWS=tile.rows,
-        RANKS=_padded(r),
-        num_warps=tile.warps,
-    )
+    splits = _splits(batch, n, GRAM_ROWS)
+    grams = take("partial_grams", (batch * splits, r, r))
+    tile: dict[str, int] = {"ROWS": GRAM_ROWS, "RANKS": _padded(r), "num_warps": 4 if r <= 32 else 8}
+    for inverse, following in ((None, first), (first, second)):
+        _launch(kernels.partial_grams, (splits, batch), (p, inverse, grams), (n, r), SPLITS=splits, **tile)
+        inverse_factor(grams, n, following)
+    _launch(kernels.orthonormal, (triton.cdiv(n, GRAM_ROWS), batch), (p, first, second, out), (n, r), **tile)
     return out
-
-
-def partial_grams(p: Tensor, inverse: Tensor | None, take: Callable[[str, Sequence[int]], Tensor]) -> Tensor:
-    """A^T A over each of several groups of rows, (B, splits, r, r) in float64, where A = P, or P L^-T.
-
-    Args:
-        p: (B, n, r).
-        inverse: L^-1, (B, r, r) in float64, contiguous.
-        take: gives the tensor of a name and a shape.
-    """
-    batch, n, r = p.shape
-    tile = _gram_tile(r)
-    splits = _splits(batch, n, tile.rows)
-    grams = take("partial_grams", (batch, splits, r, r))
-    kernels.partial_grams[(splits, batch)](
-        p,
-        inverse,
-        grams,
-        (n, r),
-        p.stride(),
-        SPLITS=splits,
-        ROWS=tile.rows,
-        RANKS=_padded(r),
-        num_warps=tile.warps,
-    )
-    return grams
 
 
 def inverse_factor(grams: Tensor, n: int, out: Tensor) -> Tensor:
-    """L^-1 of G = L L^T, (B, r, r), where G is the sum of `grams` (B, splits, r, r) and the shift of `cholesky_qr`.
+    """out = L^-1 of G = L L^T, (B, r, r), where G is the sum of `grams` (B * splits, r, r) and `cholesky_qr`'s shift.
 
     Args:
-        grams: contiguous, float64.
+        grams: float64, the parts of one matrix after those of the other.
         n: rows of the matrix, from which the shift follows.
-        out: contiguous, float64.
+        out: float64.
     """
-    batch, splits, r, _ = grams.shape
-    ranks = _padded(r)
+    batch, r, _ = out.shape
+    splits, ranks = grams.shape[0] // batch, _padded(r)
     warps = max(1, ranks**2 // 512)
-    kernels.inverse_factor[(batch,)](
-        grams,
-        out,
-        n,
-        r,
-        SPLITS=splits,
-        ADDENDS=min(triton.next_power_of_2(splits), max(1, 1024 * warps // ranks**2)),
-        RANKS=ranks,
-        num_warps=warps,
-    )
+    addends = min(triton.next_power_of_2(splits), max(1, 1024 * warps // ranks**2))
+    _launch(
+        kernels.inverse_factor, (batch,), (grams, out), (n, r),
+        SPLITS=splits, ADDENDS=addends, RANKS=ranks, num_warps=warps,
+    )  # fmt: skip
     return out
 
 
-class _Tile(NamedTuple):
-    """What one program works on at a time; powers of two, from the rank alone.
+def _project(
+    matrices: Tensor, residual: Tensor | None, q: Tensor, total: Tensor | None, out: Tensor,
+    scratch: Scratch | None, precision: Precision,
+) -> Tensor:  # fmt: skip
+    (batch, n, m), r = matrices.shape, q.shape[-1]
+    rows, columns = PROJECTION_TILE
+    blocks = triton.cdiv(n, rows)
+    splits = _splits(batch * blocks, m, columns)
+    # `out` itself where nothing is split.
+    take = (scratch or Scratch()).take
+    sums = out if splits == 1 else take("partial_sums", (batch * splits, n, r), torch.float32, out.device)
+    _launch(
+        kernels.sum_and_project, (blocks, splits, batch), (matrices, residual, q, total, sums), (n, m, r),
+        SPLITS=splits, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), PRECISION=precision,
+        num_warps=4 if r <= 64 else 8, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        addends = triton.next_power_of_2(splits)
+        block = 4096 // addends
+        _launch(
+            kernels.add_up, (triton.cdiv(n * r, block), batch), (sums, out), (n, r),
+            SPLITS=splits, ADDENDS=addends, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
 
-    The largest that fit the registers without spilling, compiled for A100 and H100, in fp32, which needs the most.
-    """
 
-    rows: int
-    columns: int
-    warps: int
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], **options: Any
+) -> None:
+    """Run `kernel` on `grid` programs, with its arguments in the order of `kernels`' conventions."""
+    strides = (tensor.stride() if tensor is not None else (0, 0, 0) for tensor in tensors)
+    kernel[grid](*tensors, sizes, *strides, **options)
 
 
 def _padded(r: int) -> int:
@@ -293,86 +239,25 @@ def _padded(r: int) -> int:
     return max(16, triton.next_power_of_2(r))
 
 
-def _projection_tile(r: int) -> _Tile:
-    return _Tile(64, 32, 4 if r <= 64 else 8)
-
-
-def _back_projection_tile(r: int) -> _Tile:
-    return _Tile(32, 64, 4 if r <= 64 else 8)
-
-
-PRODUCT_TILE = _Tile(64, 128, 8)
-
-
-def _gram_tile(r: int) -> _Tile:
-    return _Tile(64, _padded(r), 4 if r <= 32 else 8)
-
-
 def _splits(programs: int, length: int, step: int) -> int:
     """Into how many parts a sum over `length`, `step` at a time, is split where there are few programs."""
     return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, step), MAX_SPLITS))
 
 
-def _partial_sums(out: Tensor, splits: int, scratch: Scratch | None) -> Tensor:
-    """(B * splits, rows, r) in fp32; `out` itself where nothing is split."""
-    if splits == 1:
-        return out
-    batch, rows, r = out.shape
-    return (scratch or Scratch()).take("partial_sums", (batch * splits, rows, r), torch.float32, out.device)
-
-
-def _add_up(partial_sums: Tensor, out: Tensor, splits: int) -> Tensor:
-    if splits == 1:
-        return out
-    batch, rows, r = out.shape
-    addends = triton.next_power_of_2(splits)
-    block = 4096 // addends
-    kernels.add_up[(triton.cdiv(rows * r, block), batch)](
-        partial_sums,
-        out,
-        (rows, r),
-        partial_sums.stride(),
-        out.stride(),
-        SPLITS=splits,
-        ADDENDS=addends,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return out
-
-
 def _multiply_out(
-    p: Tensor,
-    q: Tensor,
-    to: Tensor,
-    *,
-    precision: Precision,
-    out: Tensor | None = None,
-    total: Tensor | None = None,
-    share: float = 1.0,
+    p: Tensor, q: Tensor, out: Tensor | None, total: Tensor | None, share: float, precision: Precision
 ) -> None:
+    to = out if out is not None else total
+    assert to is not None
     batch, n, m, r = _sizes(to, p=p, q=q)
-    tile = PRODUCT_TILE
-    kernels.multiply_out[(triton.cdiv(n, tile.rows), triton.cdiv(m, tile.columns), batch)](
-        p,
-        q,
-        out,
-        total,
-        share,
-        (n, m, r),
-        p.stride(),
-        q.stride(),
-        to.stride(),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        RANKS=_padded(r),
-        STEP=min(_padded(r), 32),
+    rows, columns = PRODUCT_TILE
+    _launch(
+        kernels.multiply_out, (triton.cdiv(n, rows), triton.cdiv(m, columns), batch), (p, q, out, total), (n, m, r),
+        share=share, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), STEP=min(_padded(r), 32),
         # Triton's interpreter cannot multiply bf16.
         WIDEN=INTERPRETED or p.dtype != q.dtype or p.dtype not in NARROW,
-        PRECISION=precision,
-        num_warps=tile.warps,
-        num_stages=2,
-    )
+        PRECISION=precision, num_warps=8, num_stages=2,
+    )  # fmt: skip
 
 
 def _sizes(matrices: Tensor, *, p: Tensor, q: Tensor, **like_matrices: Tensor | None) -> tuple[int, int, int, int]:

@@ -1,10 +1,10 @@
-"""Triton kernels of the low-rank step; `triton_low_rank` holds what calls them. Needs triton to be imported.
+"""Triton kernels of the low-rank step; `launches` holds what calls them. Needs triton to be imported.
 
-Conventions of all kernels: `sizes` is (n, m, r) or (n, r), `..._strides` are those of a (B, rows, columns) tensor, in
-elements, and may be any. Tiles are powers of two and masked, so sizes may be any as well. Offsets are 64-bit: a batch
-of matrices passes 2^31 elements. Every element of a result is summed by one program in one order, without atomics:
-equal inputs give equal bits. What is split for the sake of parallelism is written as partial sums, which
-`add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
+Conventions of all kernels: first the tensors, (B, rows, columns) or None, then `sizes`, (n, m, r) or (n, r), then the
+strides of each tensor, in elements; they may be any. Tiles are powers of two and masked, so sizes may be any as well.
+Offsets are 64-bit: a batch of matrices passes 2^31 elements. Every element of a result is summed by one program in one
+order, without atomics: equal inputs give equal bits. What is split for the sake of parallelism is written as partial
+sums, which `add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
 """
 
 import triton
@@ -12,7 +12,6 @@ import triton.language as tl
 
 __all__ = [
     "add_up",
-    "back_project",
     "inverse_factor",
     "multiply_out",
     "orthonormal",
@@ -82,34 +81,6 @@ def sum_and_project(
 
 
 @triton.jit
-def back_project(
-    matrices,
-    p,
-    partial,
-    sizes,
-    matrices_strides,
-    p_strides,
-    partial_strides,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """partial (B * SPLITS, m, r) = what the rows of each split add to M^T P. Grid: (column blocks, SPLITS, B)."""
-    block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n, m, r = sizes[0], sizes[1], sizes[2]
-    columns, ranks = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANKS)
-    q = tl.zeros((COLUMNS, RANKS), tl.float32)
-    for start in range(split * ROWS, n, SPLITS * ROWS):
-        rows = start + tl.arange(0, ROWS)
-        tile = _tile(matrices, matrices_strides, batch, rows, columns, n, m).to(tl.float32)
-        factor = _tile(p, p_strides, batch, rows, ranks, n, r).to(tl.float32)
-        q = tl.dot(tl.trans(tile), factor, q, input_precision=PRECISION)
-    _store(partial, partial_strides, batch * SPLITS + split, columns, ranks, m, r, q)
-
-
-@triton.jit
 def add_up(
     partial,
     out,
@@ -140,11 +111,12 @@ def multiply_out(
     q,
     out,
     total,
-    share,
     sizes,
     p_strides,
     q_strides,
-    to_strides,
+    out_strides,
+    total_strides,
+    share,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -170,11 +142,11 @@ def multiply_out(
             left, right = left.to(tl.float32), right.to(tl.float32)
         product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
     if out is not None:
-        _store(out, to_strides, batch, rows, columns, n, m, product)
+        _store(out, out_strides, batch, rows, columns, n, m, product)
     else:
         arrives = product.to(p.dtype.element_ty).to(tl.float32)
-        remembered = _tile(total, to_strides, batch, rows, columns, n, m)
-        _store(total, to_strides, batch, rows, columns, n, m, remembered - share * arrives)
+        remembered = _tile(total, total_strides, batch, rows, columns, n, m)
+        _store(total, total_strides, batch, rows, columns, n, m, remembered - share * arrives)
 
 
 @triton.jit
@@ -184,10 +156,10 @@ def _store(tensor, strides, batch, rows, columns, height, width, values):
 
 
 @triton.jit
-def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
+def _times_transposed(rows_of_p, inverse, strides, batch, r, RANKS: tl.constexpr):
     """A block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
     ranks = tl.arange(0, RANKS)
-    factor = _tile(inverse, (r * r, r, 1), batch, ranks, ranks, r, r)
+    factor = _tile(inverse, strides, batch, ranks, ranks, r, r)
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
 
 
@@ -198,11 +170,13 @@ def partial_grams(
     grams,
     sizes,
     p_strides,
+    inverse_strides,
+    grams_strides,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """grams (B, SPLITS, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
+    """grams (B * SPLITS, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
 
     Grid: (SPLITS, B).
     """
@@ -213,35 +187,38 @@ def partial_grams(
     for start in range(split * ROWS, n, SPLITS * ROWS):
         a = _tile(p, p_strides, batch, start + tl.arange(0, ROWS), ranks, n, r).to(tl.float64)
         if inverse is not None:
-            a = _times_transposed(a, inverse, batch, r, RANKS)
+            a = _times_transposed(a, inverse, inverse_strides, batch, r, RANKS)
         gram = tl.dot(tl.trans(a), a, gram, input_precision="ieee", out_dtype=tl.float64)
-    _store(grams, (r * r, r, 1), batch * SPLITS + split, ranks, ranks, r, r, gram)
+    _store(grams, grams_strides, batch * SPLITS + split, ranks, ranks, r, r, gram)
 
 
 @triton.jit
 def inverse_factor(
     grams,
     inverses,
-    n,
-    r,
+    sizes,
+    grams_strides,
+    inverses_strides,
     SPLITS: tl.constexpr,
     ADDENDS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B, SPLITS, r, r). Grid: (B,).
+    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B * SPLITS, r, r). Grid: (B,).
 
     The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
     ADDENDS is how many partial sums are loaded at once. Gauss elimination on [G | I], one column of L at a time:
     scaled by 1 over the roots of the pivots, I becomes L^-1. A pivot that is not positive or not finite
     gives NaN, as any NaN in G does.
     """
-    batch = tl.program_id(0)
-    i, j = tl.arange(0, RANKS)[:, None], tl.arange(0, RANKS)[None, :]
-    inside = (i < r) & (j < r)
+    batch, ranks = tl.program_id(0), tl.arange(0, RANKS)
+    n, r = sizes[0], sizes[1]
+    i, j = ranks[:, None], ranks[None, :]
+    inside = _inside(ranks, ranks, r, r)
     gram = tl.zeros((RANKS, RANKS), tl.float64)
     for start in range(0, SPLITS, ADDENDS):
         split = (start + tl.arange(0, ADDENDS))[:, None, None]
-        addends = grams + (batch * SPLITS + split).to(tl.int64) * (r * r) + (i * r + j)[None, :, :]
+        addends = grams + (batch * SPLITS + split).to(tl.int64) * grams_strides[0]
+        addends += (i * grams_strides[1] + j * grams_strides[2])[None, :, :]
         gram += tl.sum(tl.load(addends, mask=(split < SPLITS) & inside[None, :, :], other=0.0), axis=0)
     empty = tl.where(gram == 0.0, 1.0, 0.0).to(tl.float64)
     # A Python float as an argument would come in float32, where this is 1.
@@ -258,7 +235,7 @@ def inverse_factor(
         gram = tl.where((i > k) & (j > k), gram - below * row, gram)
         inverse = tl.where(i > k, inverse - below * inverse_row, inverse)
         inverse = tl.where(i == k, inverse_row / tl.sqrt(pivot), inverse)
-    tl.store(inverses + batch.to(tl.int64) * (r * r) + i * r + j, inverse, mask=inside)
+    _store(inverses, inverses_strides, batch, ranks, ranks, r, r, inverse)
 
 
 @triton.jit
@@ -269,6 +246,8 @@ def orthonormal(
     out,
     sizes,
     p_strides,
+    first_strides,
+    second_strides,
     out_strides,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -278,6 +257,6 @@ def orthonormal(
     n, r = sizes[0], sizes[1]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
     a = _tile(p, p_strides, batch, rows, ranks, n, r).to(tl.float64)
-    a = _times_transposed(a, first, batch, r, RANKS)
-    a = _times_transposed(a, second, batch, r, RANKS)
+    a = _times_transposed(a, first, first_strides, batch, r, RANKS)
+    a = _times_transposed(a, second, second_strides, batch, r, RANKS)
     _store(out, out_strides, batch, rows, ranks, n, r, a.to(tl.float32))

@@ -1,12 +1,12 @@
-"""`FastLowRank` with triton's kernels where they apply."""
+"""`FastLowRank` with Triton's kernels where they apply."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import triton_launches as launches
 from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.compressors.triton import launches
 
 __all__ = ["TritonLowRank"]
 
