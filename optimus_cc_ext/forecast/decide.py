@@ -1,7 +1,7 @@
 """What compression will gain on this run's links, from what every rank measured: rules only, the same on every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
@@ -15,11 +15,17 @@ from optimus_cc_ext.forecast.timeline import (
     left_after_backward,
     smallest_useful,
 )
-from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.schedule import Schedule
 
 __all__ = ["EmbeddingBytes", "Forecast", "Measured", "forecast"]
 
 _FREE = Rate(0.0, float("inf"))
+_TITLES = {
+    "--compressed-backprop": "pipeline backward, compressed",
+    "--fused-embedding-sync": "embedding, fused",
+    "--dp-compression": "DP gradients, compressed",
+}
+_CURES = {"--dp-compression": ", or give --dp-compression-stages auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ class Measured:
     embedding_is_sharded: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Predicted seconds from the beginning of an iteration to its reduced gradients."""
 
@@ -91,7 +97,7 @@ class Forecast:
     """Nothing compressed or fused."""
 
     ours: float
-    without: dict[str, float]
+    without: Mapping[str, float]
     """Ours, but without one technique, by the name of its flag."""
 
     compressed_stages: frozenset[int]
@@ -104,49 +110,37 @@ class Forecast:
     replicas: float
     """Bytes per second of sums over replicas; 0 with one replica."""
 
-    warmups: Mapping[str, float] = field(default_factory=dict)
+    warmups: Mapping[str, float]
     """The share of the iterations in which a technique waits, by the name of its flag: not in the predicted ones."""
 
     def lines(self) -> list[str]:
         """For the terminal: the links, what is gained, class by class, and what does not pay."""
-        links = [f"{rate / 1e6:.1f} MB/s {where}" for rate, where in
-                 ((self.link, "between stages"), (self.replicas, "among replicas")) if rate]  # fmt: skip
+        rates = (self.link, "between stages"), (self.replicas, "among replicas")
+        links = ", ".join(f"{rate / 1e6:.1f} MB/s {where}" for rate, where in rates if rate)
         lines = [
-            f"forecast from measured times ({', '.join(links)}): the gradients of an iteration are reduced after "
-            f"{1e3 * self.ours:.0f} ms instead of {1e3 * self.plain:.0f} ms ({_change(self.ours, self.plain)})"
+            f"forecast from measured times ({links}): the gradients of an iteration are reduced after "
+            f"{1e3 * self.ours:.0f} ms instead of {1e3 * self.plain:.0f} ms ({_change(self.ours, self.plain)})",
+            *(f"forecast: {_TITLES[flag]}: {self._verdict(flag)}" for flag in self.without),
         ]
-        for flag, title in _TITLES.items():
-            if flag in self.without:
-                lines.append(f"forecast: {title}: {self._verdict(flag)}")
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
             lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
         return lines
 
     def _verdict(self, flag: str) -> str:
-        without, stages = self.without[flag], sorted(self.compressed_stages)
-        if flag == "--dp-compression" and not stages:
-            return "no stage's reduction is worth compressing"
-        where = f" on stages {', '.join(map(str, stages))} of {self.stages}" if flag == "--dp-compression" else ""
+        without, where = self.without[flag], ""
+        if flag == "--dp-compression":
+            if not self.compressed_stages:
+                return "no stage's reduction is worth compressing"
+            where = f" on stages {', '.join(map(str, sorted(self.compressed_stages)))} of {self.stages}"
         change = f"{1e3 * (self.ours - without):+.0f} ms ({_change(self.ours, without)}){where}"
         if self.ours > without * (1 + INDIFFERENT):
             return f"{change}. It does not pay here: leave out {flag}{_CURES.get(flag, '')}"
         return change if self.ours < without * (1 - INDIFFERENT) else f"{change}, nothing to speak of"
 
 
-_TITLES = {
-    "--compressed-backprop": "pipeline backward, compressed",
-    "--fused-embedding-sync": "embedding, fused",
-    "--dp-compression": "DP gradients, compressed",
-}
-_CURES = {"--dp-compression": ", or give --dp-compression-stages auto"}
-
-
 def forecast(
-    everyone: Sequence[Measured],
-    schedule: Schedule,
-    config: OptimusConfig,
-    stages: frozenset[int] | None,
+    everyone: Sequence[Measured], schedule: Schedule, config: OptimusConfig, stages: frozenset[int] | None
 ) -> Forecast:
     """What an iteration takes, with and without each technique that is switched on.
 
@@ -158,103 +152,88 @@ def forecast(
     """
     grid = [[m for m in everyone if m.stage == stage] for stage in range(schedule.stages)]
     costs = [_stage_cost(ranks) for ranks in grid]
+    all_messages = config.compressed_backprop_messages == "all"
+    backprop, fused = config.compressed_backprop, config.fused_embedding_sync
 
-    def compresses(message: Message) -> bool:
-        return config.compressed_backprop_messages == "all" or message.epilogue
+    def ends(backprop: bool) -> list[float]:
+        return last_backward_ends(schedule, costs, lambda message: backprop and (all_messages or message.epilogue))
+
+    def reductions(compressed: bool, fused: bool) -> list[float]:
+        """By stage: what its slowest rank takes after its last backward pass."""
+        return [max(_left_to_reduce(m, compressed, fused) for m in ranks) for ranks in grid]
+
+    def embedding(fused: bool) -> float:
+        """What comes after the first and the last stage have reduced their gradients."""
+        return max(
+            (m.factor_sum or m.link or _FREE).seconds(m.embedding.fused if fused else m.embedding.with_pair)
+            for m in everyone
+        )
 
     def seconds(backprop: bool, fused: bool, compressed: frozenset[int]) -> float:
-        ends = last_backward_ends(schedule, costs, compresses if backprop else _nothing)
-        reductions = [_reduction(grid[s], s in compressed, fused) for s in range(len(grid))]
-        return iteration_seconds(ends, reductions, _embedding(everyone, fused))
+        by_stage = zip(reductions(False, fused), reductions(True, fused), strict=True)
+        chosen = [small if stage in compressed else dense for stage, (dense, small) in enumerate(by_stage)]
+        return iteration_seconds(ends(backprop), chosen, embedding(fused))
 
-    backprop, fused = config.compressed_backprop, config.fused_embedding_sync
     if not config.dp_compression:
         stages = frozenset()
     elif stages is None:
-        stages = smallest_useful(
-            last_backward_ends(schedule, costs, compresses if backprop else _nothing),
-            [_reduction(ranks, False, fused) for ranks in grid],
-            [_reduction(ranks, True, fused) for ranks in grid],
-            _embedding(everyone, fused),
-        )
-    warmups = {
-        "--compressed-backprop-warmup": backprop and config.compressed_backprop_warmup,
-        "--dp-compression-warmup": config.dp_compression and config.dp_compression_warmup,
+        stages = smallest_useful(ends(backprop), reductions(False, fused), reductions(True, fused), embedding(fused))
+    without = {
+        "--compressed-backprop": (backprop, seconds(False, fused, stages)),
+        "--fused-embedding-sync": (fused, seconds(backprop, False, stages)),
+        "--dp-compression": (config.dp_compression, seconds(backprop, fused, frozenset())),
     }
-    without = {}
-    if backprop:
-        without["--compressed-backprop"] = seconds(False, fused, stages)
-    if fused:
-        without["--fused-embedding-sync"] = seconds(backprop, False, stages)
-    if config.dp_compression:
-        without["--dp-compression"] = seconds(backprop, fused, frozenset())
+    warmups = {
+        "--compressed-backprop-warmup": (backprop, config.compressed_backprop_warmup),
+        "--dp-compression-warmup": (config.dp_compression, config.dp_compression_warmup),
+    }
     return Forecast(
         plain=seconds(False, False, frozenset()),
         ours=seconds(backprop, fused, stages),
-        without=without,
+        without={flag: found for flag, (is_on, found) in without.items() if is_on},
         compressed_stages=stages,
         stages=schedule.stages,
-        link=_mean_rate(everyone, lambda m: m.link),
-        replicas=_mean_rate(everyone, lambda m: m.factor_sum),
-        warmups={flag: share for flag, share in warmups.items() if share},
+        link=_mean_rate([m.link for m in everyone]),
+        replicas=_mean_rate([m.factor_sum for m in everyone]),
+        warmups={flag: share for flag, (is_on, share) in warmups.items() if is_on and share},
     )
-
-
-def _nothing(message: Message) -> bool:
-    return False
 
 
 def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
     """Computation is what the stage's ranks take on average, transfers what the slowest of them takes."""
 
-    def mean(value: Callable[[Measured], float]) -> float:
-        return fmean(map(value, ranks))
+    def mean(name: str) -> float:
+        return fmean(getattr(m, name) for m in ranks)
 
-    def slowest(nbytes: Callable[[Measured], int]) -> float:
-        return max((m.link or _FREE).seconds(nbytes(m)) for m in ranks)
-
-    travel = slowest(lambda m: m.message_bytes)
+    travel, compressed = (
+        max((m.link or _FREE).seconds(getattr(m, name)) for m in ranks)
+        for name in ("message_bytes", "compressed_message_bytes")
+    )
+    parts = {name: mean(name) for name in ("compress", "decompress", "remember")}
     return StageCost(
-        forward=mean(lambda m: m.forward),
-        backward=mean(lambda m: m.backward),
+        forward=mean("forward"),
+        backward=mean("backward"),
         activation=travel,
         gradient=MessageCost(travel=travel),
-        compressed_gradient=MessageCost(
-            travel=slowest(lambda m: m.compressed_message_bytes),
-            compress=mean(lambda m: m.compress),
-            decompress=mean(lambda m: m.decompress),
-            remember=mean(lambda m: m.remember),
-        ),
+        compressed_gradient=MessageCost(travel=compressed, **parts),
     )
-
-
-def _reduction(ranks: Sequence[Measured], compressed: bool, fused: bool) -> float:
-    """What is left of the slowest rank's reduction over its replicas after its last backward pass."""
-    return max(_left_to_reduce(m, compressed, fused) for m in ranks)
 
 
 def _left_to_reduce(m: Measured, compressed: bool, fused: bool) -> float:
+    """What is left of a rank's reduction over its replicas after its last backward pass, in seconds."""
+    dense, factors = m.dense_sum or _FREE, m.factor_sum or _FREE
     apart = fused and not m.embedding_is_sharded
-    embedding = 0.0 if apart else (m.dense_sum or _FREE).seconds(m.embedding.with_replicas)
+    embedding = 0.0 if apart else dense.seconds(m.embedding.with_replicas)
     if not compressed:
-        dense = (m.dense_sum or _FREE).seconds(m.dense_bytes)
-        return left_after_backward(dense + embedding, m.backward, m.buckets)
+        return left_after_backward(dense.seconds(m.dense_bytes) + embedding, m.backward, m.buckets)
     # Two phases, P and Q, of much the same size. A bucket's second one begins when it is waited for.
-    phase = ((m.factor_sum or _FREE).seconds(m.compressed_bytes) + m.compress_gradients) / 2
+    phase = (factors.seconds(m.compressed_bytes) + m.compress_gradients) / 2
     return left_after_backward(phase + embedding, m.backward, m.buckets) + phase
 
 
-def _embedding(everyone: Sequence[Measured], fused: bool) -> float:
-    """What comes after the first and the last stage have reduced their gradients."""
-    return max(
-        (m.factor_sum or m.link or _FREE).seconds(m.embedding.fused if fused else m.embedding.with_pair)
-        for m in everyone
-    )
-
-
-def _mean_rate(everyone: Sequence[Measured], which: Callable[[Measured], Rate | None]) -> float:
-    rates = [rate.bytes_per_second for m in everyone if (rate := which(m)) is not None]
-    return fmean(rates) if rates else 0.0
+def _mean_rate(rates: Sequence[Rate | None]) -> float:
+    known = [rate.bytes_per_second for rate in rates if rate is not None]
+    return fmean(known) if known else 0.0
 
 
 def _change(new: float, old: float) -> str:

@@ -69,27 +69,28 @@ class Forecaster:
             _say(session, found)
 
     def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
-        session = self._session
+        session, gradients = self._session, self._session.gradients
         assert session.grid is not None, "the session has no place in the grid yet"
-        replicas, sharded = (
-            session.gradients.replicas,
-            session.layout is not None and session.layout.distributed_optimizer,
-        )
+        sharded = session.layout is not None and session.layout.distributed_optimizer
         link = probe_link(session.grid.pipeline_group, device)
         # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
-        factor_sum = dense_sum = probe_collective(replicas, device, scattered=False)
+        factor_sum = dense_sum = probe_collective(gradients.replicas, device, scattered=False)
         if sharded:
-            dense_sum = probe_collective(replicas, device, scattered=True)
-        compress = decompress = remember = 0.0
+            dense_sum = probe_collective(gradients.replicas, device, scattered=True)
+        compress = decompress = remember = compress_gradients = 0.0
         message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
         ends = session.backprop.sending or session.backprop.receiving
-        if (
-            ends is not None
-            and gradient is not None
-            and ends.plan.compresses(Message(0, epilogue=True), gradient.shape)
-        ):
+        if gradient is not None and ends and ends.plan.compresses(Message(0, epilogue=True), gradient.shape):
             compressed_bytes = ends.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
             compress, decompress, remember = time_message(ends.plan, gradient, session.backprop.compressor)
+        if session.config.dp_compression and session.alone is not None:
+            compress_gradients = time_gradients(
+                [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
+                alone=session.alone,
+                compressor=gradients.compressor,
+                config=session.config,
+                state_dtype=gradients.state_dtype,
+            )
         return Measured(
             stage=session.grid.place.stage,
             forward=self._stopwatch.median("forward"),
@@ -102,34 +103,19 @@ class Forecaster:
             compress=compress,
             decompress=decompress,
             remember=remember,
-            dense_bytes=sum(buckets.dense_bytes for buckets in session.gradients.buckets),
-            compressed_bytes=sum(buckets.compressed_bytes for buckets in session.gradients.buckets),
-            compress_gradients=self._gradients(),
-            buckets=sum(buckets.overlapping for buckets in session.gradients.buckets) or 1,
+            dense_bytes=sum(buckets.dense_bytes for buckets in gradients.buckets),
+            compressed_bytes=sum(buckets.compressed_bytes for buckets in gradients.buckets),
+            compress_gradients=compress_gradients,
+            buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
             embedding_is_sharded=sharded,
-        )
-
-    def _gradients(self) -> float:
-        session = self._session
-        matrices = [matrix for buckets in session.gradients.buckets for matrix in buckets.matrices]
-        if not session.config.dp_compression or session.alone is None:
-            return 0.0
-        return time_gradients(
-            matrices,
-            alone=session.alone,
-            compressor=session.gradients.compressor,
-            config=session.config,
-            state_dtype=session.gradients.state_dtype,
         )
 
 
 def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
     assert session.grid is not None
-    nbytes = sum(buckets.tied_bytes for buckets in session.gradients.buckets)
-    replicas = session.grid.data_parallel
-    over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
-    with_replicas = over_replicas(nbytes, replicas)
+    nbytes, replicas = sum(buckets.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
+    with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
     if not nbytes or session.grid.stages == 1:
         return EmbeddingBytes(with_replicas=with_replicas)
     return EmbeddingBytes(
@@ -140,9 +126,9 @@ def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
 
 
 def _say(session: Session, found: Forecast) -> None:
+    lines = found.lines() if session.config.compression_forecast else []
     if session.config.dp_compression_stages == "auto":
         chosen = ", ".join(map(str, sorted(found.compressed_stages))) or "none"
-        print(f"optimus-cc: --dp-compression-stages auto: of {found.stages} stages compressed: {chosen}", flush=True)
-    if session.config.compression_forecast:
-        for line in found.lines():
-            print(f"optimus-cc: {line}", flush=True)
+        lines.insert(0, f"--dp-compression-stages auto: of {found.stages} stages compressed: {chosen}")
+    for line in lines:
+        print(f"optimus-cc: {line}", flush=True)

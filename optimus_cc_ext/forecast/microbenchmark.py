@@ -1,14 +1,13 @@
 """How long compression takes on this device, tried on tensors of its own before anything depends on it."""
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.compressors import LowRank, private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.schedule import NonInterleaved
@@ -23,20 +22,21 @@ _SAMPLE_BYTES = 1 << 26
 def time_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tuple[float, float, float]:
     """Seconds to compress, to decompress and to remember a gradient of the shape, dtype and device of `like`."""
     sending, receiving = SendingLink(plan, compressor, 0, 0), ReceivingLink(plan, compressor, 0, 0)
-    gradient = _noise(like.shape, like.dtype, like.device)
-    seconds = (0.0, 0.0, 0.0)
+    gradient, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
     for _ in range(2):  # the first time allocates
-        schedule = NonInterleaved(plan.receiving_stage + 2, 1)
+        stopwatch.clear()
         for link in (sending, receiving):
-            link.begin(schedule)
-        sent, compress = _timed(partial(sending.send, gradient), like.device)
-        _, remember = _timed(sent.after_post, like.device)
+            link.begin(NonInterleaved(plan.receiving_stage + 2, 1))
+        with stopwatch.timed("compress", like.device):
+            sent = sending.send(gradient)
+        with stopwatch.timed("remember", like.device):
+            sent.after_post()
         sent.after_wait()
         arriving = receiving.receive(torch.empty_like(gradient))
         arriving.tensor.zero_()
-        _, decompress = _timed(arriving.after_wait, like.device)
-        seconds = (compress, decompress, remember)
-    return seconds
+        with stopwatch.timed("decompress", like.device):
+            arriving.after_wait()
+    return stopwatch.total("compress"), stopwatch.total("decompress"), stopwatch.total("remember")
 
 
 @torch.no_grad()
@@ -62,35 +62,23 @@ def time_gradients(
         if nbytes + matrix.nbytes <= _SAMPLE_BYTES or not shapes:
             shapes.append(matrix.shape)
             nbytes += matrix.nbytes
-    like = matrices[0]
+    like, sizes = matrices[0], [shape.numel() for shape in shapes]
     # One after the other in one storage, as in a bucket.
-    flat = _noise(torch.Size([sum(shape.numel() for shape in shapes)]), like.dtype, like.device)
-    pieces = flat.split([shape.numel() for shape in shapes])
+    pieces = _noise((sum(sizes),), like).split(sizes)
     sample = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     reducer = BucketReducer(
         sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="microbenchmark",
         state_dtype=state_dtype,
     )  # fmt: skip
-    seconds = 0.0
+    stopwatch = Stopwatch(on=True)
     for _ in range(2):  # the first time allocates
-        seconds = sum(_timed(work, like.device)[1] for work in (reducer.reduce, partial(reducer.states.commit, {})))
-    return seconds * sum(matrix.nbytes for matrix in matrices) / nbytes
+        stopwatch.clear()
+        with stopwatch.timed("gradients", like.device):
+            reducer.reduce()
+            reducer.states.commit({})
+    return stopwatch.total("gradients") * sum(matrix.nbytes for matrix in matrices) / nbytes
 
 
-def _noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    generator = private_generator(0, "microbenchmark", device=device)
-    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-
-def _timed[T](work: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """What `work` returns, and the seconds that it takes."""
-    _finish(device)
-    began = time.perf_counter()
-    result = work()
-    _finish(device)
-    return result, time.perf_counter() - began
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    generator = private_generator(0, "microbenchmark", device=like.device)
+    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)

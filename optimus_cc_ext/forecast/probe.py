@@ -1,6 +1,5 @@
 """How fast this run's own links are: a few transfers on the groups that training uses, on all ranks at once."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ _LARGEST = {"cpu": 1 << 22, "cuda": 1 << 26}
 _LONG_ENOUGH = 0.02
 """Seconds that the timed transfer takes at least, unless the largest is faster."""
 
-_TRIES = {True: 5, False: 2}
-"""How often a small transfer is timed, and a large one. Each time may be disturbed; the shortest is the link's."""
+_SMALL_TRIES, _LARGE_TRIES = 5, 2
+"""How often a transfer is timed. Each time may be disturbed; the shortest is the link's."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,13 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
     Args:
         group: this rank's pipeline.
         device: where the group's transfers take their tensors.
+
+    Raises:
+        OptimusError: a transfer failed; names the ranks.
     """
     stage, stages, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if stages == 1:
-        return _probed(None, device, "")
+        return _probed(_nothing, device, "the other ranks")
 
     def exchange(nbytes: int) -> float:
         # To the next and from the one before: on a full-duplex link the two do not disturb each other. Then an answer:
@@ -71,10 +73,13 @@ def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, s
 
     Returns:
         None where the group is one rank, or none.
+
+    Raises:
+        OptimusError: a collective failed; names the ranks.
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
-        return _probed(None, device, "")
+        return _probed(_nothing, device, "the other ranks")
 
     def exchange(nbytes: int) -> float:
         values = torch.zeros(nbytes // 4 // ranks * ranks, dtype=torch.float32, device=device)
@@ -87,53 +92,50 @@ def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, s
     return _probed(exchange, device, f"a sum over ranks {dist.get_process_group_ranks(group)}")
 
 
-def _probed(exchange: Callable[[int], float] | None, device: torch.device, purpose: str) -> Rate | None:
-    """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank."""
+def _nothing(nbytes: int) -> float:
+    return 0.0
+
+
+def _probed(exchange: Callable[[int], float], device: torch.device, purpose: str) -> Rate | None:
+    """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank.
+
+    Args:
+        exchange: exchanges about so many bytes, and returns how many it moved; none: there is no rate.
+        device: where the agreement between ranks takes its tensors.
+        purpose: of the exchange, in words.
+    """
     try:
-        return _fitted(exchange, device)
+        small, quick = _timed(exchange, _SMALL, device, _SMALL_TRIES)
+        nbytes = _LARGE
+        while True:
+            large, slow = _timed(exchange, nbytes, device, _LARGE_TRIES)
+            if nbytes >= _LARGEST[device.type] or _slowest(slow, device) > _LONG_ENOUGH:
+                break
+            nbytes *= 4
     except RuntimeError as error:
-        waited_for = purpose or "the other ranks"
-        raise OptimusError(f"rank {dist.get_rank()}: measuring the links: {waited_for}: {error}") from error
-
-
-def _fitted(exchange: Callable[[int], float] | None, device: torch.device) -> Rate | None:
-    small, quick = _timed(exchange, _SMALL, device)
-    nbytes = _LARGE
-    while True:
-        large, slow = _timed(exchange, nbytes, device)
-        if nbytes >= _LARGEST[device.type] or _slowest(slow, device) > _LONG_ENOUGH:
-            break
-        nbytes *= 4
-    if exchange is None:
+        raise OptimusError(f"rank {dist.get_rank()}: measuring the links: {purpose}: {error}") from error
+    if not large:
         return None
     # Noise can make the small one the slower one; then latency is all that is known of it.
     rate = (large - small) / max(slow - quick, slow / 10)
     return Rate(max(quick - small / rate, 0.0), rate)
 
 
-def _timed(exchange: Callable[[int], float] | None, nbytes: int, device: torch.device) -> tuple[float, float]:
+def _timed(exchange: Callable[[int], float], nbytes: int, device: torch.device, tries: int) -> tuple[float, float]:
     """(bytes moved, seconds) of one exchange. A first, which does not count, connects, and uses up what a shaped link
     has saved up."""
     _slowest(0.0, device)  # all begin together
-    if exchange is None:
-        return 0.0, 0.0
-    exchange(nbytes)
-    _finish(device)
-    moved, shortest = 0.0, math.inf
-    for _ in range(_TRIES[nbytes == _SMALL]):
+    moved, seconds = 0.0, []
+    for _ in range(1 + tries):
         began = time.perf_counter()
         moved = exchange(nbytes)
-        _finish(device)
-        shortest = min(shortest, time.perf_counter() - began)
-    return moved, shortest
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return moved, min(seconds[1:])
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
     value = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

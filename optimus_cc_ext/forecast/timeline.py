@@ -1,11 +1,10 @@
 """How long an iteration takes on given links: a simulation of 1F1B, in seconds, without a process or a tensor.
 
-It knows what compression can change: how long messages between stages travel, and what a stage does after its last
-backward pass. The iteration ends when the last stage to finish has reduced its gradients, because the optimizer needs
-the norm of all of them. So a stage whose dense reduction fits into its slack, the time that others still need, gains
-nothing by compressing it; and one whose reduction does not fit is what everyone waits for, however early it began.
+It ends when the last stage to finish has reduced its gradients, because the optimizer needs the norm of all of them. So
+a stage whose dense reduction fits into its slack, the time that others still need, gains nothing by compressing it.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,18 +67,49 @@ def last_backward_ends(
         schedule: whose passes they are.
         costs: by stage.
         compressed: whether a message travels as P and Q.
+
+    Raises:
+        ValueError: the passes wait for each other in a circle.
     """
-    clock = _Clock(schedule, costs, compressed)
-    todo = [list(reversed(schedule.passes(stage))) for stage in range(schedule.stages)]
+    stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
+    free, link_free = [0.0] * stages, [0.0] * stages
+    todo = [deque(schedule.passes(stage)) for stage in range(stages)]
+    messages = [map(compressed, schedule.messages(receiver)) for receiver in range(stages)]
+    # When what a pass gives to the next one is there: by direction, place (chunk * stages + stage) and micro-batch.
+    arrived = {(True, -1, work.micro_batch): 0.0 for work in todo[0]}
+
+    def travel(stage: int, seconds: float) -> float:
+        if stages == 1:
+            return free[stage]
+        link_free[stage] = max(link_free[stage], free[stage]) + seconds
+        return link_free[stage]
+
+    def run(stage: int, work: Pass) -> bool:
+        cost, place = costs[stage], work.chunk * stages + stage
+        from_the_loss = not work.forward and place == last
+        source = place if from_the_loss else place - 1 if work.forward else place + 1
+        ready = arrived.get((work.forward or from_the_loss, source, work.micro_batch))
+        if ready is None:
+            return False
+        free[stage] = max(free[stage], ready) + (cost.forward if work.forward else cost.backward)
+        result = work.forward, place, work.micro_batch
+        if work.forward:
+            arrived[result] = free[stage] if place == last else travel(stage, cost.activation)
+        elif place > 0:
+            message = cost.compressed_gradient if next(messages[stage - 1]) else cost.gradient
+            free[stage] += message.compress
+            arrived[result] = travel(stage, message.travel) + message.decompress
+            free[stage] += message.remember
+        return True
+
     while any(todo):
-        moved = False
+        before = sum(map(len, todo))
         for stage, passes in enumerate(todo):
-            while passes and clock.run(stage, passes[-1]):
-                passes.pop()
-                moved = True
-        if not moved:
+            while passes and run(stage, passes[0]):
+                passes.popleft()
+        if sum(map(len, todo)) == before:
             raise ValueError("a schedule whose passes wait for each other in a circle")
-    return clock.free
+    return free
 
 
 def iteration_seconds(backward_ends: Sequence[float], reductions: Sequence[float], embedding: float) -> float:
@@ -106,78 +136,22 @@ def left_after_backward(reduction: float, backward: float, buckets: int) -> floa
     return max(reduction / buckets, reduction - backward * (buckets - 1) / buckets)
 
 
-def smallest_useful(backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float],
-                    embedding: float) -> frozenset[int]:  # fmt: skip
+def smallest_useful(
+    backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float], embedding: float
+) -> frozenset[int]:
     """The fewest stages whose compression makes the iteration as short as any choice can, within `INDIFFERENT`.
 
     Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
     """
-    best = [min(pair) for pair in zip(dense, compressed, strict=True)]
-    shortest = iteration_seconds(backward_ends, best, embedding)
-    chosen = {stage for stage, (plain, small) in enumerate(zip(dense, compressed, strict=True)) if small < plain}
+
+    def seconds(chosen: frozenset[int]) -> float:
+        reductions = [compressed[s] if s in chosen else dense[s] for s in range(len(dense))]
+        return iteration_seconds(backward_ends, reductions, embedding)
+
+    chosen = frozenset(s for s in range(len(dense)) if compressed[s] < dense[s])
+    shortest = seconds(chosen)
     # The one that saves least is left out first.
-    for stage in sorted(chosen, key=lambda stage: dense[stage] - compressed[stage]):
-        without = [compressed[s] if s in chosen - {stage} else dense[s] for s in range(len(dense))]
-        if iteration_seconds(backward_ends, without, embedding) <= shortest * (1 + INDIFFERENT):
-            chosen.remove(stage)
-    return frozenset(chosen)
-
-
-class _Clock:
-    """When each stage is free, when its sender is, and what has arrived where."""
-
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCost], compressed: Callable[[Message], bool]) -> None:
-        self._stages, self._chunks, self._costs = schedule.stages, schedule.chunks, costs
-        self.free = [0.0] * schedule.stages
-        self._wire_free = [0.0] * schedule.stages
-        self._arrived: dict[tuple[int, Pass], float] = {}
-        self._messages = {
-            receiver: iter([compressed(message) for message in schedule.messages(receiver)])
-            for receiver in range(schedule.stages)
-        }
-
-    def run(self, stage: int, work: Pass) -> bool:
-        """Do this pass, if what it needs has arrived."""
-        ready = 0.0
-        if (source := self._source(stage, work)) is not None:
-            if source not in self._arrived:
-                return False
-            ready = self._arrived.pop(source)
-        cost = self._costs[stage]
-        begin = max(self.free[stage], ready)
-        self.free[stage] = begin + (cost.forward if work.forward else cost.backward)
-        self._send(stage, work)
-        return True
-
-    def _source(self, stage: int, work: Pass) -> tuple[int, Pass] | None:
-        """The pass, here or on another stage, that this one gets its input from."""
-        first, last = (0, 0), (self._stages - 1, self._chunks - 1)
-        if work.forward:
-            if (stage, work.chunk) == first:
-                return None
-            before = (stage - 1, work.chunk) if stage else (self._stages - 1, work.chunk - 1)
-            return before[0], Pass(True, before[1], work.micro_batch)
-        if (stage, work.chunk) == last:
-            return stage, Pass(True, work.chunk, work.micro_batch)
-        after = (stage + 1, work.chunk) if stage < self._stages - 1 else (0, work.chunk + 1)
-        return after[0], Pass(False, after[1], work.micro_batch)
-
-    def _send(self, stage: int, work: Pass) -> None:
-        """Give the result to whoever waits for it."""
-        cost, first, last = self._costs[stage], (0, 0), (self._stages - 1, self._chunks - 1)
-        if work.forward and (stage, work.chunk) == last:
-            self._arrived[stage, work] = self.free[stage]
-        elif work.forward:
-            self._arrived[stage, work] = self._travelled(stage, cost.activation)
-        elif (stage, work.chunk) != first:
-            receiver = (stage - 1) % self._stages
-            message = cost.compressed_gradient if next(self._messages[receiver]) else cost.gradient
-            self.free[stage] += message.compress
-            self._arrived[stage, work] = self._travelled(stage, message.travel) + message.decompress
-            self.free[stage] += message.remember
-
-    def _travelled(self, stage: int, seconds: float) -> float:
-        if self._stages == 1:
-            return self.free[stage]
-        self._wire_free[stage] = max(self._wire_free[stage], self.free[stage]) + seconds
-        return self._wire_free[stage]
+    for stage in sorted(chosen, key=lambda s: dense[s] - compressed[s]):
+        if seconds(chosen - {stage}) <= shortest * (1 + INDIFFERENT):
+            chosen -= {stage}
+    return chosen

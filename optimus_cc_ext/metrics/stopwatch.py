@@ -14,8 +14,8 @@ __all__ = ["Stopwatch"]
 class Stopwatch:
     """Durations by name, of one process."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, *, on: bool = False) -> None:
+        self.on = on
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
 

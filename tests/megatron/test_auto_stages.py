@@ -20,7 +20,7 @@ FIRST_COMPRESSED = 2
 
 
 def on_links_of(bytes_per_second: float) -> None:
-    from optimus_cc_ext import forecaster
+    from optimus_cc_ext.forecast import forecaster
     from optimus_cc_ext.forecast.probe import Rate
 
     install_and_watch()
