@@ -1,9 +1,13 @@
 """What the fork server imports once, for ranks to start with it at hand: the CPU runtime, then Megatron.
 
-Imports only: a server that has run parallel work (OpenMP) or opened a socket must not be forked.
+Imports, and what else every rank would do first; a server that has run parallel work (OpenMP) or opened a socket must
+not be forked.
 """
 
+import argparse
 import contextlib
+import functools
+import gc
 import importlib
 import os
 import warnings
@@ -20,12 +24,30 @@ with warnings.catch_warnings():
     # What every training run imports, most of it late: in one rank after the other it would be most of their time.
     for module in (
         "megatron.training",
-        "megatron.core.tokenizers.text",
+        "megatron.core.tokenizers.text.models",
         "optimus_cc_ext.hooks.installation",
         "torch._dynamo",
         "torch._inductor.test_operators",
+        "torch.profiler._cupti_monitor",
         "transformers.generation",
     ):
         importlib.import_module(module)
-    with contextlib.suppress(ImportError):  # it needs 0.19; older versions are tested through an entry of the tests
-        import optimus_cc_ext.pretrain_gpt  # noqa: F401
+    for module in (
+        "megatron.core.models.mimo.optimizer",
+        "megatron.core.datasets.helpers",
+        "optimus_cc_ext.pretrain_gpt",  # it needs 0.19; older versions are tested through an entry of the tests
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+
+    # For its flags Megatron parses the source of its configurations, each time: half of what a rank does to start.
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    if hasattr(factory, "_get_field_docstrings"):  # since 0.18
+        found = functools.cache(functools.partial(factory._get_field_docstrings, object.__new__(factory)))
+        factory._get_field_docstrings = lambda self, source: found(source)
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+gc.collect()
+gc.freeze()  # so that no rank's collector writes to the pages that all of them share
