@@ -1,20 +1,29 @@
-"""A tiny GPT through Megatron's own pretrain() in forked ranks, and what tests compare of it, to the bit."""
+"""A tiny GPT through Megatron's own pretrain() in forked ranks, and all that tests ask of it, to the bit."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import pickle
+import random
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
+import numpy
 import torch
 
 from tests.forked_ranks import run_ranks
+from tests.megatron import recording
+from tests.megatron.recording import Messages, Ours, hash_of
 
-__all__ = ["TINY_GPT", "MegatronRun", "last_stage_losses", "megatron_run", "run_megatron"]
+__all__ = [
+    "TINY_GPT", "MegatronRun", "Step", "last_stage_losses", "megatron_run", "relative_gap", "run_megatron",
+]  # fmt: skip
 
 TINY_GPT = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
@@ -26,11 +35,33 @@ TINY_GPT = shlex.split("""
 """)
 """Flags of every run: 4 layers, hidden 64, 4 iterations of 16 sequences. Later flags win: append your own."""
 
+SKIPPED, GRAD_NORM = 1, 5
+"""Where `train_step` returns whether the update was skipped, and the norm of the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What was there after one training step."""
+
+    skipped: bool
+    loss_scale: float
+    """That the step ran with."""
+    weights: str
+    """sha256 of all of them."""
+    memory: list[str]
+    """sha256 of each tensor that compression remembers, residuals in units of unscaled gradients."""
+    memory_norms: list[float]
+
 
 @dataclass(slots=True)
 class MegatronRun:
     """What one rank recorded."""
 
+    stage: int = 0
+    tensor_rank: int = 0
+    data_rank: int = 0
+    ended: int | str | None = None
+    """The exit status or the error of ours that it ended with, if it did not come to its end."""
     losses: list[float | None] = field(default_factory=list)
     """Per iteration: the averaged fp32 training loss, exactly; None off the last stage."""
     evaluation_losses: list[float | None] = field(default_factory=list)
@@ -38,11 +69,35 @@ class MegatronRun:
     grad_norms: list[float | None] = field(default_factory=list)
     """Per iteration: the norm of the gradients before clipping."""
     random_states: list[str] = field(default_factory=list)
-    """Per iteration: sha256 of torch's global random state after it."""
+    """Per iteration: sha256 of the states of torch's, Megatron's, numpy's and Python's generators after it."""
+    steps: list[Step] = field(default_factory=list)
+    passes: int = 0
+    """Forward-backward passes of all steps together."""
     weights: dict[str, str] = field(default_factory=dict)
-    """At the end: "<model chunk>.<parameter's name>" to sha256 of the parameter's bytes."""
+    """At the end: "<model chunk>.<parameter's name>" to sha256 of the parameter's bytes; gradients likewise."""
+    gradients: dict[str, str] = field(default_factory=dict)
+    gradient_bytes: dict[str, int] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    """Of `weights`, every copy of the tied embedding."""
+    split_over_tensor_ranks: dict[str, bool] = field(default_factory=dict)
+    buckets: int = 0
+    expert_buckets: int = 0
+    printed: list[str] = field(default_factory=list)
+    """The lines that this rank wrote to stdout and stderr."""
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    """What was there each time that Megatron came to its tracker file, or gave a save to the background."""
+    messages: dict[str, Messages] = field(default_factory=dict)
+    """By end of a link, "sent" or "received"."""
+    asked: dict[str, list[str]] = field(default_factory=dict)
+    """By watched method: what it asked torch for after the first iteration, new memory and values on the host."""
+    ours: Ours | None = None
     probed: Any = None
     """What the test's probe returned."""
+
+    @property
+    def said(self) -> list[str]:
+        """Our own lines."""
+        return [line.removeprefix("optimus-cc: ") for line in self.printed if line.startswith("optimus-cc: ")]
 
 
 def run_megatron(
@@ -52,10 +107,11 @@ def run_megatron(
     before: Callable[[], Any] | None = None,
     probe: Callable[[list[torch.nn.Module], Any], Any] | None = None,
     entry: Callable[[], Any] | None = None,
+    watched: bool = False,
     timeout: float = 180.0,
 ) -> list[MegatronRun]:
     """:func:`megatron_run` on ``world_size`` forked ranks; the records in rank order."""
-    return run_ranks(world_size, megatron_run, list(argv), before, probe, entry, timeout=timeout)
+    return run_ranks(world_size, megatron_run, list(argv), before, probe, entry, watched, timeout=timeout)
 
 
 def megatron_run(
@@ -63,24 +119,72 @@ def megatron_run(
     before: Callable[[], Any] | None = None,
     probe: Callable[[list[torch.nn.Module], Any], Any] | None = None,
     entry: Callable[[], Any] | None = None,
+    watched: bool = False,
 ) -> MegatronRun:
     """Train the tiny GPT with the flags ``argv`` in this rank; once per process: Megatron's state is global.
 
     ``before()`` runs before Megatron parses its flags (to install hooks); ``probe(model_chunks, optimizer)``
-    at the end, its result must be picklable; ``entry`` replaces :func:`optimus_cc_ext.pretrain_gpt.main`.
+    at the end, its result must be picklable; ``entry`` replaces :func:`optimus_cc_ext.pretrain_gpt.main`;
+    ``watched`` has the hot path's demands noted, which takes time.
     """
+    from optimus_cc_ext.errors import OptimusError
+
+    run = MegatronRun(printed=(tee := _Tee(sys.stdout)).lines)
+    sys.stdout = sys.stderr = tee  # type: ignore[assignment]
+    run.asked = recording.hot_path() if watched else {}
+    run.messages = recording.observe_links()
+    _record_saves(run)
+    built = _record_training(run)
+    sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
+    if before is not None:
+        before()
+    if entry is None:
+        from optimus_cc_ext import pretrain_gpt  # here: an older Megatron runs another entry, and has not what it needs
+
+        entry = pretrain_gpt.main
+    try:
+        entry()
+    except SystemExit as ended:
+        run.ended = ended.code or None  # 0 where an interval has it end early
+    except OptimusError as error:
+        run.ended = str(error)
+    if built:
+        model, optimizer, _ = built
+        _record_end(run, model)
+        run.probed = None if probe is None else probe(model, optimizer)
+    return run
+
+
+class _Tee:
+    """Notes whole lines on their way to a stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.lines: list[str] = []
+        self._stream, self._rest = stream, ""
+
+    def write(self, text: str) -> int:
+        *whole, self._rest = (self._rest + text).split("\n")
+        self.lines += whole
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _record_training(run: MegatronRun) -> list[Any]:
+    """Note every step and evaluation; what is returned will be model, optimizer and scheduler."""
     from megatron.training import training
 
-    run = MegatronRun()
     built: list[Any] = []
-    train_step, evaluate, setup = training.train_step, training.evaluate, training.setup_model_and_optimizer
+    train, evaluate, setup = training.train, training.evaluate, training.setup_model_and_optimizer
+    get_schedule = training.get_forward_backward_func
 
-    @functools.wraps(train_step)
-    def recording_train_step(*args: Any, **kwargs: Any) -> Any:
-        result = train_step(*args, **kwargs)
-        run.losses.append(_loss(result[0]))
-        run.grad_norms.append(None if result[5] is None else float(result[5]))
-        run.random_states.append(hash_of(torch.get_rng_state()))
+    @functools.wraps(train)
+    def recording_train(*args: Any, **kwargs: Any) -> Any:
+        # Ours wraps train_step once the flags are known; the notes are taken around that.
+        training.train_step = _recording_step(run, training.train_step, built)
+        result = train(*args, **kwargs)
+        run.gradients = {name: hash_of(p.main_grad) for name, p in named_parameters(built[0])}  # before a last save
         return result
 
     @functools.wraps(evaluate)
@@ -94,32 +198,108 @@ def megatron_run(
         built[:] = setup(*args, **kwargs)
         return tuple(built)
 
-    training.train_step = recording_train_step
-    training.evaluate = recording_evaluate
-    training.setup_model_and_optimizer = recording_setup
+    @functools.wraps(get_schedule)
+    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+        forward_backward = get_schedule(*args, **kwargs)
 
-    sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
-    if before is not None:
-        before()
-    if entry is None:
-        from optimus_cc_ext import pretrain_gpt  # here: an older Megatron runs another entry, and has not what it needs
+        @functools.wraps(forward_backward)
+        def counted(**arguments: Any) -> Any:
+            run.passes += not arguments.get("forward_only")
+            return forward_backward(**arguments)
 
-        entry = pretrain_gpt.main
-    entry()
+        return counted
 
-    model, optimizer, _ = built
-    run.weights = {
-        f"{index}.{name}": hash_of(parameter)
-        for index, chunk in enumerate(model)
-        for name, parameter in chunk.named_parameters()
-    }
-    run.probed = None if probe is None else probe(model, optimizer)
-    return run
+    training.train, training.evaluate, training.setup_model_and_optimizer = (
+        recording_train, recording_evaluate, recording_setup,
+    )  # fmt: skip
+    training.get_forward_backward_func = counting_schedule
+    return built
 
 
-def hash_of(tensor: torch.Tensor) -> str:
-    """sha256 of the bytes of ``tensor``, of any shape and dtype."""
-    return hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+def _recording_step(run: MegatronRun, original: Any, built: list[Any]) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        model, *_ = built
+        scale = float(signature.bind(*args, **kwargs).arguments["optimizer"].get_loss_scale())
+        result = original(*args, **kwargs)
+        run.losses.append(_loss(result[0]))
+        run.grad_norms.append(None if result[GRAD_NORM] is None else float(result[GRAD_NORM]))
+        run.random_states.append(_random_state())
+        session = recording.current()
+        memory = [] if session is None else list(recording.memory(session, scale))
+        weights = hashlib.sha256("".join(hash_of(p) for chunk in model for p in chunk.parameters()).encode())
+        run.steps.append(
+            Step(
+                skipped=bool(result[SKIPPED]),
+                loss_scale=scale,
+                weights=weights.hexdigest(),
+                memory=[hash_of(t) for t in memory],
+                memory_norms=[float(t.double().norm()) for t in memory],
+            )
+        )
+        return result
+
+    return train_step
+
+
+def _record_saves(run: MegatronRun) -> None:
+    """Note what every save leaves behind, and when."""
+    from megatron.training import checkpointing, get_args
+
+    tracker_name, schedule = checkpointing.get_checkpoint_tracker_filename, checkpointing.schedule_async_save
+
+    def state(folder: str) -> dict[str, Any]:
+        tracker = Path(tracker_name(folder))
+        return {
+            "whole": [p.parent.parent.name for p in sorted(Path(folder).glob("iter_*/optimus_cc/topology.json"))],
+            "tracker": tracker.read_text() if tracker.exists() else None,
+        }
+
+    @functools.wraps(tracker_name)
+    def noting_tracker(checkpoints_path: str) -> str:
+        run.saves.append({"tracker's turn": state(checkpoints_path)})
+        return tracker_name(checkpoints_path)
+
+    @functools.wraps(schedule)
+    def noting_schedule(request: Any) -> None:
+        run.saves.append({"background": state(get_args().save)})
+        schedule(request)
+
+    checkpointing.get_checkpoint_tracker_filename = noting_tracker
+    checkpointing.schedule_async_save = noting_schedule
+
+
+def _record_end(run: MegatronRun, model: list[torch.nn.Module]) -> None:
+    from megatron.core import parallel_state
+
+    run.stage = parallel_state.get_pipeline_model_parallel_rank()
+    run.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    run.data_rank = parallel_state.get_data_parallel_rank()
+    parameters = dict(named_parameters(model))
+    run.weights = {name: hash_of(p) for name, p in parameters.items()}
+    run.gradient_bytes = {name: p.main_grad.nbytes for name, p in parameters.items()}
+    run.tied = {name: run.weights[name] for name, p in parameters.items() if getattr(p, "shared_embedding", False)}
+    run.split_over_tensor_ranks = {n: bool(getattr(p, "tensor_model_parallel", False)) for n, p in parameters.items()}
+    run.buckets = sum(len(group.buckets) for chunk in model for group in chunk.bucket_groups)
+    run.expert_buckets = sum(len(chunk.expert_parallel_bucket_groups) for chunk in model)
+    if (session := recording.current()) is not None:
+        run.ours = recording.read(session)
+
+
+def named_parameters(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """With the number of the model chunk in front."""
+    return ((f"{index}.{name}", p) for index, chunk in enumerate(model) for name, p in chunk.named_parameters())
+
+
+def _random_state() -> str:
+    """Of all generators that training draws from; dropout, on a CPU, from torch's own."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
+    others = pickle.dumps((numpy.random.get_state(), random.getstate()))
+    return hashlib.sha256("".join(map(hash_of, states)).encode() + others).hexdigest()
 
 
 def last_stage_losses(runs: Sequence[MegatronRun]) -> list[float]:
@@ -127,6 +307,12 @@ def last_stage_losses(runs: Sequence[MegatronRun]) -> list[float]:
     known = [run.losses for run in runs if None not in run.losses]
     assert known and all(losses == known[0] for losses in known), "last-stage ranks disagree about the loss"
     return [loss for loss in known[0] if loss is not None]
+
+
+def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference between two loss curves of equal length."""
+    assert len(losses) == len(expected) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def _loss(losses: dict[str, Any]) -> float | None:

@@ -41,12 +41,12 @@ with warnings.catch_warnings():
             importlib.import_module(module)
 
     # For its flags Megatron parses the source of its configurations, each time: half of what a rank does to start.
-    from megatron.training import argument_utils, arguments
+    with contextlib.suppress(ImportError, AttributeError):  # since 0.18
+        from megatron.training import arguments
+        from megatron.training.argument_utils import ArgumentGroupFactory as Factory
 
-    factory = argument_utils.ArgumentGroupFactory
-    if hasattr(factory, "_get_field_docstrings"):  # since 0.18
-        found = functools.cache(functools.partial(factory._get_field_docstrings, object.__new__(factory)))
-        factory._get_field_docstrings = lambda self, source: found(source)
+        docstrings = functools.cache(functools.partial(Factory._get_field_docstrings, object.__new__(Factory)))
+        Factory._get_field_docstrings = lambda self, source: docstrings(source)
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 gc.collect()

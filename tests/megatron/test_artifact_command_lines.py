@@ -9,13 +9,14 @@ import shlex
 from typing import Any
 
 import pytest
-import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
 from tests.launches import launch
-from tests.megatron.optimus_runs import install, session_facts
-from tests.megatron_runs import last_stage_losses, run_megatron
+from tests.megatron.interventions import count_recomputation, recomputations
+from tests.megatron.runs import PP2_DP2, TP2_PP2_DP2
+from tests.megatron.specs import RunSpec, full, uses
+from tests.megatron_runs import last_stage_losses
 
 MODEL = {
     "2.5B": "--num-layers 52 --hidden-size 1920 --num-attention-heads 24",
@@ -101,64 +102,45 @@ def test_at_full_size_it_means_what_the_paper_means(model: str) -> None:
     assert all(sum(line.startswith(gone) for line in said) == 1 for gone in GONE)
 
 
-# model: (ranks, layout) that this machine can hold; the rest of the line is the artifact's.
-SUBSTITUTED = {
-    "2.5B": (8, "--pipeline-model-parallel-size 4"),
-    "8.3B": (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "335M": (4, "--pipeline-model-parallel-size 2"),
-}
 SMALL = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 4 --train-iters 3 --lr-decay-iters 4 --eval-iters 0
+    --save-interval 1000
 """
 """Hidden 256: the narrowest at which rank 128 saves anything, on three of a layer's four matrices."""
 
-checkpointed: list[int] = []
-"""One entry per recomputed layer of this rank."""
+# On layouts that this machine can hold; the rest of the line is the artifact's.
+SUBSTITUTED = {
+    name: RunSpec(
+        name=name, layout=layout, flags=f"{TRAINING} {SMALL}", ours=COMPRESSION, before=(count_recomputation,),
+        probe=recomputations,
+    )
+    for name, layout in (
+        ("2.5B", (8, "--pipeline-model-parallel-size 4")), ("8.3B", TP2_PP2_DP2), ("335M", PP2_DP2),
+    )
+}  # fmt: skip
 
 
-def install_and_count_recomputation() -> None:
-    from megatron.core import tensor_parallel
-
-    install()
-    checkpoint = tensor_parallel.checkpoint
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        checkpointed.append(1)
-        return checkpoint(*args, **kwargs)
-
-    tensor_parallel.checkpoint = counted
-
-
-def facts_of_run(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
-    return session_facts(model, optimizer) | {"recomputed": len(checkpointed)}
-
-
-@pytest.mark.parametrize("model", MODEL)
-def test_with_sizes_backend_tokenizer_and_layout_substituted_it_trains_compressed(model: str) -> None:
-    world_size, layout = SUBSTITUTED[model]
-    line = f"{TRAINING} {COMPRESSION} {SMALL} {layout} --save-interval 1000"
-    runs = run_megatron(world_size, shlex.split(line), before=install_and_count_recomputation, probe=facts_of_run)
-    losses = last_stage_losses(runs)
+@uses(SUBSTITUTED["335M"], full(SUBSTITUTED["2.5B"]), full(SUBSTITUTED["8.3B"]))
+def test_with_sizes_backend_tokenizer_and_layout_substituted_it_trains_compressed(runs):
+    losses = last_stage_losses(runs.ranks)
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
-
-    stages = 4 if model == "2.5B" else 2
+    stages = 4 if runs.spec.name == "2.5B" else 2
     # 16 sequences in micro-batches of 2 on 2 replicas.
     micro_batches = 4
-    for run in runs:
-        facts = run.probed
-        stage = facts["stage"]
-        if stage > 0:
-            assert sum(facts["sent"]) == min(stages - stage, micro_batches)
-        if stage < stages - 1:
-            assert sum(facts["received"]) == min(stages - stage - 1, micro_batches)
+    for rank in runs.ranks:
+        stage = rank.stage
+        for end, compressed in (("sent", stages - stage), ("received", stages - stage - 1)):
+            for step in rank.messages[end].history if end in rank.messages else ():
+                assert sum(step) == min(compressed, micro_batches)
+        assert ("sent" in rank.messages, "received" in rank.messages) == (stage > 0, stage < stages - 1)
         compressed_stage = stage < 3
         layers = 4 // stages
-        assert (facts["compressed_matrices"] >= 3 * layers) == compressed_stage
+        assert (rank.ours.compressed_matrices >= 3 * layers) == compressed_stage
         for traffic, felt in (
             ("pipeline backward", stage > 0),
             ("DP gradients", compressed_stage),
             ("embedding", stage in (0, stages - 1)),
         ):
-            raw, sent = facts["traffic"][traffic]
+            raw, sent = rank.ours.traffic[traffic]
             assert (sent < raw) == felt, f"{traffic} on stage {stage}: {sent} of {raw} bytes"
-        assert facts["recomputed"] == 3 * micro_batches * layers, "every layer of every pass, in 3 iterations"
+        assert rank.probed == 3 * micro_batches * layers, "every layer of every pass is recomputed, in 3 iterations"

@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.megatron.checkpoint_runs import CB_FE_SC, SAVE_EVERY
+from tests.megatron.runs import ALL_MESSAGES
 from tests.megatron.test_launcher import processes_of, start_torchrun, torchrun
 from tests.megatron_runs import TINY_GPT
 
-RANKS = 4
+RANKS, KILLS = 4, 10
 FLAGS = [
-    *TINY_GPT, *CB_FE_SC, *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+    *TINY_GPT, *ALL_MESSAGES.split(), *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
     # With torch_dist a rank has a server process of Megatron's (a multiprocessing.Manager) that outlives a SIGKILL.
-    *("--ckpt-format", "torch", "--save-interval", str(SAVE_EVERY), "--global-batch-size", "8"),
+    *("--ckpt-format", "torch", "--save-interval", "2", "--global-batch-size", "8"),
 ]  # fmt: skip
 FURTHEST = 10
 """A killed run comes at most this many iterations further: 4 until it is killed, and what it does meanwhile, where an
@@ -84,24 +84,26 @@ def state_files(folder: Path, iteration: int) -> Any:
     return json.loads((folder / f"iter_{iteration:07d}" / "optimus_cc" / "topology.json").read_text())["files"]
 
 
-def kill_and_resume(number: int, folder: Path) -> None:
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_ten_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> None:
     seed = int(os.environ.get("OPTIMUS_CC_TEST_SEED", random.randrange(2**32)))
-    print(f"killings drawn with OPTIMUS_CC_TEST_SEED={seed}:", *killings(seed, number), sep="\n  ")
-    last = number * FURTHEST
+    print(f"killings drawn with OPTIMUS_CC_TEST_SEED={seed}:", *killings(seed, KILLS), sep="\n  ")
+    last = KILLS * FURTHEST
     argv = [*FLAGS, "--train-iters", str(last), "--lr-decay-iters", str(last)]
 
-    alone, killed = folder / "alone", folder / "killed"
-    ended = torchrun([*argv, "--save", str(alone)], folder, uuid.uuid4().hex, ranks=RANKS)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    ended = torchrun([*argv, "--save", str(alone)], tmp_path, uuid.uuid4().hex, ranks=RANKS)
     assert ended.code == 0, ended.output[-3000:]
     expected = losses(ended.output)
     assert sorted(expected) == [1, *range(3, last + 1)]
 
     resume = [*argv, "--save", str(killed), "--load", str(killed)]
-    for killing in killings(seed, number):
-        until = run_and_kill(killing, resume, folder)
+    for killing in killings(seed, KILLS):
+        until = run_and_kill(killing, resume, tmp_path)
         assert until and until == {n: expected[n] for n in until}, f"seed {seed}, {killing}"
     mark = uuid.uuid4().hex
-    ended = torchrun(resume, folder, mark, ranks=RANKS)
+    ended = torchrun(resume, tmp_path, mark, ranks=RANKS)
     assert ended.code == 0, ended.output[-3000:]
     until = losses(ended.output)
     assert until and until == {n: expected[n] for n in until}, f"seed {seed}"
@@ -110,13 +112,3 @@ def kill_and_resume(number: int, folder: Path) -> None:
     assert "afresh" not in ended.output or min(until) == 1
     assert state_files(killed, last) == state_files(alone, last), f"seed {seed}"
     assert processes_of(mark) == []
-
-
-def test_two_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> None:
-    kill_and_resume(2, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_ten_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> None:
-    kill_and_resume(10, tmp_path)

@@ -149,10 +149,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("death", "code", "reason"),
     [
-        ("os._exit(17)", "exitcode  : 17", "exitcode: 17"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "exitcode  : -9", "Signal 9 (SIGKILL)"),
+        pytest.param("os._exit(17)", "exitcode  : 17", "exitcode: 17", id="exits", marks=pytest.mark.full),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "exitcode  : -9", "Signal 9 (SIGKILL)", id="is killed"),
     ],
-    ids=["exits", "is killed"],
 )
 def test_a_rank_that_dies_ends_the_others_with_the_reason(
     death: str, code: str, reason: str, tmp_path: Path, mark: str

@@ -1,41 +1,66 @@
-"""Law: installed with every technique off, a run is bit-identical to vanilla Megatron."""
+"""Laws: off means off, random numbers are ours, evaluation touches nothing; and ways to install that are alike."""
 
-import pytest
-
-from tests.megatron.optimus_runs import PP2_DP2, TP2_PP2_DP2, run_optimus
-from tests.megatron_runs import run_megatron
-
-DROPOUT = (
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-    "--eval-interval",
-    "2",
-    "--eval-iters",
-    "1",
-)
+from tests.megatron import runs as table
+from tests.megatron.interventions import install_by_config
+from tests.megatron.specs import RunSpec, uses
 
 
-@pytest.mark.parametrize("layout", [PP2_DP2, TP2_PP2_DP2], ids=["PP2xDP2", "TP2xPP2xDP2"])
-def test_installed_and_off_is_bit_identical_to_vanilla(layout):
-    world_size, flags = layout
-    vanilla = run_megatron(world_size, [*flags, *DROPOUT])
-    off = run_optimus(layout, DROPOUT)
-    for rank in range(world_size):
+@uses((table.VANILLA, table.INSTALLED), (table.VANILLA_TP2, table.INSTALLED_TP2), (table.VANILLA, table.UNINSTALLED))
+def test_without_a_technique_a_run_is_bit_identical_to_vanilla(runs):
+    vanilla, off = runs
+    for theirs, mine in zip(vanilla.ranks, off.ranks, strict=True):
         # Floats compared with ==: every loss, gradient norm and weight has the same bits.
-        assert off[rank].losses == vanilla[rank].losses
-        assert off[rank].evaluation_losses == vanilla[rank].evaluation_losses
-        assert off[rank].grad_norms == vanilla[rank].grad_norms
-        assert off[rank].weights == vanilla[rank].weights
-        assert off[rank].random_states == vanilla[rank].random_states
+        assert mine.losses == theirs.losses and len(mine.losses) >= 4
+        assert mine.evaluation_losses == theirs.evaluation_losses and mine.evaluation_losses
+        assert mine.grad_norms == theirs.grad_norms
+        assert mine.weights == theirs.weights
+        assert mine.random_states == theirs.random_states
 
 
-def test_compression_does_not_draw_from_torchs_random_generators():
-    vanilla = run_megatron(4, [*PP2_DP2[1], *DROPOUT])
-    on = run_optimus(
-        PP2_DP2, [*DROPOUT, "--optimus-cc", "--compressed-backprop-rank", "4", "--dp-compression-rank", "8"]
+@uses((table.VANILLA, table.LOSSY_EVALUATED))
+def test_compression_does_not_draw_from_the_random_generators(runs):
+    vanilla, lossy = runs
+    for theirs, mine in zip(vanilla.ranks, lossy.ranks, strict=True):
+        assert mine.random_states == theirs.random_states
+        assert len(set(theirs.random_states)) == 8, "dropout draws from them"
+    assert lossy.ranks[-1].losses != vanilla.ranks[-1].losses, "compression was on, and must have been felt"
+
+
+@uses((table.LOSSY_RUN, table.LOSSY_EVALUATED))
+def test_evaluation_touches_nothing(runs):
+    without, evaluated = runs
+    assert len(evaluated.ranks[-1].evaluation_losses) >= 2 and not without.ranks[-1].evaluation_losses
+    for quiet, mine in zip(without.ranks, evaluated.ranks, strict=True):
+        assert quiet.losses == mine.losses
+        assert quiet.weights == mine.weights
+        assert quiet.ours.traffic == mine.ours.traffic
+        assert quiet.steps == mine.steps and all(step.memory for step in mine.steps)
+        assert quiet.ours.remembered == mine.ours.remembered
+
+
+@uses((table.LOSSY_RUN, table.BY_CONFIG))
+def test_a_configuration_and_its_flags_train_alike(runs):
+    by_flags, by_config = runs
+    for a, b in zip(by_flags.ranks, by_config.ranks, strict=True):
+        assert a.losses == b.losses
+        assert a.weights == b.weights
+        assert a.ours.traffic == b.ours.traffic
+
+
+REFUSED = {
+    "--ddp-reduce-scatter": "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation",
+    "--fused-embedding-sync": "--untie-embeddings-and-output-weights",
+}
+
+
+@uses(
+    *(
+        RunSpec(name=f"refused: {named}", layout=table.PP2_DP2, flags=flags, before=(install_by_config,), ends=True)
+        for named, flags in REFUSED.items()
     )
-    for rank in range(4):
-        assert on[rank].random_states == vanilla[rank].random_states
-    assert on[-1].losses != vanilla[-1].losses, "compression was on, and must have been felt"
+)
+def test_what_is_not_supported_is_refused_to_a_configuration_too(runs):
+    named = runs.spec.name.removeprefix("refused: ")
+    for rank in runs.ranks:
+        assert not rank.losses
+        assert isinstance(rank.ended, str) and named in rank.ended

@@ -1,73 +1,72 @@
-"""Law: state follows the step, in Megatron's own training loop."""
+"""Laws: state follows the step, nothing non-finite is kept, what was clipped is remembered clipped."""
 
-from typing import Any
+from tests.megatron import runs as table
+from tests.megatron.interventions import INF_AT, NAN_AT
+from tests.megatron.specs import uses
+from tests.megatron.test_checkpoints import assert_goes_on
 
-import torch
-
-import optimus_cc_ext
-from tests.megatron.optimus_runs import PP2_DP2, install, remembered, run_optimus
-
-SKIPPED = 2
-"""The iteration, counted from 0, whose update is skipped."""
-
-_kept: list[list[torch.Tensor]] = []
+RESUME_TO_DISAMBIGUATE = 16
+"""Megatron's exit code for this (core/rerun_state_machine.py)."""
 
 
-def _install_and_skip() -> None:
-    """Let the optimizer find an overflow in one iteration, and note our state after each."""
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-    from megatron.training import training
-
-    prepare, calls = FP32Optimizer.prepare_grads, []
-
-    def finding_overflow(self: Any) -> bool:
-        calls.append(None)
-        return prepare(self) or len(calls) == SKIPPED + 1
-
-    FP32Optimizer.prepare_grads = finding_overflow
-    install()
-    validated = training.train_step
-
-    def noting(original: Any) -> Any:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            session = optimus_cc_ext.current_session()
-            assert session is not None
-            _kept.append([t.clone() for t in remembered(session)])
-            return result
-
-        return train_step
-
-    # Ours wraps train_step once the flags are known, so the notes are taken around that: when training begins.
-    train = training.train
-
-    def noting_train(*args: Any, **kwargs: Any) -> Any:
-        assert training.train_step is not validated, "Optimus-CC wraps train_step before training begins"
-        training.train_step = noting(training.train_step)
-        return train(*args, **kwargs)
-
-    training.train = noting_train
+@uses(table.POISONED, table.POISONED_SHARDED)
+def test_what_is_not_finite_on_one_replica_is_skipped_by_all_and_kept_by_none(runs):
+    for rank in runs.ranks:
+        steps = rank.steps
+        assert [step.skipped for step in steps] == [i in (INF_AT, NAN_AT) for i in range(6)]
+        for step in steps:
+            # A norm is finite where all entries are; 0 < x fails for NaN, x < inf for the rest.
+            assert step.memory_norms and all(0 <= norm < float("inf") for norm in step.memory_norms)
+        for iteration in (INF_AT, NAN_AT):
+            before, skipped, after = steps[iteration - 1 : iteration + 2]
+            assert skipped.memory == before.memory and skipped.weights == before.weights
+            assert after.memory != before.memory and after.weights != before.weights
+    losses = [loss for rank in runs.ranks for loss in rank.losses if loss is not None]
+    assert len(losses) == 2 * 6 and max(losses) < 6.5, "finite, and falling from log 512"
+    for first, second in (runs.ranks[:2], runs.ranks[2:]):
+        assert [step.weights for step in first.steps] == [step.weights for step in second.steps]
 
 
-def _states(model: Any, optimizer: Any) -> list[list[torch.Tensor]]:
-    return _kept
+@uses(table.POISONED_TO_THE_END)
+def test_megatrons_own_check_ends_the_run_on_all_ranks(runs):
+    # Its rerun state machine repeats the iteration, finds the same again, saves and asks to be started once more.
+    assert [rank.ended for rank in runs.ranks] == [RESUME_TO_DISAMBIGUATE] * 4
+    assert all(len(rank.losses) == INF_AT + 1 for rank in runs.ranks)
 
 
-def test_a_skipped_update_leaves_residuals_and_factors_as_they_were():
-    flags = [
-        "--compressed-backprop",
-        "--compressed-backprop-rank",
-        "4",
-        "--residual-across-iterations",
-        "carry",
-        "--dp-compression",
-        "--dp-compression-rank",
-        "4",
-    ]
-    runs = run_optimus(PP2_DP2, [*flags, "--train-iters", "4"], before=_install_and_skip, probe=_states)
-    for run in runs:
-        states = run.probed
-        assert len(states) == 4 and states[0]
-        for before, after, later in zip(states[SKIPPED - 1], states[SKIPPED], states[SKIPPED + 1], strict=True):
-            assert torch.equal(before, after), "the skipped step left no trace"
-            assert not torch.equal(after, later), "the next one did"
+@uses(table.SCALED)
+def test_residuals_survive_overflows_and_follow_the_loss_scale(runs):
+    changes = set()
+    for rank in runs.ranks:
+        for before, after in zip(rank.steps[:-1], rank.steps[1:], strict=True):
+            changes.add((after.loss_scale / before.loss_scale, after.skipped))
+            assert all(0 <= norm < float("inf") for norm in after.memory_norms)
+            # In units of unscaled gradients: nothing of a skipped step, at the new scale.
+            assert (after.memory == before.memory) == after.skipped
+        assert rank.steps[-1].memory_norms[0] > 0, "there was something to scale"
+        assert sum(not step.skipped for step in rank.steps) >= 2
+    assert {ratio for ratio, _ in changes} == {0.5, 1.0, 2.0}, "the scale was halved, kept and doubled"
+    assert {skipped for _, skipped in changes} == {True, False}
+
+
+@uses((table.CALM, table.REPEATED, table.STOPPED, table.AFTER_STOP))
+def test_repeated_passes_leave_no_trace_and_a_checkpoint_before_the_update_resumes_exactly(runs):
+    calm, repeated, stopped, resumed = runs
+    assert calm.ranks[0].passes == 5
+    # The first step of a run is never checked.
+    assert [rank.passes for rank in repeated.ranks] == [5 + 4] * 4
+    assert_goes_on(repeated, calm, 0)
+    # An error that shows again in the second pass: Megatron saves before the update, and leaves.
+    assert [(rank.passes, rank.ended) for rank in stopped.ranks] == [(1 + 2, RESUME_TO_DISAMBIGUATE)] * 4
+    assert [len(rank.losses) for rank in stopped.ranks] == [2] * 4, "it left in the second step"
+    assert_goes_on(resumed, calm, 1)
+
+
+@uses((table.USUAL, table.CLIPPED))
+def test_ten_steps_after_a_batch_of_a_hundred_times_the_usual_norm_no_residual_is_twice_what_it_would_be(runs):
+    usual, clipped = runs
+    assert max(clipped.ranks[0].grad_norms) > 50 * sorted(usual.ranks[0].grad_norms)[len(usual.ranks[0].steps) // 2]
+    for without, with_it in zip(usual.ranks, clipped.ranks, strict=True):
+        expected, norms = (rank.steps[table.OUTLIER + 10].memory_norms for rank in (without, with_it))
+        assert norms and with_it.steps[0].memory, "every rank remembers something"
+        assert all(norm < 2 * usually for norm, usually in zip(norms, expected, strict=True))

@@ -1,50 +1,47 @@
 """The smoke test of one version of megatron-core.
 
-`scripts/test.sh --megatron VERSION` runs this file with that version; a whole run, with the one in requirements.lock.
+`scripts/test.sh --megatron VERSION` runs this file with that version; --full, with the one in requirements.lock.
 """
 
 import os
-import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE, check_version
 from tests.forked_ranks import run_ranks
 from tests.launches import launch
-from tests.megatron import minimal_entry
-from tests.megatron.optimus_runs import PP2_DP2, relative_gap, run_optimus
-from tests.megatron.test_compressed_messages import _ends, _expected, _install_recording
-from tests.megatron.test_distributed_optimizer import INTERLEAVED, OVERLAPPED
-from tests.megatron.test_lossless_limits import FE, LOSSLESS_CB, LOSSLESS_SC, TOLERANCE
-from tests.megatron_runs import last_stage_losses, run_megatron
+from tests.megatron import interventions, minimal_entry
+from tests.megatron import runs as table
+from tests.megatron.specs import RunSpec, uses
+from tests.megatron.test_lossless_limits import assert_compressed_where_asked, assert_tied
+from tests.megatron.test_messages import epilogue, links
+from tests.megatron_runs import last_stage_losses, relative_gap
 
-VERSION = os.environ.get("OPTIMUS_CC_TEST_MEGATRON", SUPPORTED_MEGATRON[-1])
+ASKED_FOR = os.environ.get("OPTIMUS_CC_TEST_MEGATRON")
+VERSION = ASKED_FOR or SUPPORTED_MEGATRON[-1]
 HAS_ENTRY = VERSION.startswith("0.19.")
 ENTRY = None if HAS_ENTRY else minimal_entry.main  # None: optimus_cc_ext.pretrain_gpt
+pytestmark = [] if ASKED_FOR else [pytest.mark.full]
 
-LAYOUTS = {
-    "1F1B": (),
-    "distributed optimizer, overlapped": OVERLAPPED,
-    "distributed optimizer, overlapped, interleaved": (*OVERLAPPED, *INTERLEAVED),
-}
+PLAIN = RunSpec(name="1F1B", entry=ENTRY)
+LAYOUTS = [
+    PLAIN,
+    PLAIN.but("distributed optimizer, overlapped", flags=table.OVERLAPPED),
+    PLAIN.but("distributed optimizer, overlapped, interleaved", flags=f"{table.OVERLAPPED} {table.INTERLEAVED}"),
+]
+# 4 sequences more after each 24 of the first 48, in pairs on 2 replicas: M = 2, then 3, then 4.
+GROWING = PLAIN.but(
+    "growing batch", before=(partial(interventions.without, "--train-iters"),),
+    flags="--rampup-batch-size 8 4 48 --train-samples 96 --lr-decay-samples 96",
+)  # fmt: skip
+MICRO_BATCHES = [2, 2, 2, 3, 3, 4, 4, 4]
 
 
 @pytest.fixture(autouse=True)
 def no_exception_for_unsupported_versions(monkeypatch):
     monkeypatch.delenv(UNSUPPORTED_MEGATRON_VARIABLE, raising=False)
-
-
-@pytest.fixture(scope="module")
-def vanilla():
-    """Vanilla runs by layout, each run once."""
-    known = {}
-
-    def run(name):
-        if name not in known:
-            known[name] = run_megatron(PP2_DP2[0], [*PP2_DP2[1], *LAYOUTS[name]], entry=ENTRY)
-        return known[name]
-
-    return run
 
 
 def version_in_a_rank():
@@ -62,60 +59,34 @@ def test_ranks_use_the_version_that_was_asked_for():
     assert os.path.dirname(os.path.dirname(core)) == os.path.dirname(os.path.dirname(training))
 
 
-def test_off_is_bit_identical_to_vanilla(vanilla):
-    off = run_optimus(PP2_DP2, entry=ENTRY)
-    for mine, theirs in zip(off, vanilla("1F1B"), strict=True):
+@uses((PLAIN, replace(PLAIN, name="off", ours=table.OFF)))
+def test_off_is_bit_identical_to_vanilla(runs):
+    vanilla, off = runs
+    for mine, theirs in zip(off.ranks, vanilla.ranks, strict=True):
         # Floats compared with ==: every loss, gradient norm and weight has the same bits.
         assert (mine.losses, mine.grad_norms, mine.weights) == (theirs.losses, theirs.grad_norms, theirs.weights)
         assert mine.random_states == theirs.random_states
         assert len(mine.losses) == 4 and mine.weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(layout, vanilla):
-    runs = run_optimus(PP2_DP2, [*LAYOUTS[layout], *LOSSLESS_CB, *LOSSLESS_SC, *FE], entry=ENTRY)
-    assert relative_gap(last_stage_losses(runs), last_stage_losses(vanilla(layout))) < TOLERANCE
-    for run in runs:
-        facts = run.probed
-        assert all((facts["sent"] or []) + (facts["received"] or [])), "every message must have been compressed"
-        # 4 matrices in each of a stage's 2 layers; the first stage has the position embedding as well.
-        assert facts["compressed_matrices"] == (9 if facts["stage"] == 0 else 8)
-        embedding_raw, embedding_sent = facts["traffic"]["embedding"]
-        assert 0 < embedding_sent < embedding_raw, "the tied embedding must have been reduced our way"
-    assert len({copy for run in runs for copy in run.probed["tied"]}) == 1
-
-
-# 4 sequences more after each 24 of the first 48, in pairs on 2 replicas: M = 2, then 3, then 4.
-GROWING = ("--rampup-batch-size", "8", "4", "48", "--train-samples", "96", "--lr-decay-samples", "96")
-MICRO_BATCHES = [2, 2, 2, 3, 3, 4, 4, 4]
-
-
-def _in_samples() -> None:
-    at = sys.argv.index("--train-iters")
-    del sys.argv[at : at + 2]
-
-
-def _in_samples_and_recording() -> None:
-    _in_samples()
-    _install_recording()
+@uses(*((layout, layout.but(f"{layout.name}, at full rank", ours=table.LOSSLESS)) for layout in LAYOUTS))
+def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(runs):
+    vanilla, ours = runs
+    assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE
+    assert_compressed_where_asked(ours)
+    assert_tied(ours)
 
 
 @pytest.mark.skipif(
     not VERSION.startswith("0.17."), reason=f"megatron-core {VERSION} parses --rampup-batch-size, and ignores it"
 )
-def test_messages_follow_a_batch_size_that_ramps_up():
-    flags = [*PP2_DP2[1], *GROWING]
-    vanilla = last_stage_losses(run_megatron(PP2_DP2[0], flags, before=_in_samples, entry=ENTRY))
-    epilogue = [flag.replace("all", "epilogue") for flag in LOSSLESS_CB]
-    layout = (PP2_DP2[0], flags)
-    runs = run_optimus(
-        layout, [*epilogue, *LOSSLESS_SC, *FE], before=_in_samples_and_recording, probe=_ends, entry=ENTRY
-    )
-    rule = [_expected(2, micro_batches, 0) for micro_batches in MICRO_BATCHES]
-    ends = [end for run in runs for end in (run.probed["sent"], run.probed["received"]) if end]
-    assert len(ends) == 4
-    assert [history for history, _ in ends] == [rule] * 4
-    assert relative_gap(last_stage_losses(runs), vanilla) < TOLERANCE
+@uses((GROWING, GROWING.but("growing batch, at full rank", ours=f"{table.LOSSLESS_EPILOGUE} {table.LOSSLESS_SC}")))
+def test_messages_follow_a_batch_size_that_ramps_up(runs):
+    vanilla, ours = runs
+    rule = [epilogue(2, micro_batches, 0) for micro_batches in MICRO_BATCHES]
+    for _, receiver, sender in links(ours):
+        assert receiver.messages["received"].history == sender.messages["sent"].history == rule
+    assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE
 
 
 def test_without_a_script_it_trains_or_says_which_script_to_give():

@@ -1,0 +1,245 @@
+"""What happens to a rank before Megatron parses its command line: faults, other ways to install.
+
+Each is a function without arguments (or a partial of one), run in every rank of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import optimus_cc_ext
+from optimus_cc_ext import OptimusConfig
+
+INF_AT, NAN_AT = 1, 3
+"""Of the iterations, counted from 0: where a gradient of the first stage is Inf, and where the last stage's are NaN."""
+
+BY_CONFIG = OptimusConfig(
+    compressed_backprop=True,
+    compressed_backprop_rank=4,
+    residual_across_iterations="carry",
+    fused_embedding_sync=True,
+    dp_compression=True,
+    dp_compression_rank=4,
+    compression_seed=1234,  # Megatron's default --seed, which the flags take
+    compression_forecast=False,
+)
+
+
+def install_by_config() -> None:
+    optimus_cc_ext.install(BY_CONFIG)
+
+
+def install_and_uninstall() -> None:
+    optimus_cc_ext.install()
+    optimus_cc_ext.uninstall()
+
+
+def without(flag: str, values: int = 1) -> None:
+    """Take out of the command line what has no opposite."""
+    at = sys.argv.index(flag)
+    del sys.argv[at : at + 1 + values]
+
+
+def last_load_on_rank_1_only() -> None:
+    """Of two folders to load from, rank 1 takes the last: as a node does that did not mount the shared one."""
+    if os.environ["RANK"] != "1":
+        at = len(sys.argv) - 1 - sys.argv[::-1].index("--load")
+        del sys.argv[at : at + 2]
+
+
+def impatient() -> None:
+    """Ranks that do not speak wait for the one that does; here nobody is ended by a launcher meanwhile."""
+    from optimus_cc_ext import errors
+
+    errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
+
+
+def full_disk_on_rank_1() -> None:
+    """The first large file that this rank writes is its share of the state."""
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def poison() -> None:
+    """Let one replica's gradients be Inf in one iteration and NaN in another, each time as if computed so."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.training import get_args
+
+    from optimus_cc_ext import pretrain_gpt
+
+    start_grad_sync, masked_loss = _ParamAndGradBucketGroup.start_grad_sync, pretrain_gpt.masked_loss
+
+    def ill(iteration: int) -> bool:
+        return mpu.get_data_parallel_rank() == 1 and get_args().curr_iteration == iteration
+
+    def start_with_inf(self: Any, *args: Any, **kwargs: Any) -> None:
+        if ill(INF_AT) and mpu.is_pipeline_first_stage():
+            for matrix in (p.main_grad for p in self.params if p.main_grad.shape == (256, 64)):
+                matrix[3, 5] = torch.inf
+        start_grad_sync(self, *args, **kwargs)
+
+    def loss_with_nan(mask: torch.Tensor, token_losses: torch.Tensor) -> Any:
+        # On its way back it passes the link between the stages, in epilogue messages too.
+        if ill(NAN_AT):
+            token_losses.register_hook(lambda gradient: gradient * torch.nan)
+        return masked_loss(mask, token_losses)
+
+    _ParamAndGradBucketGroup.start_grad_sync = start_with_inf
+    pretrain_gpt.masked_loss = loss_with_nan
+
+
+def outlier(iteration: int, factor: float) -> None:
+    """Multiply one iteration's loss."""
+    from megatron.training import get_args
+
+    from optimus_cc_ext import pretrain_gpt
+
+    masked_loss = pretrain_gpt.masked_loss
+
+    def loss(*args: Any) -> Any:
+        total, tokens, report = masked_loss(*args)
+        return (total * factor if get_args().curr_iteration == iteration else total), tokens, report
+
+    pretrain_gpt.masked_loss = loss
+
+
+def unbatched() -> None:
+    """Megatron batches its point-to-point calls whenever it does not interleave; ask for the other way."""
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def batched(**tensors: Any) -> None:
+        raise AssertionError("this run was to send every tensor by itself")
+
+    p2p_communication._batched_p2p_ops = functools.wraps(p2p_communication._batched_p2p_ops)(batched)
+    original = P2PCommunicator.__init__
+
+    def init(self: Any, pp_group: Any, config: Any) -> None:
+        config.batch_p2p_comm = False
+        original(self, pp_group, config)
+
+    P2PCommunicator.__init__ = init
+
+
+def links_of(bytes_per_second: float) -> None:
+    """The rates that a forecast goes by are given: so the decision is known."""
+    from optimus_cc_ext.forecast import forecaster
+    from optimus_cc_ext.forecast.probe import Rate
+
+    forecaster.probe_link = lambda group, device: Rate(0.0, bytes_per_second)
+    forecaster.probe_collective = lambda group, device, scattered: Rate(0.0, bytes_per_second)
+
+
+def start_one_ulp_away() -> None:
+    """Move every bf16 weight to its upper or lower neighbour, the same way on all replicas."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrap, chunks = DistributedDataParallel.__init__, itertools.count()
+
+    # Here, because the optimizer, which copies the weights, is built next.
+    @functools.wraps(wrap)
+    def wrap_neighbour(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        chunk = next(chunks)
+        for number, parameter in enumerate(self.module.parameters()):
+            assert parameter.dtype == torch.bfloat16
+            tied = getattr(parameter, "shared_embedding", False)
+            generator = torch.Generator().manual_seed(0 if tied else 1 + 1000 * chunk + number)
+            steps = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=torch.int16) - 1
+            # One more or less in its bits is the next number away from zero, or towards it; zero stays.
+            parameter.data.view(torch.int16).add_(steps * (parameter.data != 0))
+
+    DistributedDataParallel.__init__ = wrap_neighbour
+
+
+def _after_setup(change: Callable[[list[torch.nn.Module]], None]) -> None:
+    """Have the model changed once Megatron has built it."""
+    from megatron.training import training
+
+    setup = training.setup_model_and_optimizer
+
+    def setup_and_change(*args: Any, **kwargs: Any) -> Any:
+        model, *rest = setup(*args, **kwargs)
+        change(model)
+        return model, *rest
+
+    training.setup_model_and_optimizer = setup_and_change
+
+
+def weights_by_place() -> None:
+    """Make the initial weights a function of a parameter's place in the whole model, whatever the layout."""
+    _after_setup(_initialize_by_place)
+
+
+def _initialize_by_place(model: list[torch.nn.Module]) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for chunk in model:
+        layers = [item for item in chunk.named_modules() if isinstance(item[1], TransformerLayer)]
+        numbers = {name: layer.layer_number for name, layer in layers}
+        for name, parameter in chunk.named_parameters():
+            layer = next((numbers[prefix] for prefix in numbers if name.startswith(f"{prefix}.")), 0)
+            generator = torch.Generator().manual_seed(1000 * layer + parameter.numel())
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.02, generator=generator)
+
+
+def another_dropout() -> None:
+    """Another seed for what the model draws while it trains; the same weights and data."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    _after_setup(lambda model: model_parallel_cuda_manual_seed(4321, force_reset_rng=True))
+
+
+_recomputed: list[int] = []
+
+
+def count_recomputation() -> None:
+    from megatron.core import tensor_parallel
+
+    checkpoint = tensor_parallel.checkpoint
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _recomputed.append(1)
+        return checkpoint(*args, **kwargs)
+
+    tensor_parallel.checkpoint = counted
+
+
+def recomputations(model: list[torch.nn.Module], optimizer: Any) -> int:
+    """A probe: how many layers were recomputed."""
+    return len(_recomputed)
+
+
+# -- what happens to the folder that a run goes on from, a copy --------------------------------------------------------
+
+
+def only(iteration: int, folder: Path) -> None:
+    """Let this checkpoint be the latest, and the only one."""
+    for checkpoint in folder.glob("iter_*"):
+        if checkpoint.name != f"iter_{iteration:07d}":
+            shutil.rmtree(checkpoint)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def damage(folder: Path) -> None:
+    file = next(folder.glob("iter_*6/optimus_cc/rank_00002.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def take_the_state_out(folder: Path) -> None:
+    for state in folder.glob("iter_*/optimus_cc"):
+        shutil.rmtree(state)

@@ -1,0 +1,239 @@
+"""What is read out of Optimus-CC in a rank, for all tests of Megatron runs: the one place that knows its insides."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import optimus_cc_ext
+from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Link, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.transfer import Transfer
+from tests.allocations import Watch
+
+__all__ = ["Messages", "Ours", "current", "hash_of", "hot_path", "memory", "observe_links", "read", "watch_reports"]
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """sha256 of the bytes of ``tensor``, of any shape and dtype."""
+    return hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def current() -> Session | None:
+    """This rank's session, where training has begun with Optimus-CC installed."""
+    session = optimus_cc_ext.current_session()
+    return session if session is not None and session.grid is not None else None
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def residuals(session: Session) -> list[torch.Tensor]:
+    """Of the pipeline link, then of the gradient buckets: what compression left out and will add."""
+    return [residual for technique in session.techniques for residual in technique.states.residuals()]
+
+
+def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
+    """All that is remembered: residuals, in units of unscaled gradients, and warm starts."""
+    for technique in session.techniques:
+        for state in technique.states:
+            yield state.residual.value.double() / loss_scale  # exact: a loss scale is a power of two
+            yield state.warm_start.value
+
+
+def iteration_of(session: Session) -> int:
+    """Which iteration, counted from 0, is being made."""
+    return session._step.iteration
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Messages:
+    """Of one end of a link: what was decided, and the sums over all compressed messages, in fp64."""
+
+    history: list[list[bool]] = field(default_factory=list)
+    """By iteration, whether each message was compressed."""
+
+    total: torch.Tensor | float = 0.0
+    """Of the gradients that compression was offered, or of those that came out of it."""
+
+    left: torch.Tensor | float = 0.0
+    """What iterations added to the residual, summed up over the chunks; of the sending end."""
+
+
+def observe_links() -> dict[str, Messages]:
+    """Watch the links of this rank; "sent" and "received" appear once there are such links."""
+    seen: dict[str, Messages] = {}
+    begin, end = CompressedBackprop.begin, CompressedBackprop.end
+    send, receive = SendingLink.send, ReceivingLink.receive
+
+    def messages(link: Link) -> Messages:
+        return seen.setdefault("sent" if isinstance(link, SendingLink) else "received", Messages())
+
+    def residual(technique: CompressedBackprop) -> torch.Tensor | float:
+        return sum((residual[0].double() for residual in technique.states.residuals()), start=0.0)
+
+    def noting_begin(self: CompressedBackprop, *args: Any) -> None:
+        begin(self, *args)
+        if self.sending is not None:
+            messages(self.sending).left = messages(self.sending).left - residual(self)
+
+    def noting_end(self: CompressedBackprop) -> None:
+        end(self)
+        for link in (self.sending, self.receiving):
+            if link is not None:
+                messages(link).history.append(list(link.compressed))
+        if self.sending is not None:
+            messages(self.sending).left = messages(self.sending).left + residual(self)
+
+    def sending(self: SendingLink, gradient: torch.Tensor) -> Transfer:
+        offered = gradient.detach().double().flatten(0, 1)
+        result = send(self, gradient)
+        if self.compressed[-1]:
+            messages(self).total = messages(self).total + offered
+        return result
+
+    def receiving(self: ReceivingLink, gradient: torch.Tensor) -> Transfer:
+        arriving = receive(self, gradient)
+        if not self.compressed[-1]:
+            return arriving
+
+        def finish_and_add() -> None:
+            arriving.after_wait()
+            messages(self).total = messages(self).total + gradient.detach().double().flatten(0, 1)
+
+        return replace(arriving, after_wait=finish_and_add)
+
+    CompressedBackprop.begin, CompressedBackprop.end = noting_begin, noting_end  # type: ignore[method-assign]
+    SendingLink.send, ReceivingLink.receive = sending, receiving  # type: ignore[method-assign]
+    return seen
+
+
+# -- at the end -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ours:
+    """What the session of one rank had to say at the end of a run."""
+
+    traffic: dict[str, tuple[float, float]]
+    """By class: bytes that vanilla sends, and bytes sent."""
+
+    compressed_matrices: int
+    """Of gradients, on this rank."""
+
+    remembered: Any
+    """The state that a checkpoint has, every tensor by its hash."""
+
+    groups: list[tuple[str, Any]]
+    """Our own process groups: description, time limit."""
+
+
+def read(session: Session) -> Ours:
+    groups = [session.alone, session.embedding._group if session.embedding is not None else None]
+    cpu = torch.device("cpu")
+    return Ours(
+        traffic={c.value: counts for c, counts in session.traffic.total().items()},
+        compressed_matrices=sum(reducer.matrices for reducer in session.gradients.reducers),
+        remembered=_hashed(session.state_dict()),
+        groups=[(g.group_desc, g._get_backend(cpu).options._timeout) for g in groups if g is not None],
+    )
+
+
+def _hashed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return hash_of(value)
+    if isinstance(value, dict):
+        return {key: _hashed(item) for key, item in value.items()}
+    return [_hashed(item) for item in value] if isinstance(value, list) else value
+
+
+# -- the hot path -----------------------------------------------------------------------------------------------------
+
+HOT_PATH = {
+    CompressedBackprop: ("begin", "end"),
+    SendingLink: ("send",),
+    ReceivingLink: ("receive",),
+    BucketReducer: ("start", "all_reduce_q", "finish"),
+    FactorStates: ("commit", "rescale_residuals"),
+    FusedEmbeddingSync: ("reduce",),
+}
+
+
+def hot_path() -> dict[str, list[str]]:
+    """Watch it, before anything else wraps its methods: what each asks torch for after the first iteration."""
+    asked: dict[str, list[str]] = {}
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            session = optimus_cc_ext.current_session()
+            if session is None or iteration_of(session) == 0:
+                return original(*args, **kwargs)
+            with Watch() as watch:
+                result = original(*args, **kwargs)
+            asked.setdefault(name, []).extend(watch.allocated + watch.read_by_host)
+            if isinstance(result, Transfer):
+                calls = {
+                    call: watched(f"{name}.{call}", getattr(result, call)) for call in ("after_post", "after_wait")
+                }
+                return replace(result, **calls)
+            return result
+
+        return method
+
+    for owner, names in HOT_PATH.items():
+        for name in names:
+            setattr(owner, name, watched(f"{owner.__name__}.{name}", getattr(owner, name)))
+    return asked
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+_reported: dict[str, Any] = {"reports": [], "links": {}, "residuals": {}, "statistics": 0}
+
+
+def watch_reports() -> None:
+    """Measure what a report says another way: from the message that is sent, and from what it was made of."""
+    from optimus_cc_ext.hooks import training
+
+    collect, compress, keep = training.collect, SendingLink._compress, ErrorStatistics.error
+
+    def collecting(session: Session, *args: Any) -> Any:
+        report = collect(session, *args)
+        _reported["reports"].append(report)
+        _reported["residuals"][iteration_of(session)] = [float(r.norm()) for r in residuals(session)]
+        return report
+
+    def compressing(self: SendingLink, gradient: torch.Tensor, *args: Any) -> Any:
+        _, state, p, q = args
+        offered = state.residual.value.clone().view_as(gradient) + gradient
+        message = compress(self, gradient, *args)
+        lost = offered - (p[0] @ q[0].T).view_as(gradient)
+        session = current()
+        assert session is not None
+        sums = _reported["links"].setdefault(iteration_of(session), [0.0, 0.0])
+        sums[0] += float(lost.square().sum())
+        sums[1] += float(offered.square().sum())
+        return message
+
+    def keeping(self: ErrorStatistics, *args: Any) -> None:
+        _reported["statistics"] += self.on
+        keep(self, *args)
+
+    training.collect, SendingLink._compress, ErrorStatistics.error = collecting, compressing, keeping
+
+
+def what_was_reported(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    return _reported

@@ -1,0 +1,322 @@
+"""The table of Megatron runs: each is made once in a test session, when a test first asks for it, and recorded in full.
+
+Runs with equal specifications are one run, whatever their names. Most are of 2 stages and 2 replicas, with a
+tensor-parallel rank more where that matters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tests.megatron import interventions, recording
+from tests.megatron.specs import Layout, RunSpec
+
+PP2: Layout = (2, "--pipeline-model-parallel-size 2")
+PP2_DP2: Layout = (4, "--pipeline-model-parallel-size 2")
+PP4: Layout = (4, "--pipeline-model-parallel-size 4")
+TP2_PP2_DP2: Layout = (8, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+EVALUATED = "--eval-interval 4 --eval-iters 1"
+EIGHT = f"{DROPOUT} --train-iters 8 --lr-decay-iters 8"
+SHORT = "--global-batch-size 8 --lr-decay-iters 8 --train-iters 8"
+TWENTY = "--train-iters 20"
+SHARDED = "--use-distributed-optimizer"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
+SMALL_BUCKETS = "--ddp-bucket-size 60000"  # the first stage, which Megatron splits into buckets, gets several of them
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+OFF = ""
+FE = "--fused-embedding-sync"
+# hidden 64, FFN 256, 64 x 2 rows: no gradient has a rank above 128. Forced, because nothing is saved there.
+LOSSLESS_EPILOGUE = "--compressed-backprop --compressed-backprop-rank 128 --force-compression"
+LOSSLESS_CB = f"{LOSSLESS_EPILOGUE} --compressed-backprop-messages all"
+LOSSLESS_SC = "--dp-compression --dp-compression-rank 256 --force-compression"
+LOSSLESS = f"{LOSSLESS_CB} {LOSSLESS_SC} {FE}"
+# Everything on, at a rank at which all of it leaves something out.
+# Residuals are carried, so that steps, and runs that are resumed, depend on what the last one left.
+_CARRIED = "--residual-across-iterations carry"
+DROPPED = "--residual-across-iterations drop"
+LOSSY = f"--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 4 --dp-compression-stages all {_CARRIED}"
+CB4 = f"--compressed-backprop --compressed-backprop-rank 4 {_CARRIED}"
+SC4 = "--dp-compression --dp-compression-rank 4"
+ALL_MESSAGES = f"{CB4} --compressed-backprop-messages all {FE} {SC4}"
+
+# -- off, and lossy ---------------------------------------------------------------------------------------------------
+
+VANILLA = RunSpec(name="vanilla", flags=f"{EIGHT} {EVALUATED}")
+INSTALLED = VANILLA.but("off", ours=OFF)
+VANILLA_TP2 = RunSpec(name="TP2 vanilla", layout=TP2_PP2_DP2, flags=f"{DROPOUT} {EVALUATED}")
+INSTALLED_TP2 = VANILLA_TP2.but("TP2 off", ours=OFF)
+UNINSTALLED = VANILLA.but("uninstalled", before=(interventions.install_and_uninstall,))
+
+LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
+LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
+LOSSY_FORECAST = LOSSY_RUN.but("lossy, forecast", ours="--compression-forecast")
+LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSSY)
+BY_CONFIG = RunSpec(name="by configuration", flags=EIGHT, before=(interventions.install_by_config,))
+WARMUPS = VANILLA.but(
+    "warm-ups", ours=f"{CB4} {SC4} --compressed-backprop-warmup 0.5 --dp-compression-warmup 0.5"
+)  # fmt: skip
+FUSED = VANILLA.but("FE", ours=FE)
+UNBATCHED = RunSpec(
+    name="unbatched, PP4", layout=PP4, flags="--train-iters 3 --global-batch-size 8",
+    ours=CB4, before=(interventions.unbatched,),
+)  # fmt: skip
+INTERLEAVED_RUN = RunSpec(
+    name="interleaved, PP4", layout=PP4,
+    flags=f"{INTERLEAVED} --num-layers 8 --train-iters 3 --global-batch-size 8 --no-overlap-p2p-communication",
+    ours=f"{CB4} {DROPPED}",
+)  # fmt: skip
+WATCHED = RunSpec(
+    name="watched, bf16 buckets", flags="--bf16 --grad-reduce-in-bf16 --train-iters 3", ours=ALL_MESSAGES, watched=True
+)
+REPORTED = RunSpec(
+    name="metrics", before=(recording.watch_reports,), probe=recording.what_was_reported,
+    flags=(
+        "--train-iters 6 --log-interval 2 --tensorboard-log-interval 2 --eval-interval 3 --eval-iters 1 "
+        "--tensorboard-dir {here}"
+    ),
+    ours=(
+        f"{CB4} --compressed-backprop-messages all {SC4} --dp-compression-stages 1 --compression-error-statistics"
+    ),
+)  # fmt: skip
+
+# -- steps that are skipped or repeated -------------------------------------------------------------------------------
+
+# A static loss scale makes Megatron skip steps with gradients that are not finite, in bf16 as well.
+_STATIC = "--bf16 --loss-scale 1 --no-check-for-nan-in-loss-and-grad --train-iters 6"
+POISONED, POISONED_SHARDED = (
+    RunSpec(name=f"poisoned, {name}", flags=f"{_STATIC} {flags}", ours=LOSSY, before=(interventions.poison,))
+    for name, flags in (("whole", ""), ("sharded", f"{SHARDED} --overlap-grad-reduce"))
+)
+POISONED_TO_THE_END = RunSpec(
+    name="poisoned, checked by Megatron", flags="--save {here} --save-interval 100 --ckpt-format torch",
+    ours=LOSSY, before=(interventions.poison,), ends=True,
+)  # fmt: skip
+# So large at first that gradients overflow; doubled again after every two good steps.
+SCALED = RunSpec(
+    name="fp16, loss scaled", ours=f"{CB4} {SC4}",
+    flags="--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 10",
+)  # fmt: skip
+
+OUTLIER = 4
+"""The iteration, counted from 0, whose loss is multiplied by 100."""
+USUAL = RunSpec(name="clipped as usual", flags=f"--clip-grad 1 --train-iters {OUTLIER + 11}", ours=f"{CB4} {SC4}")
+CLIPPED = USUAL.but("an outlier clipped", before=(partial(interventions.outlier, OUTLIER, 100.0),))
+
+# The states of dropout's generators are not what they were before the step in a checkpoint that Megatron 0.19 saves in
+# the middle of one (the second restoring of them is of the very dict that the repeated pass changed): so, without.
+# Of Megatron's checks only one whose failure does not end the run: what it repeats, it then goes on from.
+_INJECTED = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type"
+_NOT_FATAL = "--check-for-large-grads --no-check-for-nan-in-loss-and-grad"
+_CALM = RunSpec(
+    name="-", ours=ALL_MESSAGES,
+    flags=f"{SHORT} --train-iters 5 {NO_DROPOUT} --ckpt-format torch_dist",
+)  # fmt: skip
+CALM = _CALM.but("no step repeated", flags=_NOT_FATAL)
+REPEATED = CALM.but("every step repeated", flags=f"{_INJECTED} transient_error")
+STOPPED = _CALM.but(
+    "stopped in a step", flags=f"{_INJECTED} persistent_error --save {{here}} --save-interval 100", ends=True
+)  # fmt: skip
+AFTER_STOP = _CALM.but("resumed in that step", loaded=STOPPED, flags="--load {loaded} --rerun-mode disabled")
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+_IN_BACKGROUND = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+
+
+def saving(name: str, flags: str, ours: str = ALL_MESSAGES, **settings: Any) -> RunSpec:
+    flags = f"{SHORT} {flags} --save {{here}} --save-interval 2"
+    return RunSpec(name=name, flags=flags, ours=ours, **settings)
+
+
+def resumed(run: RunSpec, iteration: int) -> RunSpec:
+    """From `iteration` on. What only loads needs no writer in the background, whose start takes longer than the run.
+
+    `--ckpt-step` would not do: with the distributed optimizer and `torch` Megatron takes the last checkpoint.
+    """
+    return replace(
+        run, name=f"{run.name}, resumed at {iteration}", watched=False,
+        flags=f"{run.flags.replace(_IN_BACKGROUND, '')} --load {{here}}",
+        copies=run, spoil=partial(interventions.only, iteration),
+    )  # fmt: skip
+
+
+SAVED = saving("torch_dist", "--ckpt-format torch_dist")
+SAVED_AGAIN = resumed(SAVED, 4)
+SAVED_SHARDED = saving(
+    "torch, bf16, sharded, interleaved",
+    f"--ckpt-format torch --bf16 {SHARDED} --overlap-grad-reduce {INTERLEAVED}", f"{ALL_MESSAGES} {DROPPED}",
+    watched=True,
+)  # fmt: skip
+# On two ranks: each starts a process that imports Megatron, to write.
+SAVED_IN_BACKGROUND = saving("async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2)
+ALSO_SAVED = [
+    saving("torch, fp32, deterministic, sharded", f"--ckpt-format torch --deterministic-mode {SHARDED}"),
+    saving("torch_dist, fp32, interleaved", f"--ckpt-format torch_dist {INTERLEAVED}"),
+    saving("torch_dist, bf16, overlapped", f"--ckpt-format torch_dist --bf16 {OVERLAPPED}"),
+    saving("async, overlapped, interleaved", f"--ckpt-format torch_dist {_IN_BACKGROUND} {OVERLAPPED} {INTERLEAVED}"),
+    saving(
+        "async, bf16, bf16 state", f"--ckpt-format torch_dist {_IN_BACKGROUND} --bf16",
+        f"{ALL_MESSAGES} --compression-state-dtype bf16",
+    ),
+]  # fmt: skip
+
+
+def loading(name: str, ours: str, flags: str = "", **settings: Any) -> RunSpec:
+    """Goes on from iteration 6 of SAVED, unless it says otherwise, to iteration 8."""
+    settings = {"loaded": SAVED, **settings}
+    flags = f"{SHORT} --ckpt-format torch_dist --load {{loaded}} --ckpt-step 6 {flags}"
+    return RunSpec(name=name, flags=flags, ours=ours, **settings)
+
+
+IN_FOUR_STAGES = loading("loaded in 4 stages", CB4, layout=PP4)
+AT_ANOTHER_RANK = loading("loaded at rank 8", f"{ALL_MESSAGES} --compressed-backprop-rank 8")
+IN_OTHER_BUCKETS = loading("loaded in other buckets", ALL_MESSAGES, "--overlap-grad-reduce --ddp-num-buckets 2")
+FINETUNED = loading("finetuned", ALL_MESSAGES, "--finetune")
+WITHOUT_OPTIMIZER = loading("loaded without optimizer", ALL_MESSAGES, "--no-load-optim")
+SWITCHED_OFF = loading("switched off", OFF, "--save {here} --save-interval 100 --exit-interval 7")
+SWITCHED_ON = loading("switched on again", ALL_MESSAGES, "--ckpt-step 7", loaded=SWITCHED_OFF)
+OVERWRITTEN = RunSpec(
+    name="overwritten by vanilla", flags=f"{SHORT} --ckpt-format torch_dist --save {{here}} --save-interval 6",
+    copies=SAVED,
+)  # fmt: skip
+AFTER_VANILLA = loading("loaded after vanilla", ALL_MESSAGES, loaded=OVERWRITTEN)
+DAMAGED = loading(
+    "loaded with a damaged file", ALL_MESSAGES, "--load {here}", copies=SAVED, spoil=interventions.damage,
+    before=(interventions.impatient,), ends=True,
+)  # fmt: skip
+CURED = loading(
+    "loaded without that state", ALL_MESSAGES, "--load {here}", copies=SAVED, spoil=interventions.take_the_state_out
+)
+ELSEWHERE = loading(
+    "loaded from two folders", ALL_MESSAGES, "--load {other}", other=SAVED_AGAIN, ends=True,
+    before=(interventions.last_load_on_rank_1_only, interventions.impatient),
+)  # fmt: skip
+DISK_FULL = RunSpec(
+    name="disk full", flags=f"{SHORT} --ckpt-format torch_dist --train-iters 1 --save {{here}} --save-interval 1",
+    ours=ALL_MESSAGES, before=(interventions.full_disk_on_rank_1,), ends=True,
+)  # fmt: skip
+
+# -- lossless limits --------------------------------------------------------------------------------------------------
+
+# fp32 rounding alone, amplified by 20 Adam steps, stays an order of magnitude below.
+TOLERANCE = 1e-5
+# A bf16 value has 8 bits, a relative rounding of 2^-9: of the sums over two replicas, and of Q. 5 iterations lower the
+# loss by 4 %, so that rounding moves it by some 2^-9 of that; twice that is allowed. (Seen: 2e-5, as much as between
+# vanilla with bf16 and with fp32 buckets.) Norms are those of gradients taken at such weights.
+BF16_BUCKETS = (2 * 2**-9 * 0.04, 2**-8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """At full rank these flags are to give vanilla's losses, and gradients' norms in the first 5 iterations."""
+
+    vanilla: RunSpec
+    ours: str = LOSSLESS
+    loss: float = TOLERANCE
+    norm: float = TOLERANCE
+
+    @property
+    def run(self) -> RunSpec:
+        return self.vanilla.but(f"{self.vanilla.name}, at full rank", ours=self.ours)
+
+
+SCALED_SUMS = "--calculate-per-token-loss --eod-mask-loss"
+"""Where end-of-document tokens do not count, micro-batches have different numbers of tokens, and a mean per token is
+not the mean over micro-batches."""
+
+# Megatron saves gradients after iterations 2, 4 and 6, for which it all-reduces them; after 7 they are of shards.
+VANILLA_SHARDED = RunSpec(
+    name="sharded", flags=f"{EIGHT} --train-iters 7 {SHARDED} --ckpt-format torch --save {{here}} --save-interval 100 "
+    "--save-wgrads-interval 2",
+)  # fmt: skip
+FUSED_SHARDED = VANILLA_SHARDED.but("sharded, FE", ours=FE)
+SHARDED_LIMIT = Limit(vanilla=VANILLA_SHARDED)
+LIMITS = [
+    Limit(vanilla=VANILLA),
+    Limit(vanilla=VANILLA_TP2),
+    Limit(
+        vanilla=RunSpec(
+            name="sequence parallel, recomputed", layout=TP2_PP2_DP2, flags=f"--sequence-parallel {RECOMPUTED}"
+        )
+    ),
+    SHARDED_LIMIT,
+    # SC on the first stage only, so that the last one's buckets go through Megatron's own collective.
+    Limit(
+        vanilla=RunSpec(
+            name="overlapped, interleaved, per token",
+            flags=f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS} {SCALED_SUMS} --train-iters 5",
+        ),
+        ours=f"{LOSSLESS} --dp-compression-stages 1",
+    ),
+    Limit(
+        vanilla=RunSpec(
+            name="averaged in the collective",
+            flags="--overlap-grad-reduce --ddp-num-buckets 3 --ddp-average-in-collective --train-iters 5",
+        )
+    ),
+    Limit(
+        vanilla=RunSpec(
+            name="bf16 buckets",
+            flags="--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --ddp-num-buckets 3 --train-iters 5",
+        ),
+        loss=BF16_BUCKETS[0], norm=BF16_BUCKETS[1],
+    ),
+]  # fmt: skip
+# Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
+# loop no longer looks at it; what changes the batch size there is `--step-batch-size-schedule`.
+# 2, 1, none and 1 of 4 layers. From 12 sequences of 64 tokens on 6 sequences an iteration, from 24 on 8, in pairs.
+GROWING = RunSpec(
+    name="uneven stages, growing batch", before=(partial(interventions.without, "--global-batch-size"),),
+    layout=(4, f"{PP4[1]} --pipeline-model-parallel-layout Ett|t||tL"),
+    flags="--step-batch-size-schedule '0:4 768:6 1536:8' --train-iters 7",
+)  # fmt: skip
+GROWING_MICRO_BATCHES = [2, 2, 2, 3, 3, 4, 4]
+GROWING_LIMIT = Limit(vanilla=GROWING, ours=f"{LOSSLESS_EPILOGUE} {FE} --compression-forecast")
+
+# -- stages that are chosen -------------------------------------------------------------------------------------------
+
+_AUTO = f"{SC4} --dp-compression-stages auto"
+_SLOW, _FAST = (partial(interventions.links_of, rate) for rate in (1e5, 1e12))
+CHOSEN = VANILLA.but(
+    "stages chosen on slow links", ours=_AUTO, before=(_SLOW,),
+    flags="--save {here} --save-interval 4 --ckpt-format torch",
+)  # fmt: skip
+CHOSEN_BEFORE = VANILLA.but(
+    "stages chosen before, on fast links", ours=_AUTO, before=(_FAST,), loaded=CHOSEN,
+    flags="--load {loaded} --ckpt-step 4 --ckpt-format torch",
+)  # fmt: skip
+NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO, before=(_FAST,))
+
+# -- mixture of experts -----------------------------------------------------------------------------------------------
+
+MIXTURE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
+    "--moe-ffn-hidden-size 64 --disable-bias-linear --train-iters 5"
+)
+EXPERTS_APART = Limit(
+    vanilla=RunSpec(
+        name="experts apart",
+        flags=(
+            f"{MIXTURE} --expert-model-parallel-size 2 --overlap-grad-reduce --ddp-average-in-collective "
+            "--distributed-timeout-minutes 7"
+        ),
+    )
+)
+EXPERTS_REPLICATED = RunSpec(
+    name="experts on two replicas each", layout=(4, ""), ours=SC4,
+    flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
+)  # fmt: skip
+# The preset, at full rank: it leaves fused embedding sync out.
+EXPERTS_AMONG_OTHERS = Limit(
+    vanilla=RunSpec(name="experts among others", flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED}"),
+    ours=f"--optimus-cc {LOSSLESS_CB.split(maxsplit=1)[1]} {LOSSLESS_SC.split(maxsplit=1)[1]}",
+)

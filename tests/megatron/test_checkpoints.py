@@ -1,0 +1,155 @@
+"""A run that was resumed is the run that never stopped, to the bit; where it cannot be, that is said, or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.megatron import runs as table
+from tests.megatron.runs import resumed
+from tests.megatron.specs import Run, full, uses
+
+SAVED = (table.SAVED, table.SAVED_SHARDED, table.SAVED_IN_BACKGROUND)
+PARTS = ("losses", "grad_norms", "random_states", "steps")
+
+
+def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
+    """A run that was resumed after `iteration` iterations is the rest of the whole one, to the bit."""
+    for number, (mine, its) in enumerate(zip(run.ranks, whole.ranks, strict=True)):
+        for part in PARTS:
+            assert getattr(mine, part) == getattr(its, part)[iteration:], f"{part} of rank {number} from {iteration} on"
+        assert mine.weights == its.weights, f"weights of rank {number}, resumed at {iteration}"
+        assert mine.ours.remembered == its.ours.remembered, f"state of rank {number}, resumed at {iteration}"
+
+
+# -- the same run -----------------------------------------------------------------------------------------------------
+
+
+@uses(
+    *((run, resumed(run, 4)) for run in SAVED),
+    *(full(run, resumed(run, 2), resumed(run, 6)) for run in SAVED),
+    *(full(run, *(resumed(run, iteration) for iteration in (2, 4, 6))) for run in table.ALSO_SAVED),
+)
+def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
+    whole, *parts = runs
+    remembered = [rank.ours.remembered for rank in whole.ranks]
+    if "--dp-compression " in whole.spec.ours:
+        assert all(facts["dp_compression"]["buckets"] for facts in remembered)
+    assert any(facts.get("compressed_backprop", {}).get("states") for facts in remembered)
+    assert_files_come_first(whole.ranks[0].saves, in_background="--async-save" in whole.spec.flags)
+    assert_described(whole.folder, 4, ranks=len(whole.ranks))
+    for part in parts:
+        assert_goes_on(part, whole, int(part.spec.name.split()[-1]))
+        assert not [line for line in part.said if "warning" in line]
+
+
+def assert_files_come_first(saves: list[dict[str, Any]], *, in_background: bool) -> None:
+    """Our files are whole before the tracker names the iteration, and before the background writer has them."""
+    names = [f"iter_{iteration:07d}" for iteration in (2, 4, 6, 8)]
+    turns = [save["tracker's turn"] for save in saves if "tracker's turn" in save]
+    # The first rank asks for the tracker's name again in other places; each save's first time counts.
+    for count, name in enumerate(names, start=1):
+        turn = next(turn for turn in turns if turn["whole"] == names[:count])
+        assert turn["tracker"] != str(int(name.removeprefix("iter_")))
+    scheduled = [save["background"] for save in saves if "background" in save]
+    assert len(scheduled) == (4 if in_background else 0), "not saved in the background"
+    for count, save in enumerate(scheduled, start=1):
+        assert save["whole"] == names[:count] and save["tracker"] in (None, *map(str, (2, 4, 6)[: count - 1]))
+
+
+def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
+    files = folder / f"iter_{iteration:07d}" / "optimus_cc"
+    expected = [*(f"rank_0000{rank}.pt" for rank in range(ranks)), "topology.json"]
+    assert sorted(path.name for path in files.iterdir()) == expected
+    described = json.loads((files / "topology.json").read_text())
+    assert described["iteration"] == iteration and described["ranks"] == ranks
+    assert described["topology"]["--pipeline-model-parallel-size"] == 2
+    assert [file["size"] for file in described["files"]] == [p.stat().st_size for p in sorted(files.glob("*.pt"))]
+    assert not list(folder.glob(".optimus*")), "what is written first is moved, not copied"
+
+
+# -- another run ------------------------------------------------------------------------------------------------------
+
+
+def about_state(run: Run) -> list[str]:
+    """What a run that loads says about the state, after it has trained on."""
+    iterations = {"--finetune": 8, "--ckpt-step 7": 1, "--exit-interval 7": 1}
+    expected = next((n for flag, n in iterations.items() if flag in run.spec.flags), 2)
+    assert all(len(rank.losses) == expected for rank in run.ranks)
+    assert not [line for rank in run.ranks[1:] for line in rank.said if "afresh" in line], "one rank speaks for all"
+    return [line for line in run.said if "afresh" in line or "ignored" in line]
+
+
+@uses(table.IN_FOUR_STAGES)
+def test_another_topology_starts_afresh_and_trains_on(runs):
+    line, ignored = about_state(runs)
+    assert ignored == "the checkpoint's state of data-parallel compression is ignored: switched off in this run"
+    assert "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint" in line
+
+
+@uses(table.AT_ANOTHER_RANK)
+def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
+    (line,) = about_state(runs)
+    assert "compressed backpropagation starts afresh" in line and "data-parallel" not in line
+
+
+@uses(table.IN_OTHER_BUCKETS)
+def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
+    # Several buckets on the first stage only: the other ranks have to hear of it.
+    (line,) = about_state(runs)
+    assert "the state of data-parallel compression starts afresh" in line and "bucket" in line
+
+
+@uses(table.FINETUNED, full(table.WITHOUT_OPTIMIZER))
+def test_what_resets_the_optimizer_resets_us_and_is_said(runs):
+    (line,) = about_state(runs)
+    assert line.endswith(f": {runs.spec.flags.split()[-1]}")
+
+
+@uses((table.SWITCHED_OFF, table.SWITCHED_ON))
+def test_switched_off_the_state_is_ignored_and_the_next_checkpoint_has_none(runs):
+    off, on = runs
+    (line,) = about_state(off)
+    assert "is ignored" in line
+    assert (off.folder / "iter_0000007").exists() and not (off.folder / "iter_0000007" / "optimus_cc").exists()
+    (line,) = about_state(on)
+    assert "the checkpoint has no state of it" in line
+
+
+@uses((table.OVERWRITTEN, table.AFTER_VANILLA))
+def test_state_beside_a_checkpoint_that_vanilla_wrote_again_is_not_taken(runs):
+    overwritten, loaded = runs
+    assert (overwritten.folder / "iter_0000006" / "optimus_cc").exists(), "vanilla leaves our files in its folder"
+    (line,) = about_state(loaded)
+    assert "written again without Optimus-CC" in line
+
+
+def assert_all_ended_before_the_first_step(run: Run) -> str:
+    """With status 2, and one line of one rank, which is returned."""
+    assert [(rank.ended, len(rank.losses)) for rank in run.ranks] == [(2, 0)] * 4
+    (line,) = [line for rank in run.ranks for line in rank.said if line.startswith("error")]
+    return line
+
+
+@uses((table.DAMAGED, table.CURED))
+def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(runs):
+    damaged, cured = runs
+    file = damaged.folder / "iter_0000006" / "optimus_cc" / "rank_00002.pt"
+    line = assert_all_ended_before_the_first_step(damaged)
+    assert f"rank 2: {file}: it has" in line and f"remove {file.parent}" in line
+    (line,) = about_state(cured)
+    assert "the checkpoint has no state of it" in line
+
+
+@uses(table.ELSEWHERE)
+def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs):
+    # Each folder is right by itself: another save of the same run, as a node sees it that did not mount the shared one.
+    assert "ranks find different files" in assert_all_ended_before_the_first_step(runs)
+
+
+@uses(table.DISK_FULL)
+def test_where_one_rank_cannot_write_its_state_all_end_and_no_checkpoint_counts(runs):
+    for rank in runs.ranks:
+        assert len(rank.losses) == 1
+        assert "rank 1: writing the state of compression failed: " in str(rank.ended)
+    assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
+    assert not list(runs.folder.glob("iter_*/*.distcp"))

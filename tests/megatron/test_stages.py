@@ -1,0 +1,66 @@
+"""SC in Megatron: which stages are compressed, by number or as measured; and what all of it saves.
+
+The rates of the links are given here, slow or fast, so that the decision is known; `scripts/bench` measures
+`--dp-compression-stages auto` on links that are slow.
+"""
+
+from tests.megatron import runs as table
+from tests.megatron.specs import uses
+from tests.megatron.test_checkpoints import assert_goes_on
+from tests.megatron_runs import last_stage_losses
+
+FIRST_COMPRESSED = 2
+"""Iterations that are over when the stages are chosen."""
+
+
+@uses(table.REPORTED)
+def test_only_the_first_n_stages_are_compressed(runs):
+    for rank in runs.ranks:
+        raw, sent = rank.ours.traffic["DP gradients"]
+        if rank.stage == 0:
+            assert rank.ours.compressed_matrices > 0 and sent < raw
+        else:
+            assert rank.ours.compressed_matrices == 0 and sent == raw
+
+
+@uses((table.INSTALLED, table.LOSSY_EVALUATED))
+def test_counted_raw_traffic_is_what_vanilla_sends(runs):
+    off, on = runs
+    for vanilla, compressed in zip(off.ranks, on.ranks, strict=True):
+        for traffic_class, (raw, sent) in vanilla.ours.traffic.items():
+            assert raw == sent, "nothing is compressed"
+            assert compressed.ours.traffic[traffic_class][0] == raw
+
+
+@uses((table.VANILLA, table.CHOSEN, table.CHOSEN_BEFORE))
+def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps_the_choice(runs):
+    vanilla, whole, resumed = runs
+    assert all(rank.ours.compressed_matrices > 0 for rank in whole.ranks)
+    assert "--dp-compression-stages auto: of 2 stages compressed: 0, 1" in whole.said
+    memory = [line for line in whole.said if line.startswith("compressor state in")]
+    assert len(memory) == 2, "before the first iteration, and once the stages are known"
+    assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
+    expected, losses = last_stage_losses(vanilla.ranks), last_stage_losses(whole.ranks)
+    # The loss of an iteration shows the updates before it.
+    assert losses[: FIRST_COMPRESSED + 1] == expected[: FIRST_COMPRESSED + 1]
+    assert losses[FIRST_COMPRESSED + 1] != expected[FIRST_COMPRESSED + 1]
+    assert_goes_on(resumed, whole, 4)
+
+
+@uses((table.VANILLA_SHARDED, table.NONE_CHOSEN))
+def test_on_fast_links_it_stays_vanilla_to_the_bit_and_says_so(runs):
+    vanilla, ours = runs
+    assert last_stage_losses(ours.ranks) == last_stage_losses(vanilla.ranks)
+    assert [rank.ours.compressed_matrices for rank in ours.ranks] == [0] * 4
+    assert "forecast: DP gradients, compressed: no stage's reduction is worth compressing" in ours.said
+    assert "--dp-compression-stages auto: of 2 stages compressed: none" in ours.said
+
+
+@uses((table.LOSSY_RUN, table.LOSSY_FORECAST))
+def test_links_are_measured_once_and_what_gains_or_loses_is_said_by_the_first_rank_only(runs):
+    silent, measured = runs
+    lines = [[line for line in rank.said if "forecast" in line] for rank in measured.ranks]
+    assert len(lines[0]) == 4, "the links, and a line for each class"
+    assert not any(lines[1:])
+    assert not [line for line in silent.said if "forecast" in line]
+    assert last_stage_losses(silent.ranks) == last_stage_losses(measured.ranks), "measuring changes nothing computed"
