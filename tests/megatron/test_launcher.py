@@ -85,6 +85,7 @@ def assert_said_once(output: str) -> None:
     assert output.count("--optimus-cc leaves out data-parallel compression: one data-parallel replica") == 1
 
 
+@pytest.mark.full
 def test_without_a_script_it_trains_with_what_is_switched_on_said_once(tmp_path: Path, mark: str) -> None:
     ended = torchrun(TWO_STAGES, tmp_path, mark)
     assert ended.code == 0, ended.output[-3000:]
