@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Set-up, linters, type check, tests.
-#   scripts/test.sh [--fast | --megatron VERSION] [pytest arguments]
+#   scripts/test.sh [--fast | --full | --megatron VERSION] [pytest arguments]
+# Without arguments: every law of the design that a test can hold, in minutes on 2 cores.
 # --fast: linters and tests/unit only.
+# --full: also what takes long; CONTRIBUTING.md says what that needs.
 # --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2 or 0.19.2), which is fetched into
 #   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is.
-# Ends with pytest's own closing line; exit code != 0 if anything failed.
+# Tests are shared out to 2 workers; add -n0 for a debugger. Ends with the slowest tests and pytest's own closing line;
+# exit code != 0 if anything failed, or in CI (CI=true) if it took too long.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +16,9 @@ die() {
   exit 2
 }
 
+MOST_MINUTES=12 # in CI, of a run without arguments
 targets=()
+arguments=$#
 version=""
 case "${1:-}" in
   --fast)
@@ -29,6 +34,7 @@ case "${1:-}" in
 esac
 
 ./scripts/setup_env.sh
+SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
 # Tests run several processes on few cores: more threads than cores is slower by far.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -67,9 +73,14 @@ fi
 echo "== pytest"
 status=0
 # Without arguments pytest takes `testpaths` from pytest.ini. A path given by the user replaces that.
-python -m pytest "${targets[@]}" "$@" </dev/null || status=$?
+python -m pytest -n 2 --dist loadgroup --durations=25 --durations-min=1 "${targets[@]}" "$@" </dev/null || status=$?
 if [[ ${#failed[@]} -gt 0 ]]; then
   printf 'failed before the tests: %s\n' "${failed[*]}" >&2
+  status=1
+fi
+if [[ "${CI:-}" == true && $arguments -eq 0 && $SECONDS -gt $((60 * MOST_MINUTES)) ]]; then
+  printf 'this took %d s, and may take %d minutes: mark what is slow as full, or make it faster\n' \
+    "$SECONDS" "$MOST_MINUTES" >&2
   status=1
 fi
 exit "$status"

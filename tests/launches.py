@@ -1,4 +1,4 @@
-"""The launcher's `main` in a forked rank that already holds Megatron: what it says, and where it ends."""
+"""The launcher in a forked rank that already holds Megatron: what it says, and where it ends."""
 
 import argparse
 import contextlib
@@ -80,7 +80,7 @@ def _launch(
 ) -> Launch:
     from megatron.training import arguments
 
-    from optimus_cc_ext.__main__ import main
+    from optimus_cc_ext import startup
 
     def accept(args: argparse.Namespace) -> NoReturn:
         raise _Accepted(args)
@@ -88,7 +88,7 @@ def _launch(
     arguments.set_global_variables = accept
     if before is not None:
         before()
-    return _captured(main, (argv,), probe)
+    return _captured(startup.launch, (argv,), probe)
 
 
 def _captured(

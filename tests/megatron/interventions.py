@@ -236,7 +236,7 @@ def only(iteration: int, folder: Path) -> None:
 
 
 def damage(folder: Path) -> None:
-    file = next(folder.glob("iter_*6/optimus_cc/rank_00002.pt"))
+    file = next(folder.glob("iter_*4/optimus_cc/rank_00002.pt"))
     file.write_bytes(file.read_bytes()[:-1])
 
 

@@ -132,8 +132,8 @@ AFTER_STOP = _CALM.but("resumed in that step", loaded=STOPPED, flags="--load {lo
 _IN_BACKGROUND = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
-def saving(name: str, flags: str, ours: str = ALL_MESSAGES, **settings: Any) -> RunSpec:
-    flags = f"{SHORT} {flags} --save {{here}} --save-interval 2"
+def saving(name: str, flags: str, ours: str = ALL_MESSAGES, *, interval: int = 4, **settings: Any) -> RunSpec:
+    flags = f"{SHORT} {flags} --save {{here}} --save-interval {interval}"
     return RunSpec(name=name, flags=flags, ours=ours, **settings)
 
 
@@ -158,22 +158,26 @@ SAVED_SHARDED = saving(
 )  # fmt: skip
 # On two ranks: each starts a process that imports Megatron, to write.
 SAVED_IN_BACKGROUND = saving("async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2)
-ALSO_SAVED = [
-    saving("torch, fp32, deterministic, sharded", f"--ckpt-format torch --deterministic-mode {SHARDED}"),
-    saving("torch_dist, fp32, interleaved", f"--ckpt-format torch_dist {INTERLEAVED}"),
-    saving("torch_dist, bf16, overlapped", f"--ckpt-format torch_dist --bf16 {OVERLAPPED}"),
-    saving("async, overlapped, interleaved", f"--ckpt-format torch_dist {_IN_BACKGROUND} {OVERLAPPED} {INTERLEAVED}"),
-    saving(
-        "async, bf16, bf16 state", f"--ckpt-format torch_dist {_IN_BACKGROUND} --bf16",
-        f"{ALL_MESSAGES} --compression-state-dtype bf16",
-    ),
-]  # fmt: skip
+SAVED_OFTEN = [
+    replace(run, name=f"{run.name}, often", flags=run.flags.replace("--save-interval 4", "--save-interval 2"))
+    for run in (SAVED, SAVED_SHARDED, SAVED_IN_BACKGROUND)
+]
+SAVED_OFTEN += [
+    saving(name, f"--ckpt-format {flags}", f"{ALL_MESSAGES} {ours}", interval=2)
+    for name, flags, ours in (
+        ("torch, fp32, deterministic, sharded", f"torch --deterministic-mode {SHARDED}", ""),
+        ("torch_dist, fp32, interleaved", f"torch_dist {INTERLEAVED}", ""),
+        ("torch_dist, bf16, overlapped", f"torch_dist --bf16 {OVERLAPPED}", ""),
+        ("async, overlapped, interleaved", f"torch_dist {_IN_BACKGROUND} {OVERLAPPED} {INTERLEAVED}", ""),
+        ("async, bf16, bf16 state", f"torch_dist {_IN_BACKGROUND} --bf16", "--compression-state-dtype bf16"),
+    )
+]
 
 
 def loading(name: str, ours: str, flags: str = "", **settings: Any) -> RunSpec:
-    """Goes on from iteration 6 of SAVED, unless it says otherwise, to iteration 8."""
+    """Goes on from iteration 4 of SAVED, unless it says otherwise, to iteration 8."""
     settings = {"loaded": SAVED, **settings}
-    flags = f"{SHORT} --ckpt-format torch_dist --load {{loaded}} --ckpt-step 6 {flags}"
+    flags = f"{SHORT} --ckpt-format torch_dist --load {{loaded}} --ckpt-step 4 {flags}"
     return RunSpec(name=name, flags=flags, ours=ours, **settings)
 
 
@@ -182,11 +186,11 @@ AT_ANOTHER_RANK = loading("loaded at rank 8", f"{ALL_MESSAGES} --compressed-back
 IN_OTHER_BUCKETS = loading("loaded in other buckets", ALL_MESSAGES, "--overlap-grad-reduce --ddp-num-buckets 2")
 FINETUNED = loading("finetuned", ALL_MESSAGES, "--finetune")
 WITHOUT_OPTIMIZER = loading("loaded without optimizer", ALL_MESSAGES, "--no-load-optim")
-SWITCHED_OFF = loading("switched off", OFF, "--save {here} --save-interval 100 --exit-interval 7")
-SWITCHED_ON = loading("switched on again", ALL_MESSAGES, "--ckpt-step 7", loaded=SWITCHED_OFF)
+SWITCHED_OFF = loading("switched off", OFF, "--save {here} --save-interval 100 --exit-interval 5")
+SWITCHED_ON = loading("switched on again", ALL_MESSAGES, "--ckpt-step 5", loaded=SWITCHED_OFF)
 OVERWRITTEN = RunSpec(
-    name="overwritten by vanilla", flags=f"{SHORT} --ckpt-format torch_dist --save {{here}} --save-interval 6",
-    copies=SAVED,
+    name="overwritten by vanilla", copies=SAVED,
+    flags=f"{SHORT} --ckpt-format torch_dist --save {{here}} --save-interval 100 --exit-interval 4",
 )  # fmt: skip
 AFTER_VANILLA = loading("loaded after vanilla", ALL_MESSAGES, loaded=OVERWRITTEN)
 DAMAGED = loading(
@@ -197,7 +201,7 @@ CURED = loading(
     "loaded without that state", ALL_MESSAGES, "--load {here}", copies=SAVED, spoil=interventions.take_the_state_out
 )
 ELSEWHERE = loading(
-    "loaded from two folders", ALL_MESSAGES, "--load {other}", other=SAVED_AGAIN, ends=True,
+    "loaded from two folders", ALL_MESSAGES, "--load {other} --ckpt-step 8", other=SAVED_AGAIN, ends=True,
     before=(interventions.last_load_on_rank_1_only, interventions.impatient),
 )  # fmt: skip
 DISK_FULL = RunSpec(

@@ -77,7 +77,8 @@ def assert_all_gone(tree: list[psutil.Process], seconds: float = 10.0) -> None:
     assert not alive, [process.cmdline()[:6] for process in alive]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_every_process_and_keeps_nothing_unfinished(folder: Path, signum: int) -> None:
     with training(folder) as (quickstart, tree):
         if signum == signal.SIGINT:  # the folder is taken as long as it runs
@@ -93,6 +94,7 @@ def test_interrupted_it_ends_every_process_and_keeps_nothing_unfinished(folder: 
     assert not (folder / "out.unfinished").exists() and not (folder / "out").exists()
 
 
+@pytest.mark.full
 def test_killed_without_a_chance_to_clean_up_it_leaves_no_process(folder: Path) -> None:
     with training(folder) as (quickstart, tree):
         quickstart.kill()
@@ -100,6 +102,7 @@ def test_killed_without_a_chance_to_clean_up_it_leaves_no_process(folder: Path) 
         assert_all_gone(tree)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_ends_everything_with_the_reason_on_the_terminal(folder: Path) -> None:
     with training(folder) as (quickstart, tree):
         died = time.monotonic()

@@ -19,6 +19,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_signal_to_on_node_alone_makes_every_rank_save_and_end_with_status_0(tmp_path: Path) -> None:
     mark, log = tmp_path / "interrupted", tmp_path / "log"

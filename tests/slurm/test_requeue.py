@@ -28,7 +28,7 @@ def _missing() -> str:
     return f"not installed: {', '.join(absent)} (Debian: slurm-wlm, munge)" if absent else ""
 
 
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
