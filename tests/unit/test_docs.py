@@ -1,5 +1,6 @@
-"""The documents name what there is: every flag, every refusal, and files that exist."""
+"""The documents name what there is: every flag, every refusal, and files and modules that exist."""
 
+import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,15 +11,28 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.hooks.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "patches/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+NAMED_AS_GONE = "docs/upgrade.md"
+"""It says where what was is today."""
+
 FLAGS = ["--" + f.name.replace("_", "-") for f in fields(OptimusConfig) if f.name != "force_compression"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/flags.md"])
-def test_every_flag_is_explained(name: str) -> None:
-    text = (ROOT / name).read_text()
-    left_to_the_table = {"--compression-seed"} if name != "README.md" else set()
-    assert [flag for flag in FLAGS if flag not in text and flag not in left_to_the_table] == []
+def test_every_flag_is_explained() -> None:
+    table, _, guide = (ROOT / "docs" / "flags.md").read_text().partition("\n## ")
+    assert [flag for flag in FLAGS if flag not in table] == []
+    left_to_the_table = {"--compression-seed"}
+    assert [flag for flag in FLAGS if flag not in guide and flag not in left_to_the_table] == []
+
+
+def test_the_readme_is_short_and_leaves_flags_to_their_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    assert [flag for flag in FLAGS if f"| `{flag} " in readme] == [], "two tables would have to be kept equal"
+    assert len((ROOT / "docs" / "performance.md").read_text().splitlines()) <= 100
 
 
 def test_every_refusal_has_its_cure_in_troubleshooting() -> None:
@@ -37,3 +51,15 @@ def test_modules_that_are_named_exist(document: Path) -> None:
     folders = "hooks|techniques|compressors|cpu_runtime|forecast|checkpoint|metrics"
     named = re.findall(rf"`((?:{folders})/\w+\.py)`", document.read_text())
     assert [name for name in named if not (ROOT / "optimus_cc_ext" / name).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_commands_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    files = re.findall(r"(?<![\w/*.-])((?:scripts|tests|patches)/[\w./-]*\w)/?(?![\w/*{<-])", text)
+    commands = re.findall(r"python -m ((?:scripts|optimus_cc_ext)[\w.]*\w)", text)
+    if document.relative_to(ROOT).as_posix() == NAMED_AS_GONE:
+        lines = [line.split("|")[-2] for line in text.splitlines() if line.startswith("|")]
+        files, commands = [], re.findall(r"python -m ([\w.]+\w)", "\n".join(lines))
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert [name for name in commands if importlib.util.find_spec(name) is None] == []
