@@ -12,7 +12,7 @@ from optimus_cc_ext.hooks.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "patches/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "patches/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NAMED_AS_GONE = "docs/upgrade.md"
