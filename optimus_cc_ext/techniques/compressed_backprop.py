@@ -129,7 +129,7 @@ class CompressedBackprop(Technique):
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
         """See `Technique.mismatch`."""
-        if state_dict["states"] and self.sending is None:
+        if state_dict.get("states") and self.sending is None:
             return "this rank sends no compressed messages"
         return super().mismatch(state_dict)
 

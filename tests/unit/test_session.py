@@ -158,6 +158,14 @@ def test_a_state_dict_in_an_custom_loop_is_of_all_passes(session):
     assert torch.equal(residual(twin), residual(session))
 
 
+@pytest.mark.parametrize(
+    ("technique", "of_old"), [("compressed_backprop", {"states": []}), ("dp_compression", {"buckets": []})]
+)
+def test_a_state_dict_of_a_version_without_names_is_refused_with_the_cure(session, technique, of_old):
+    with pytest.raises(ValueError, match=f"{technique}: it was saved by a version .* leave it out"):
+        session.load_state_dict({"iteration": 1, technique: of_old})
+
+
 def test_a_state_dict_that_does_not_fit_changes_nothing(session):
     announced_step(session, 0, [1])
     twin = resumed_from(session)
