@@ -6,10 +6,10 @@ from typing import Any
 
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report import page
-from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Record
+from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Record, shares
 from optimus_cc_ext.report.table import Table
 
-__all__ = ["PICTURES", "REQUIRED", "Comparison", "Share", "relative", "shares"]
+__all__ = ["PICTURES", "REQUIRED", "Comparison", "relative"]
 
 PICTURES = ("training_loss", "validation_loss", "traffic")
 """Names of the pictures, without `.png` and `.svg`."""
@@ -19,27 +19,6 @@ REQUIRED = (
     *(f"optimus-cc/{name.value} {side} bytes" for name in TrafficClass for side in ("raw", "sent")),
 )  # fmt: skip
 """Tags that both runs have to have logged."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Bytes of one traffic class in an iteration, of all ranks together."""
-
-    name: str
-    raw: float
-    sent: float
-
-    @property
-    def ratio(self) -> float:
-        """sent / raw; 1 where there is no such traffic."""
-        return self.sent / self.raw if self.raw else 1.0
-
-
-def shares(record: Record) -> list[Share]:
-    """Mean raw and sent bytes per iteration of each class, then of all of them."""
-    names = [traffic_class.value for traffic_class in TrafficClass]
-    classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
-    return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]
 
 
 def relative(new: float, old: float) -> float:

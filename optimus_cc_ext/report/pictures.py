@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from optimus_cc_ext.report.record import Curve
+from optimus_cc_ext.report.record import Curve, Share
 from optimus_cc_ext.report.table import Cell, Table
-
-if TYPE_CHECKING:
-    from optimus_cc_ext.report.comparison import Share
 
 __all__ = ["GRID", "INK", "PALETTE", "colour", "lines", "loss_curves", "panels", "save", "tidy", "traffic_bars"]
 
@@ -98,7 +95,7 @@ def loss_curves(title: str, vanilla: Curve, compressed: Curve) -> Figure:
     return figure
 
 
-def traffic_bars(shares: "Sequence[Share]") -> Figure:
+def traffic_bars(shares: Sequence[Share]) -> Figure:
     """Raw and sent bytes by class; the last of `shares` is their sum, and stands in the title."""
     *classes, everything = shares
     figure, ((axes,),) = panels(1, 1, 7.2, 4.2)

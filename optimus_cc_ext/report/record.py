@@ -7,10 +7,11 @@ from math import nan
 from pathlib import Path
 from statistics import mean, median
 
+from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report import ReportError
 from optimus_cc_ext.report.log_lines import parse_progress, parse_scalars
 
-__all__ = ["SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "read_events", "read_logs"]
+__all__ = ["SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "Share", "read_events", "read_logs", "shares"]
 
 TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time"
 
@@ -121,3 +122,24 @@ def read_logs(folder: Path) -> Record:
                 for tag, value in parse_scalars(line).items():
                     scalars[tag][iteration] = value
     return Record(folder, dict(scalars))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of one traffic class in an iteration, of all ranks together."""
+
+    name: str
+    raw: float
+    sent: float
+
+    @property
+    def ratio(self) -> float:
+        """sent / raw; 1 where there is no such traffic."""
+        return self.sent / self.raw if self.raw else 1.0
+
+
+def shares(record: Record) -> list[Share]:
+    """Mean raw and sent bytes per iteration of each class, then of all of them."""
+    names = [traffic_class.value for traffic_class in TrafficClass]
+    classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
+    return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]

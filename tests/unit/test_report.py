@@ -15,9 +15,9 @@ from optimus_cc_ext.errors import MissingExtra
 from optimus_cc_ext.metrics.report import Report
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report import ReportError, page, pictures
-from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison, shares
+from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
 from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
-from optimus_cc_ext.report.record import Curve, read_events, read_logs
+from optimus_cc_ext.report.record import Curve, read_events, read_logs, shares
 from optimus_cc_ext.report.table import Table
 
 RAW = {
