@@ -136,6 +136,8 @@ def megatron_run(
     _record_saves(run)
     built = _record_training(run)
     sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
+    if {"--save", "torch_dist"} <= {*argv}:
+        _fork_the_writers_queue()
     if before is not None:
         before()
     if entry is None:
@@ -153,6 +155,13 @@ def megatron_run(
         _record_end(run, model)
         run.probed = None if probe is None else probe(model, optimizer)
     return run
+
+
+def _fork_the_writers_queue() -> None:
+    """Its server is a process; started afresh, as Megatron does by default, it imports Megatron at the first save."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
 
 
 class _Tee:
