@@ -1,6 +1,6 @@
 """What of a checkpoint's state a run goes on from, and what it starts afresh: rules only, the same on every rank."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,11 @@ from optimus_cc_ext.config import OptimusConfig
 __all__ = ["Resumption", "decide", "settings_of"]
 
 _NAMES = {"compressed_backprop": "compressed backpropagation", "dp_compression": "data-parallel compression"}
+_SETTINGS = {
+    "compressed_backprop": ("compressed_backprop_rank", "compressed_backprop_messages", "lazy_error_propagation"),
+    "dp_compression": ("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"),
+}
+_NO_STATE = "the checkpoint has no state of it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +35,12 @@ class Resumption:
 
     def lines(self) -> list[str]:
         """What there is to say to the user, one line for each reason."""
-        by_reason: dict[str, list[str]] = {}
-        for technique, reason in self.reset.items():
-            by_reason.setdefault(reason, []).append(_NAMES[technique])
-        lines = [
-            f"warning: the state of {' and '.join(names)} starts afresh (empty residuals, new factors): {reason}"
-            for reason, names in by_reason.items()
-        ]
+        lines = []
+        for reason in dict.fromkeys(self.reset.values()):
+            names = _and(technique for technique in self.reset if self.reset[technique] == reason)
+            lines.append(f"warning: the state of {names} starts afresh (empty residuals, new factors): {reason}")
         if self.ignored:
-            names = " and ".join(_NAMES.get(technique, technique) for technique in self.ignored)
-            lines.append(f"the checkpoint's state of {names} is ignored: switched off in this run")
+            lines.append(f"the checkpoint's state of {_and(self.ignored)} is ignored: switched off in this run")
         return lines
 
 
@@ -50,19 +51,11 @@ def settings_of(config: OptimusConfig, messages: Mapping[str, Any]) -> dict[str,
         messages: what the shapes of gradient messages depend on, in words.
     """
     settings: dict[str, dict[str, Any]] = {}
-    if config.compressed_backprop:
-        settings["compressed_backprop"] = {
-            "--compressed-backprop-rank": config.compressed_backprop_rank,
-            "--compressed-backprop-messages": config.compressed_backprop_messages,
-            "--lazy-error-propagation": config.lazy_error_propagation,
-            **messages,
-        }
-    if config.dp_compression:
-        settings["dp_compression"] = {
-            "--dp-compression-rank": config.dp_compression_rank,
-            "--dp-compression-stages": config.dp_compression_stages,
-            "--dp-error-feedback": config.dp_error_feedback,
-        }
+    for technique, fields in _SETTINGS.items():
+        if getattr(config, technique):
+            settings[technique] = {f"--{field.replace('_', '-')}": getattr(config, field) for field in fields}
+    if "compressed_backprop" in settings:
+        settings["compressed_backprop"] |= messages
     return settings
 
 
@@ -84,23 +77,20 @@ def decide(
         unwanted: why the state is not to be restored in any case, if so.
     """
     saved = manifest.techniques if manifest else {}
-    if unwanted:
-        whole = unwanted
-    elif manifest is None:
-        whole = "the checkpoint has no state of it"
-    elif checkpoint is None:
-        # Somebody trained on without us from an earlier checkpoint, and passed this iteration again.
-        whole = "the checkpoint was written again without Optimus-CC, and the state is of the one before"
-    else:
-        whole = _difference(topology, manifest.topology) or ""
-    reset: dict[str, str] = {}
-    for technique, now in settings.items():
-        if whole:
-            reset[technique] = whole
-        elif technique not in saved:
-            reset[technique] = "the checkpoint has no state of it"
-        elif difference := _difference(now, saved[technique]):
-            reset[technique] = difference
+
+    def why_afresh(technique: str) -> str | None:
+        if unwanted:
+            return unwanted
+        if manifest is None:
+            return _NO_STATE
+        if checkpoint is None:
+            # Somebody trained on without us from an earlier checkpoint, and passed this iteration again.
+            return "the checkpoint was written again without Optimus-CC, and the state is of the one before"
+        if difference := _difference(topology, manifest.topology):
+            return difference
+        return _difference(settings[technique], saved[technique]) if technique in saved else _NO_STATE
+
+    reset = {technique: reason for technique in settings if (reason := why_afresh(technique))}
     return Resumption(
         restored=tuple(technique for technique in settings if technique not in reset),
         reset=reset,
@@ -114,3 +104,7 @@ def _difference(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
         if saved.get(name) != value:
             return f"{name} is {value} here and {saved.get(name)} in the checkpoint"
     return None
+
+
+def _and(techniques: Iterable[str]) -> str:
+    return " and ".join(_NAMES.get(technique, technique) for technique in techniques)

@@ -4,7 +4,8 @@
     <iteration's folder>/optimus_cc/topology.json                       whose they are, and what is in them
 
 They are written to a folder beside the checkpoints first. `publish` moves that folder into the checkpoint, in one
-step, so that a run that is killed at any moment leaves either all of them there or none.
+step, so that a run that is killed at any moment leaves either all of them there or none. What cannot be written raises
+OSError, what cannot be read `DamagedState`.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from optimus_cc_ext.errors import OptimusError
 
 __all__ = [
     "FOLDER",
+    "MANIFEST",
     "DamagedState",
     "Manifest",
     "RankFile",
@@ -38,7 +40,7 @@ FOLDER = "optimus_cc"
 """Within the folder of a checkpoint's iteration."""
 
 _STAGING = ".optimus_cc_incomplete"
-_MANIFEST = "topology.json"
+MANIFEST = "topology.json"
 _FORMAT = 2
 """Since format 2 states have names; in format 1 they were numbered. Both are read."""
 
@@ -90,11 +92,7 @@ def staging_folder(save_folder: Path) -> Path:
 
 
 def start_staging(save_folder: Path) -> None:
-    """Make `staging_folder`, empty; what a killed run left there is removed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make `staging_folder`, empty; what a killed run left there is removed."""
     staging = staging_folder(save_folder)
     if staging.exists():
         shutil.rmtree(staging)
@@ -102,34 +100,19 @@ def start_staging(save_folder: Path) -> None:
 
 
 def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, Any]) -> RankFile:
-    """Write one rank's state: tensors, numbers, strings, and lists and dicts of them.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write one rank's state: tensors, numbers, strings, and lists and dicts of them."""
     path = staging / _rank_file(rank)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with path.open("wb") as file:
         torch.save({"rank": rank, "iteration": iteration, "state": state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    with path.open("rb") as file:
-        return RankFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+    _to_disk(path)
+    return RankFile(size=path.stat().st_size, sha256=_sha256(path))
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Write topology.json; the last of the files.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = staging / f"{_MANIFEST}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"ranks": len(manifest.files), **asdict(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(staging / _MANIFEST)
+    """Write topology.json; the last of the files."""
+    path = staging / MANIFEST
+    path.write_text(json.dumps({"ranks": len(manifest.files), **asdict(manifest)}, indent=1), encoding="utf-8")
+    _to_disk(path)
 
 
 def publish(staging: Path | None, iteration_folder: Path) -> None:
@@ -137,17 +120,14 @@ def publish(staging: Path | None, iteration_folder: Path) -> None:
 
     Args:
         staging: None: the checkpoint has no such files; what an earlier one of this iteration left is removed.
-
-    Raises:
-        OSError: they cannot be moved.
     """
     folder = iteration_folder / FOLDER
     if folder.exists():
         shutil.rmtree(folder)
     if staging is not None:
         staging.rename(folder)
-        for changed in (folder, iteration_folder):
-            _folder_to_disk(changed)
+        _to_disk(folder)
+        _to_disk(iteration_folder)
 
 
 def read_manifest(iteration_folder: Path) -> Manifest | None:
@@ -156,28 +136,21 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
     Raises:
         DamagedState: the folder is there, and topology.json is not, or is not what we write.
     """
-    path = iteration_folder / FOLDER / _MANIFEST
+    path = iteration_folder / FOLDER / MANIFEST
     if not path.parent.exists():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] not in range(1, _FORMAT + 1):
             raise DamagedState(path, f"format {content['format']}, and this version reads formats 1 to {_FORMAT}")
-        files = tuple(RankFile(size=file["size"], sha256=file["sha256"]) for file in content["files"])
-        manifest = Manifest(
-            iteration=content["iteration"],
-            checkpoint=content["checkpoint"],
-            topology=content["topology"],
-            techniques=content["techniques"],
-            files=files,
-            format=content["format"],
-        )
+        described = {field.name: content[field.name] for field in fields(Manifest)}
+        manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
+        if len(manifest.files) != content["ranks"]:
+            raise DamagedState(path, f"it names {len(manifest.files)} files of {content['ranks']} ranks")
     except FileNotFoundError as error:
         raise DamagedState(path, "the file is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
-    if len(files) != content["ranks"]:
-        raise DamagedState(path, f"it names {len(files)} files of {content['ranks']} ranks")
     return manifest
 
 
@@ -192,9 +165,8 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
         size = path.stat().st_size
         if size != expected.size:
             raise DamagedState(path, f"it has {size} bytes and was written with {expected.size}")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                raise DamagedState(path, "its content is not what was written (another sha256)")
+        if _sha256(path) != expected.sha256:
+            raise DamagedState(path, "its content is not what was written (another sha256)")
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content["rank"], content["iteration"]
         state: dict[str, Any] = content["state"]
@@ -210,26 +182,25 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
 
 
 def _from_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with states by name: links were a list, and so were buckets and the shapes in each."""
-    links, buckets = state.get("compressed_backprop"), state.get("dp_compression")
+    """The same with states by name: links were a list, and so were buckets and the groups in each."""
+
+    def kept(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: entry[key] for key in ("residual", "warm_start")}
+
     named = dict(state)
-    if links is not None:
-        named["compressed_backprop"] = {
-            "states": {
-                f"chunk {entry['chunk']}: {_shape(entry['shape'])} {entry['dtype'].removeprefix('torch.')}": entry
-                for entry in links["states"]
-            }
-        }
-    if buckets is not None:
+    if links := state.get("compressed_backprop"):
         states = {
-            f"bucket {number}: {_shape(group['residual'].shape[1:])}": group
-            for number, bucket in enumerate(buckets["buckets"])
+            f"chunk {link['chunk']}: {_shape(link['shape'])} {link['dtype'].removeprefix('torch.')}": kept(link)
+            for link in links["states"]
+        }
+        named["compressed_backprop"] = {"states": states}
+    if gradients := state.get("dp_compression"):
+        states = {
+            f"bucket {number}: {_shape(group['residual'].shape[1:])}": kept(group)
+            for number, bucket in enumerate(gradients["buckets"])
             for group in bucket["groups"]
         }
-        named["dp_compression"] = {**buckets, "states": states}
-    for technique in ("compressed_backprop", "dp_compression"):
-        for name, entry in named.get(technique, {}).get("states", {}).items():
-            named[technique]["states"][name] = {key: entry[key] for key in ("residual", "warm_start")}
+        named["dp_compression"] = {**gradients, "states": states}
     return named
 
 
@@ -241,8 +212,14 @@ def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _folder_to_disk(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, would survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -8,7 +8,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast.probe import Rate
 from optimus_cc_ext.forecast.timeline import (
     INDIFFERENT,
-    MessageCost,
     StageCost,
     iteration_seconds,
     last_backward_ends,
@@ -205,17 +204,14 @@ def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
     def mean(name: str) -> float:
         return fmean(getattr(m, name) for m in ranks)
 
-    travel, compressed = (
-        max((m.link or _FREE).seconds(getattr(m, name)) for m in ranks)
-        for name in ("message_bytes", "compressed_message_bytes")
-    )
-    parts = {name: mean(name) for name in ("compress", "decompress", "remember")}
+    def slowest(name: str) -> float:
+        return max((m.link or _FREE).seconds(getattr(m, name)) for m in ranks)
+
     return StageCost(
-        forward=mean("forward"),
-        backward=mean("backward"),
-        activation=travel,
-        gradient=MessageCost(travel=travel),
-        compressed_gradient=MessageCost(travel=compressed, **parts),
+        activation=slowest("message_bytes"),
+        gradient=slowest("message_bytes"),
+        compressed_gradient=slowest("compressed_message_bytes"),
+        **{name: mean(name) for name in ("forward", "backward", "compress", "decompress", "remember")},
     )
 
 

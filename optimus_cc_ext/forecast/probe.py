@@ -1,4 +1,8 @@
-"""How fast this run's own links are: a few transfers on the groups that training uses, on all ranks at once."""
+"""How fast this run's own links are: a few transfers on the groups that training uses.
+
+Both probes are collective over all ranks of the run, take the device where the group's transfers have their tensors,
+and raise OptimusError, naming the ranks, where a transfer fails.
+"""
 
 import time
 from collections.abc import Callable
@@ -34,15 +38,7 @@ class Rate:
 
 
 def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
-    """The rate from each stage to the next one. Collective over all ranks of the run; None with one stage.
-
-    Args:
-        group: this rank's pipeline.
-        device: where the group's transfers take their tensors.
-
-    Raises:
-        OptimusError: a transfer failed; names the ranks.
-    """
+    """The rate from each stage of the pipeline `group` to the next one; None with one stage."""
     stage, stages, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if stages == 1:
         return _probed(_nothing, device, "the other ranks")
@@ -64,18 +60,11 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
 
 
 def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, scattered: bool) -> Rate | None:
-    """The rate of a sum over `group`, in the bytes that a ring moves. Collective over all ranks of the run.
+    """The rate of a sum over `group`, in the bytes that a ring moves; None where it is one rank, or none.
 
     Args:
         group: the replicas of this rank; None: it has nothing to sum, but takes part in what all ranks agree on.
-        device: where the group's collectives take their tensors.
         scattered: a reduce-scatter instead of an all-reduce.
-
-    Returns:
-        None where the group is one rank, or none.
-
-    Raises:
-        OptimusError: a collective failed; names the ranks.
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
@@ -99,10 +88,7 @@ def _nothing(nbytes: int) -> float:
 def _probed(exchange: Callable[[int], float], device: torch.device, purpose: str) -> Rate | None:
     """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank.
 
-    Args:
-        exchange: exchanges about so many bytes, and returns how many it moved; none: there is no rate.
-        device: where the agreement between ranks takes its tensors.
-        purpose: of the exchange, in words.
+    `exchange` takes about so many bytes, and returns how many it moved; where that is 0, there is no rate.
     """
     try:
         small, quick = _timed(exchange, _SMALL, device, _SMALL_TRIES)

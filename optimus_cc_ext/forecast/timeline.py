@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from optimus_cc_ext.techniques.schedule import Message, Pass, Schedule
 
 __all__ = [
-    "MessageCost",
     "StageCost",
     "iteration_seconds",
     "last_backward_ends",
@@ -21,21 +20,6 @@ __all__ = [
 
 INDIFFERENT = 0.025
 """Relative differences of iteration times that are worth no accuracy, and that no measurement here could show."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageCost:
-    """A gradient between two stages, in seconds."""
-
-    travel: float
-    compress: float = 0.0
-    """What its sender computes before it leaves."""
-
-    decompress: float = 0.0
-    """What its receiver computes before it is of use."""
-
-    remember: float = 0.0
-    """What its sender computes once it has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +33,20 @@ class StageCost:
     activation: float
     """One activation on its way to the next stage."""
 
-    gradient: MessageCost
+    gradient: float
     """A gradient on its way to the stage before, as it is."""
 
-    compressed_gradient: MessageCost
+    compressed_gradient: float
     """The same gradient as P and Q."""
+
+    compress: float = 0.0
+    """What its sender computes before it leaves."""
+
+    decompress: float = 0.0
+    """What its receiver computes before it is of use."""
+
+    remember: float = 0.0
+    """What its sender computes once it has left."""
 
 
 def last_backward_ends(
@@ -96,10 +89,12 @@ def last_backward_ends(
         if work.forward:
             arrived[result] = free[stage] if place == last else travel(stage, cost.activation)
         elif place > 0:
-            message = cost.compressed_gradient if next(messages[stage - 1]) else cost.gradient
-            free[stage] += message.compress
-            arrived[result] = travel(stage, message.travel) + message.decompress
-            free[stage] += message.remember
+            if next(messages[stage - 1]):
+                free[stage] += cost.compress
+                arrived[result] = travel(stage, cost.compressed_gradient) + cost.decompress
+                free[stage] += cost.remember
+            else:
+                arrived[result] = travel(stage, cost.gradient)
         return True
 
     while any(todo):

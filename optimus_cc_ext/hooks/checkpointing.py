@@ -19,19 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.resuming import Resumption, decide, settings_of
-from optimus_cc_ext.checkpoint.state_files import (
-    FOLDER,
-    DamagedState,
-    Manifest,
-    publish,
-    read_manifest,
-    read_rank_file,
-    staging_folder,
-    start_staging,
-    write_manifest,
-    write_rank_file,
-)
+from optimus_cc_ext.checkpoint.state_files import DamagedState, Manifest
 from optimus_cc_ext.errors import OptimusError, exit_with
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.session import Session
@@ -40,6 +30,8 @@ __all__ = ["wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
+_SAVE = ("iteration", "non_persistent_ckpt", "release")
+_LOAD = ("optimizer", "load_arg")
 _MARK = "optimus_cc_checkpoint"
 """Attribute of Megatron's arguments, which are part of its checkpoints."""
 
@@ -66,104 +58,90 @@ _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them."""
     saving, loading = _Saving(session), _Loading(session)
-    save_parameters = ("iteration", "non_persistent_ckpt", "release")
-    load_parameters = ("optimizer", "load_arg")
     # Megatron's training loop has names of its own for the two functions.
     return [
-        *((Seam(f"{module}:save_checkpoint", save_parameters), saving.save) for module in (_MODULE, _CALLERS)),
-        (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), saving.before_tracker),
-        *((Seam(f"{module}:load_checkpoint", load_parameters), loading.load) for module in (_MODULE, _CALLERS)),
-        (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), loading.noting),
+        (Seam(f"{_MODULE}:save_checkpoint", _SAVE), _around(saving.save)),
+        (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), _around(saving.save)),
+        (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), _around(saving.before_tracker)),
+        (Seam(f"{_MODULE}:load_checkpoint", _LOAD), _around(loading.load)),
+        (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), _around(loading.load)),
+        (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), _around(loading.note)),
     ]
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """Files that wait for Megatron's to be written."""
+def _around(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Make every call of what is wrapped one of `call(original, *args, **kwargs)`."""
 
-    save_folder: str
-    staging: Path | None
-    """None: there is nothing to remember."""
+    def factory(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
 
-    iteration_folder: Path
+        return wrapper
+
+    return factory
 
 
 @dataclass
 class _Saving:
     session: Session
-    staged: _Staged | None = None
-    """On the first rank, while Megatron saves."""
+    staged: tuple[str, Path | None, Path] | None = None
+    """On the first rank, while Megatron saves: the folder of checkpoints, that of the files that wait to be moved into
+    the checkpoint (None: there is nothing to remember), and the checkpoint's."""
 
-    def save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+        from megatron.training.checkpointing import get_checkpoint_name
 
-        @functools.wraps(original)
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-            from megatron.training.checkpointing import get_checkpoint_name
+        given, megatron_args = _arguments(original, args, kwargs), get_args()
+        iteration = given["iteration"]
+        folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
+        iteration_folder = get_checkpoint_name(folder, iteration, given["release"], return_base_dir=True)
+        vars(megatron_args).pop(_MARK, None)
+        staging = None
+        if settings := settings_of(self.session.config, _words(megatron_args, _MESSAGES)):
+            staging, mark = self._stage(Path(folder), iteration, settings, _words(megatron_args, _TOPOLOGY))
+            setattr(megatron_args, _MARK, mark)
+        if dist.get_rank() == 0:
+            self.staged = folder, staging, Path(iteration_folder)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.staged = None
 
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
-            iteration, release = call.arguments["iteration"], call.arguments["release"]
-            megatron_args = get_args()
-            save_folder = _save_folder(megatron_args, call.arguments["non_persistent_ckpt"])
-            iteration_folder = get_checkpoint_name(save_folder, iteration, release, return_base_dir=True)
-            staging, mark = self._stage(Path(save_folder), iteration, megatron_args)
-            vars(megatron_args).pop(_MARK, None)
-            if mark is not None:
-                setattr(megatron_args, _MARK, mark)
-            if dist.get_rank() == 0:
-                self.staged = _Staged(str(save_folder), staging, Path(iteration_folder))
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.staged = None
-
-        return save_checkpoint
-
-    def before_tracker(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The first rank asks for the tracker file's name when every rank's part of the checkpoint is written, or
-        handed to the background writer."""
-
-        @functools.wraps(original)
-        def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
-            staged = self.staged
-            if staged is not None and str(checkpoints_path) == staged.save_folder:
-                publish(staged.staging, staged.iteration_folder)
-                self.staged = None
-            return original(checkpoints_path)
-
-        return get_checkpoint_tracker_filename
-
-    def _stage(self, save_folder: Path, iteration: int, args: Any) -> tuple[Path | None, str | None]:
-        """Write every rank's state beside the checkpoints. Collective over all ranks.
+    def _stage(
+        self, save_folder: Path, iteration: int, settings: dict[str, dict[str, Any]], topology: dict[str, Any]
+    ) -> tuple[Path, str]:
+        """Write every rank's state beside the checkpoints; where, and the mark of this save. Collective over all ranks.
 
         Raises:
             OptimusError: on all ranks, if one of them could not write; says which one, and why.
         """
-        settings = settings_of(self.session.config, _words(args, _MESSAGES))
-        if not settings:
-            return None, None
-        rank, staging = dist.get_rank(), staging_folder(save_folder)
+        rank, staging = dist.get_rank(), state_files.staging_folder(save_folder)
 
-        if rank == 0:
-            _, failure = _tried(lambda: start_staging(save_folder))
-        else:
-            failure = None
-        _agree(failure, "making a folder for the state of compression")
-        written, failure = _tried(lambda: write_rank_file(staging, rank, iteration, self.session.state_dict()))
-        files = _agree(failure, "writing the state of compression", written)
-        mark = uuid.uuid4().hex
-        if rank == 0:
-            manifest = Manifest(
-                iteration=iteration,
-                checkpoint=mark,
-                topology=_words(args, _TOPOLOGY),
-                techniques=settings,
-                files=tuple(files),
-            )
-            _, failure = _tried(lambda: write_manifest(staging, manifest))
-        return staging, _agree(failure, "writing the state of compression", mark)[0]
+        def start() -> str:
+            if rank == 0:
+                state_files.start_staging(save_folder)
+            return uuid.uuid4().hex
+
+        mark = _on_all_ranks(start, "making a folder for the state of compression failed: ")[0]
+        failed = "writing the state of compression failed: "
+        files = _on_all_ranks(
+            lambda: state_files.write_rank_file(staging, rank, iteration, self.session.state_dict()), failed
+        )
+        manifest = Manifest(
+            iteration=iteration, checkpoint=mark, topology=topology, techniques=settings, files=tuple(files)
+        )
+        _on_all_ranks(lambda: state_files.write_manifest(staging, manifest) if rank == 0 else None, failed)
+        return staging, mark
+
+    def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
+        # The first rank asks for the tracker file's name when every rank's part of the checkpoint is written, or handed
+        # to the background writer.
+        if self.staged is not None and str(checkpoints_path) == self.staged[0]:
+            state_files.publish(*self.staged[1:])
+            self.staged = None
+        return original(checkpoints_path)
 
 
 def _save_folder(args: Any, non_persistent: bool) -> str:
@@ -172,11 +150,10 @@ def _save_folder(args: Any, non_persistent: bool) -> str:
 
     if not non_persistent:
         return str(args.save)
-    apart = args.non_persistent_global_ckpt_dir
-    return str(apart or Path(args.save) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+    return str(args.non_persistent_global_ckpt_dir or Path(args.save) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Found:
     """The checkpoint that Megatron loaded."""
 
@@ -192,80 +169,74 @@ class _Loading:
     found: list[_Found] = field(default_factory=list)
     """By the current load; the last one counts, the ones before only looked."""
 
-    def load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
 
-        @functools.wraps(original)
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
+        self.found.clear()
+        result = original(*args, **kwargs)
+        given = _arguments(original, args, kwargs)
+        # Others are loaded too: a teacher to distil, a model to compare with.
+        if self.found and given["load_arg"] == "load" and given["optimizer"] is not None:
+            try:
+                _resume(self.session, self.found[-1], get_args())
+            except OptimusError as error:
+                exit_with(error)
+        return result
 
-            self.found.clear()
-            result = original(*args, **kwargs)
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
-            # Others are loaded too: a teacher to distil, a model to compare with.
-            if self.found and call.arguments["load_arg"] == "load" and call.arguments["optimizer"] is not None:
-                try:
-                    _resume(self.session, self.found[-1], get_args())
-                except OptimusError as error:
-                    exit_with(error)
-            return result
-
-        return load_checkpoint
-
-    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            state_dict, name, release, _ = result
-            folder = next((p for p in (Path(name), *Path(name).parents) if _ITERATION_FOLDER.fullmatch(p.name)), None)
-            if state_dict is not None and folder is not None:
-                mark = getattr(state_dict.get("args"), _MARK, None)
-                self.found.append(_Found(folder, state_dict.get("iteration"), mark, release))
-            return result
-
-        return _load_base_checkpoint
+    def note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        state_dict, name, release, _ = result
+        folder = next((p for p in (Path(name), *Path(name).parents) if _ITERATION_FOLDER.fullmatch(p.name)), None)
+        if state_dict is not None and folder is not None:
+            mark = getattr(state_dict.get("args"), _MARK, None)
+            self.found.append(_Found(folder, state_dict.get("iteration"), mark, release))
+        return result
 
 
 def _resume(session: Session, found: _Found, args: Any) -> None:
     """Restore what fits, and say what does not. Collective over all ranks.
 
     Raises:
-        DamagedState: on all ranks, before any state is used.
-        OptimusError: ranks found different checkpoints.
+        OptimusError: on all ranks, before any state is used: one rank's files are damaged, or ranks found different
+            checkpoints.
     """
-    settings = settings_of(session.config, _words(args, _MESSAGES))
-    folder = found.iteration_folder / FOLDER
-    if not settings:
-        if dist.get_rank() == 0 and folder.exists():
-            print(f"optimus-cc: nothing that remembers is switched on: {folder} is ignored", flush=True)
-        return
-    unwanted = _unwanted(found, args)
-    mark, resumption, state, failure = None, Resumption(reset={}), {}, None
-    try:
-        manifest = None if unwanted else read_manifest(found.iteration_folder)
-        mark = manifest.checkpoint if manifest else None
-        resumption = decide(settings, _words(args, _TOPOLOGY), manifest, checkpoint=found.mark, unwanted=unwanted)
-        if manifest is not None and resumption.restored:
-            _check_same_save(found, manifest)
-            everything = read_rank_file(found.iteration_folder, manifest, dist.get_rank())
-            state = {name: part for name, part in everything.items() if name not in resumption.reset}
-    except DamagedState as damage:
-        failure = str(damage)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (failure, mark, session.mismatches(state)))
-    for rank, (reason, _, _) in enumerate(everyone):
-        if reason is not None:
-            raise OptimusError(f"rank {rank}: {reason}")
-    if len({other for _, other, _ in everyone}) > 1:
-        raise OptimusError(f"ranks find different files in {folder}. All of them have to see one folder of checkpoints")
-    for _, _, mismatches in everyone:
-        resumption = resumption.without(mismatches)
-    if resumption.restored:
-        session.load_state_dict({name: state[name] for name in state if name not in resumption.reset})
+    folder = found.iteration_folder / state_files.FOLDER
+    lines: list[str] = []
+    if settings := settings_of(session.config, _words(args, _MESSAGES)):
+        resumption, state = Resumption(reset={}), dict[str, Any]()
+
+        def read() -> tuple[str | None, dict[str, str]]:
+            nonlocal resumption, state
+            unwanted = _unwanted(found, args)
+            manifest = None if unwanted else state_files.read_manifest(found.iteration_folder)
+            resumption = decide(settings, _words(args, _TOPOLOGY), manifest, checkpoint=found.mark, unwanted=unwanted)
+            if manifest is None:
+                return None, {}
+            if resumption.restored:
+                _check_same_save(found, manifest)
+                state = state_files.read_rank_file(found.iteration_folder, manifest, dist.get_rank())
+            return manifest.checkpoint, session.mismatches(_only(state, resumption))
+
+        marks, mismatches = zip(*_on_all_ranks(read, ""), strict=True)
+        if len(set(marks)) > 1:
+            raise OptimusError(
+                f"ranks find different files in {folder}. All of them have to see one folder of checkpoints"
+            )
+        for reasons in mismatches:
+            resumption = resumption.without(reasons)
+        if resumption.restored:
+            session.load_state_dict(_only(state, resumption))
+        lines = resumption.lines()
+    elif folder.exists():
+        lines = [f"nothing that remembers is switched on: {folder} is ignored"]
     if dist.get_rank() == 0:
-        for line in resumption.lines():
+        for line in lines:
             print(f"optimus-cc: {line}", flush=True)
+
+
+def _only(state: Mapping[str, Any], resumption: Resumption) -> dict[str, Any]:
+    """What of it does not start afresh."""
+    return {name: part for name, part in state.items() if name not in resumption.reset}
 
 
 def _check_same_save(found: _Found, manifest: Manifest) -> None:
@@ -273,7 +244,7 @@ def _check_same_save(found: _Found, manifest: Manifest) -> None:
     if found.mark == manifest.checkpoint and found.iteration in (None, manifest.iteration):
         return
     reason = f"it is of another save (iteration {manifest.iteration}) than the checkpoint (iteration {found.iteration})"
-    raise DamagedState(found.iteration_folder / FOLDER / "topology.json", reason)
+    raise DamagedState(found.iteration_folder / state_files.FOLDER / state_files.MANIFEST, reason)
 
 
 def _unwanted(found: _Found, args: Any) -> str | None:
@@ -291,23 +262,30 @@ def _words(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
     return {words: value if isinstance(value, int | None) else str(value) for words, value in values.items()}
 
 
-def _tried(write: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result, or what went wrong."""
-    try:
-        return write(), None
-    except (OSError, RuntimeError) as error:  # the second is how torch.save says that the disk is full
-        return None, str(error)
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By name: what a call gives to `function`, or leaves at its default."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
-def _agree(failure: str | None, purpose: str, value: Any = None) -> list[Any]:
-    """Everyone's `value`.
+def _on_all_ranks[T](work: Callable[[], T], failed: str) -> list[T]:
+    """Everyone's result of `work`, which each rank does for itself.
+
+    Args:
+        failed: begins the message of the error.
 
     Raises:
-        OptimusError: on all ranks, if one of them failed.
+        OptimusError: on all ranks, if one of them failed; says which one, and why.
     """
+    answer: tuple[T | None, str | None]
+    try:
+        answer = work(), None
+    except (OSError, RuntimeError) as error:  # the second is how torch.save says that the disk is full
+        answer = None, str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (failure, value))
-    for rank, (reason, _) in enumerate(everyone):
+    dist.all_gather_object(everyone, answer)
+    for rank, (_, reason) in enumerate(everyone):
         if reason is not None:
-            raise OptimusError(f"rank {rank}: {purpose} failed: {reason}")
-    return [value for _, value in everyone]
+            raise OptimusError(f"rank {rank}: {failed}{reason}")
+    return [result for result, _ in everyone]

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext.forecast.timeline import (
     INDIFFERENT,
-    MessageCost,
     StageCost,
     iteration_seconds,
     last_backward_ends,
@@ -15,14 +14,11 @@ from optimus_cc_ext.forecast.timeline import (
 )
 from optimus_cc_ext.techniques.schedule import Interleaved, Message, NonInterleaved, Pass
 
-FREE = MessageCost(travel=0.0)
+FREE = {"activation": 0.0, "gradient": 0.0, "compressed_gradient": 0.0}
 
 
-def alike(
-    stages: int, *, gradient: MessageCost = FREE, compressed: MessageCost = FREE, **cost: float
-) -> list[StageCost]:
-    known = {"forward": 1.0, "backward": 2.0, "activation": 0.0} | cost
-    return [StageCost(**known, gradient=gradient, compressed_gradient=compressed)] * stages
+def alike(stages: int, **cost: float) -> list[StageCost]:
+    return [StageCost(**{"forward": 1.0, "backward": 2.0} | FREE | cost)] * stages
 
 
 def never(message: Message) -> bool:
@@ -64,7 +60,7 @@ def test_a_stage_runs_its_warmups_then_one_forward_one_backward() -> None:
 
 def test_a_message_delays_who_waits_for_it_and_the_wire_carries_one_after_the_other() -> None:
     # Two stages, one micro-batch: forward, activation (3), forward, backward, gradient (5), backward.
-    costs = alike(2, activation=3.0, gradient=MessageCost(travel=5.0))
+    costs = alike(2, activation=3.0, gradient=5.0)
     assert last_backward_ends(NonInterleaved(2, 1), costs, never) == [1 + 3 + 1 + 2 + 5 + 2, 1 + 3 + 1 + 2]
     # Activations that travel longer than anything is computed: the k-th arrives after k of them.
     slow = alike(2, activation=100.0)
@@ -72,13 +68,12 @@ def test_a_message_delays_who_waits_for_it_and_the_wire_carries_one_after_the_ot
 
 
 def test_compressing_costs_the_sender_decompressing_the_receiver() -> None:
-    message = MessageCost(travel=1.0, compress=0.25, decompress=0.5)
-    costs = alike(2, gradient=MessageCost(travel=5.0), compressed=message)
+    costs = alike(2, gradient=5.0, compressed_gradient=1.0, compress=0.25, decompress=0.5)
     assert last_backward_ends(NonInterleaved(2, 1), costs, always) == [1 + 1 + 2 + 0.25 + 1 + 0.5 + 2, 4.25]
 
 
 def test_the_epilogue_alone_is_compressed_where_only_that_is_asked_for() -> None:
-    costs = alike(4, gradient=MessageCost(travel=0.5))
+    costs = alike(4, gradient=0.5)
     ends = {rule: last_backward_ends(NonInterleaved(4, 8), costs, rule)[0] for rule in (never, in_epilogue, always)}
     # Three gradients follow each other down the pipeline in the cooldown, and that is all that waits for them there.
     assert ends[never] - ends[in_epilogue] == 1.5
@@ -97,7 +92,7 @@ def test_faster_messages_never_make_it_longer(
     forward, backward, activation, gradient = times
     costs = alike(
         stages, forward=forward, backward=backward, activation=activation,
-        gradient=MessageCost(travel=gradient), compressed=MessageCost(travel=gradient * faster),
+        gradient=gradient, compressed_gradient=gradient * faster,
     )  # fmt: skip
     schedule = NonInterleaved(stages, micro_batches)
     plain, compressed = (last_backward_ends(schedule, costs, rule) for rule in (never, always))

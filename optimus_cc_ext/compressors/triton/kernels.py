@@ -1,7 +1,7 @@
 """Triton kernels of the low-rank step; `launches` holds what calls them. Needs triton to be imported.
 
-Conventions of all kernels: first the tensors, (B, rows, columns) or None, then `sizes`, (n, m, r) or (n, r), then the
-strides of each tensor, in elements; they may be any. Tiles are powers of two and masked, so sizes may be any as well.
+Conventions of all kernels: a (B, rows, columns) tensor is a tuple of its pointer and its strides in elements, which may
+be any, or None. `sizes` is (n, m, r) or (n, r). Tiles are powers of two and masked, so sizes may be any as well.
 Offsets are 64-bit: a batch of matrices passes 2^31 elements. Every element of a result is summed by one program in one
 order, without atomics: equal inputs give equal bits. What is split for the sake of parallelism is written as partial
 sums, which `add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
@@ -24,10 +24,10 @@ SIXTEEN_EPS = tl.constexpr(2.0**-48)
 
 
 @triton.jit
-def _at(tensor, strides, batch, rows, columns):
+def _at(tensor, batch, rows, columns):
     """Pointers to the elements `rows` x `columns` of matrix `batch`."""
-    matrix = tensor + batch.to(tl.int64) * strides[0]
-    return matrix + rows.to(tl.int64)[:, None] * strides[1] + columns.to(tl.int64)[None, :] * strides[2]
+    matrix = tensor[0] + batch.to(tl.int64) * tensor[1]
+    return matrix + rows.to(tl.int64)[:, None] * tensor[2] + columns.to(tl.int64)[None, :] * tensor[3]
 
 
 @triton.jit
@@ -36,9 +36,9 @@ def _inside(rows, columns, height, width):
 
 
 @triton.jit
-def _tile(tensor, strides, batch, rows, columns, height, width):
+def _tile(tensor, batch, rows, columns, height, width):
     """The elements `rows` x `columns` of matrix `batch`, and 0 outside of it."""
-    return tl.load(_at(tensor, strides, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
+    return tl.load(_at(tensor, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
 
 
 @triton.jit
@@ -49,11 +49,6 @@ def sum_and_project(
     total,
     partial,
     sizes,
-    matrices_strides,
-    residual_strides,
-    q_strides,
-    total_strides,
-    partial_strides,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -70,14 +65,14 @@ def sum_and_project(
     p = tl.zeros((ROWS, RANKS), tl.float32)
     for start in range(split * COLUMNS, m, SPLITS * COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        tile = _tile(matrices, matrices_strides, batch, rows, columns, n, m).to(tl.float32)
+        tile = _tile(matrices, batch, rows, columns, n, m).to(tl.float32)
         if residual is not None:
-            tile += _tile(residual, residual_strides, batch, rows, columns, n, m).to(tl.float32)
+            tile += _tile(residual, batch, rows, columns, n, m).to(tl.float32)
         if total is not None:
-            tl.store(_at(total, total_strides, batch, rows, columns), tile, mask=_inside(rows, columns, n, m))
-        factor = _tile(q, q_strides, batch, columns, ranks, m, r).to(tl.float32)
+            tl.store(_at(total, batch, rows, columns), tile, mask=_inside(rows, columns, n, m))
+        factor = _tile(q, batch, columns, ranks, m, r).to(tl.float32)
         p = tl.dot(tile, factor, p, input_precision=PRECISION)
-    _store(partial, partial_strides, batch * SPLITS + split, rows, ranks, n, r, p)
+    _store(partial, batch * SPLITS + split, rows, ranks, n, r, p)
 
 
 @triton.jit
@@ -85,8 +80,6 @@ def add_up(
     partial,
     out,
     sizes,
-    partial_strides,
-    out_strides,
     SPLITS: tl.constexpr,
     ADDENDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,11 +91,11 @@ def add_up(
     n, r = sizes[0], sizes[1]
     elements, splits, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ADDENDS), tl.program_id(1)
     rows, ranks = elements // r, elements % r
-    offsets = rows.to(tl.int64) * partial_strides[1] + ranks * partial_strides[2]
-    addends = partial + (batch * SPLITS + splits).to(tl.int64)[:, None] * partial_strides[0] + offsets[None, :]
+    offsets = rows.to(tl.int64) * partial[2] + ranks * partial[3]
+    addends = partial[0] + (batch * SPLITS + splits).to(tl.int64)[:, None] * partial[1] + offsets[None, :]
     summed = tl.sum(tl.load(addends, mask=_inside(splits, elements, SPLITS, n * r), other=0.0), axis=0)
-    to = out + batch.to(tl.int64) * out_strides[0] + rows.to(tl.int64) * out_strides[1] + ranks * out_strides[2]
-    tl.store(to, summed.to(out.dtype.element_ty), mask=elements < n * r)
+    to = out[0] + batch.to(tl.int64) * out[1] + rows.to(tl.int64) * out[2] + ranks * out[3]
+    tl.store(to, summed.to(out[0].dtype.element_ty), mask=elements < n * r)
 
 
 @triton.jit
@@ -112,10 +105,6 @@ def multiply_out(
     out,
     total,
     sizes,
-    p_strides,
-    q_strides,
-    out_strides,
-    total_strides,
     share,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -136,30 +125,30 @@ def multiply_out(
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, RANKS, STEP):
         ranks = start + tl.arange(0, STEP)
-        left = _tile(p, p_strides, batch, rows, ranks, n, r)
-        right = _tile(q, q_strides, batch, columns, ranks, m, r)
+        left = _tile(p, batch, rows, ranks, n, r)
+        right = _tile(q, batch, columns, ranks, m, r)
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         product = tl.dot(left, tl.trans(right), product, input_precision=PRECISION)
     if out is not None:
-        _store(out, out_strides, batch, rows, columns, n, m, product)
+        _store(out, batch, rows, columns, n, m, product)
     else:
-        arrives = product.to(p.dtype.element_ty).to(tl.float32)
-        remembered = _tile(total, total_strides, batch, rows, columns, n, m)
-        _store(total, total_strides, batch, rows, columns, n, m, remembered - share * arrives)
+        arrives = product.to(p[0].dtype.element_ty).to(tl.float32)
+        remembered = _tile(total, batch, rows, columns, n, m)
+        _store(total, batch, rows, columns, n, m, remembered - share * arrives)
 
 
 @triton.jit
-def _store(tensor, strides, batch, rows, columns, height, width, values):
+def _store(tensor, batch, rows, columns, height, width, values):
     mask = _inside(rows, columns, height, width)
-    tl.store(_at(tensor, strides, batch, rows, columns), values.to(tensor.dtype.element_ty), mask=mask)
+    tl.store(_at(tensor, batch, rows, columns), values.to(tensor[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _times_transposed(rows_of_p, inverse, strides, batch, r, RANKS: tl.constexpr):
+def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
     """A block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
     ranks = tl.arange(0, RANKS)
-    factor = _tile(inverse, strides, batch, ranks, ranks, r, r)
+    factor = _tile(inverse, batch, ranks, ranks, r, r)
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
 
 
@@ -169,9 +158,6 @@ def partial_grams(
     inverse,
     grams,
     sizes,
-    p_strides,
-    inverse_strides,
-    grams_strides,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -185,11 +171,11 @@ def partial_grams(
     ranks = tl.arange(0, RANKS)
     gram = tl.zeros((RANKS, RANKS), tl.float64)
     for start in range(split * ROWS, n, SPLITS * ROWS):
-        a = _tile(p, p_strides, batch, start + tl.arange(0, ROWS), ranks, n, r).to(tl.float64)
+        a = _tile(p, batch, start + tl.arange(0, ROWS), ranks, n, r).to(tl.float64)
         if inverse is not None:
-            a = _times_transposed(a, inverse, inverse_strides, batch, r, RANKS)
+            a = _times_transposed(a, inverse, batch, r, RANKS)
         gram = tl.dot(tl.trans(a), a, gram, input_precision="ieee", out_dtype=tl.float64)
-    _store(grams, grams_strides, batch * SPLITS + split, ranks, ranks, r, r, gram)
+    _store(grams, batch * SPLITS + split, ranks, ranks, r, r, gram)
 
 
 @triton.jit
@@ -197,8 +183,6 @@ def inverse_factor(
     grams,
     inverses,
     sizes,
-    grams_strides,
-    inverses_strides,
     SPLITS: tl.constexpr,
     ADDENDS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -217,8 +201,9 @@ def inverse_factor(
     gram = tl.zeros((RANKS, RANKS), tl.float64)
     for start in range(0, SPLITS, ADDENDS):
         split = (start + tl.arange(0, ADDENDS))[:, None, None]
-        addends = grams + (batch * SPLITS + split).to(tl.int64) * grams_strides[0]
-        addends += (i * grams_strides[1] + j * grams_strides[2])[None, :, :]
+        addends = (
+            grams[0] + (batch * SPLITS + split).to(tl.int64) * grams[1] + (i * grams[2] + j * grams[3])[None, :, :]
+        )
         gram += tl.sum(tl.load(addends, mask=(split < SPLITS) & inside[None, :, :], other=0.0), axis=0)
     empty = tl.where(gram == 0.0, 1.0, 0.0).to(tl.float64)
     # A Python float as an argument would come in float32, where this is 1.
@@ -235,7 +220,7 @@ def inverse_factor(
         gram = tl.where((i > k) & (j > k), gram - below * row, gram)
         inverse = tl.where(i > k, inverse - below * inverse_row, inverse)
         inverse = tl.where(i == k, inverse_row / tl.sqrt(pivot), inverse)
-    _store(inverses, inverses_strides, batch, ranks, ranks, r, r, inverse)
+    _store(inverses, batch, ranks, ranks, r, r, inverse)
 
 
 @triton.jit
@@ -245,10 +230,6 @@ def orthonormal(
     second,
     out,
     sizes,
-    p_strides,
-    first_strides,
-    second_strides,
-    out_strides,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
@@ -256,7 +237,7 @@ def orthonormal(
     block, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
-    a = _tile(p, p_strides, batch, rows, ranks, n, r).to(tl.float64)
-    a = _times_transposed(a, first, first_strides, batch, r, RANKS)
-    a = _times_transposed(a, second, second_strides, batch, r, RANKS)
-    _store(out, out_strides, batch, rows, ranks, n, r, a.to(tl.float32))
+    a = _tile(p, batch, rows, ranks, n, r).to(tl.float64)
+    a = _times_transposed(a, first, batch, r, RANKS)
+    a = _times_transposed(a, second, batch, r, RANKS)
+    _store(out, batch, rows, ranks, n, r, a.to(tl.float32))

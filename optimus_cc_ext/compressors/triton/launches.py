@@ -1,20 +1,14 @@
 """The low-rank step on a GPU, with the passes over large matrices fused by Triton: what torch cannot fuse.
 
-Bytes of large matrices that a message of CB moves, per element of a bf16 gradient with an fp32 residual and an fp32
-sum: 2 + 4 read and 4 written (`project_sum`), 4 read (`back_project`), 4 read and 4 written
-(`subtract_reconstruction`). Every function takes its grid from shapes alone, synchronises nothing, and with a
-`Scratch` that has seen the shapes allocates nothing: once the first call has compiled it, a CUDA graph can capture it.
-
-Products of fp32 are 3xTF32: each factor is split in two TF32 halves, and the three products that matter are
-accumulated in fp32. That is fp32 but for the last bit or two (2^-22 of a product, where plain TF32 leaves 2^-11), on
-tensor cores; "ieee" multiplies in the plain fp32 units, of which Hopper has a seventh of the rate.
-The orthogonalisation multiplies in float64.
+Every function takes its grid from shapes alone, synchronises nothing, and with a `Scratch` that has seen the shapes
+allocates nothing: once the first call has compiled it, a CUDA graph can capture it. All raise ValueError if a shape
+does not fit the others. The orthogonalisation multiplies in float64.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +53,9 @@ MAX_SPLITS = 32
 NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
 
-Precision = Literal["tf32x3", "tf32", "ieee"]
+PRECISION = "tf32x3"
+"""Of products of fp32: fp32 on tensor cores but for the last bit or two, 2^-22 of a product. Plain TF32 leaves 2^-11,
+not exact enough for the law of lossless limits; "ieee" multiplies in the plain fp32 units."""
 
 # Rows (and columns) that one program works on at a time: the largest that fit the registers without spilling, compiled
 # for A100 and H100, in fp32, which needs the most.
@@ -69,19 +65,15 @@ GRAM_ROWS = 64
 
 
 def supported(matrices: Tensor, r: int) -> bool:
-    """Whether these kernels take a batch of matrices (B, n, m) at this compression rank.
-
-    On a GPU, in fp32, bf16 or fp16, of contiguous rows (any row stride and batch stride), r <= `MAX_RANK`. On a CPU
-    only where triton interprets its kernels instead of compiling them, which is for tests.
-    """
+    """Whether these kernels take a batch of matrices (B, n, m) at rank r: `takes_factors`, and contiguous rows."""
     rows_are_contiguous = matrices.dim() == 3 and (matrices.stride(-1) == 1 or matrices.shape[-1] == 1)
     return rows_are_contiguous and takes_factors(matrices, r)
 
 
 def takes_factors(p: Tensor, r: int) -> bool:
-    """`supported`, but for the strides, which differ between the two ends of a link.
+    """Whether they take P or Q: fp32, bf16 or fp16 on a GPU, of any strides; on a CPU where triton interprets (tests).
 
-    `reconstruct` and `subtract_reconstruction` take any, so that this rule gives both ends the same answer.
+    `reconstruct` and `subtract_reconstruction` ask no more, so that both ends of a link get the same answer.
     """
     on_device = p.device.type == "cuda" or (INTERPRETED and p.device.type == "cpu")
     return AVAILABLE and on_device and p.dtype in DTYPES and 1 <= r <= MAX_RANK
@@ -95,7 +87,6 @@ def project_sum(
     total: Tensor | None,
     out: Tensor,
     scratch: Scratch | None = None,
-    precision: Precision = "tf32x3",
 ) -> Tensor:
     """total = matrices + residual and out = P = total Q, reading and writing each large matrix once.
 
@@ -107,49 +98,30 @@ def project_sum(
             P is of the sum in fp32, whatever `total` rounds it to.
         out: (B, n, r).
         scratch: keeps the partial sums between calls.
-        precision: of the products of fp32 values; "tf32" is not exact enough for the law of lossless limits.
-
-    Raises:
-        ValueError: if a shape does not fit the others.
     """
     _sizes(matrices, p=out, q=q, residual=residual, total=total)
-    return _project(matrices, residual, q, total, out, scratch, precision)
+    return _project(matrices, residual, q, total, out, scratch)
 
 
-def back_project(
-    matrices: Tensor, p: Tensor, out: Tensor, scratch: Scratch | None = None, precision: Precision = "tf32x3"
-) -> Tensor:
-    """out = Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r), each in fp32, bf16 or fp16; reads the matrices once.
-
-    Raises:
-        ValueError: if a shape does not fit the others.
-    """
+def back_project(matrices: Tensor, p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """out = Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r), each in fp32, bf16 or fp16; reads the matrices once."""
     _sizes(matrices, p=p, q=out)
-    return _project(matrices.mT, None, p, None, out, scratch, precision)
+    return _project(matrices.mT, None, p, None, out, scratch)
 
 
-def reconstruct(p: Tensor, q: Tensor, out: Tensor, precision: Precision = "tf32x3") -> Tensor:
+def reconstruct(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
     """out = P Q^T, rounded to its dtype: (B, n, r), (B, m, r) -> (B, n, m).
 
     The bits depend on P, Q, their dtypes and the rank: not on strides or sizes, and not on which of this function
     and `subtract_reconstruction` computes them.
-
-    Raises:
-        ValueError: if a shape does not fit the others.
     """
-    _multiply_out(p, q, out, None, 1.0, precision)
+    _multiply_out(p, q, out, None)
     return out
 
 
-def subtract_reconstruction(
-    total: Tensor, p: Tensor, q: Tensor, share: float = 1.0, precision: Precision = "tf32x3"
-) -> None:
-    """total -= share * what `reconstruct` writes at the other end, to an `out` of P's dtype; one pass over `total`.
-
-    Raises:
-        ValueError: if a shape does not fit the others.
-    """
-    _multiply_out(p, q, None, total, share, precision)
+def subtract_reconstruction(total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
+    """total -= share * what `reconstruct` writes at the other end, to an `out` of P's dtype; one pass over `total`."""
+    _multiply_out(p, q, None, total, share)
 
 
 def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -159,9 +131,6 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
         p: (B, n, r), fp32, bf16 or fp16, r <= n.
         out: (B, n, r); may be `p` itself.
         scratch: keeps the intermediate r x r tensors between calls.
-
-    Raises:
-        ValueError: if the shapes differ, or r is larger than n or than the limit.
     """
     batch, n, r = p.shape
     if out.shape != p.shape or not 1 <= r <= min(n, MAX_ORTHOGONALIZED_RANK):
@@ -201,9 +170,8 @@ def inverse_factor(grams: Tensor, n: int, out: Tensor) -> Tensor:
 
 
 def _project(
-    matrices: Tensor, residual: Tensor | None, q: Tensor, total: Tensor | None, out: Tensor,
-    scratch: Scratch | None, precision: Precision,
-) -> Tensor:  # fmt: skip
+    matrices: Tensor, residual: Tensor | None, q: Tensor, total: Tensor | None, out: Tensor, scratch: Scratch | None
+) -> Tensor:
     (batch, n, m), r = matrices.shape, q.shape[-1]
     rows, columns = PROJECTION_TILE
     blocks = triton.cdiv(n, rows)
@@ -213,7 +181,7 @@ def _project(
     sums = out if splits == 1 else take("partial_sums", (batch * splits, n, r), torch.float32, out.device)
     _launch(
         kernels.sum_and_project, (blocks, splits, batch), (matrices, residual, q, total, sums), (n, m, r),
-        SPLITS=splits, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), PRECISION=precision,
+        SPLITS=splits, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), PRECISION=PRECISION,
         num_warps=4 if r <= 64 else 8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
@@ -229,9 +197,8 @@ def _project(
 def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], **options: Any
 ) -> None:
-    """Run `kernel` on `grid` programs, with its arguments in the order of `kernels`' conventions."""
-    strides = (tensor.stride() if tensor is not None else (0, 0, 0) for tensor in tensors)
-    kernel[grid](*tensors, sizes, *strides, **options)
+    """Run `kernel` on `grid` programs, with its arguments as `kernels`' conventions have them."""
+    kernel[grid](*(None if tensor is None else (tensor, *tensor.stride()) for tensor in tensors), sizes, **options)
 
 
 def _padded(r: int) -> int:
@@ -244,9 +211,7 @@ def _splits(programs: int, length: int, step: int) -> int:
     return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, step), MAX_SPLITS))
 
 
-def _multiply_out(
-    p: Tensor, q: Tensor, out: Tensor | None, total: Tensor | None, share: float, precision: Precision
-) -> None:
+def _multiply_out(p: Tensor, q: Tensor, out: Tensor | None, total: Tensor | None, share: float = 1.0) -> None:
     to = out if out is not None else total
     assert to is not None
     batch, n, m, r = _sizes(to, p=p, q=q)
@@ -256,16 +221,12 @@ def _multiply_out(
         share=share, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), STEP=min(_padded(r), 32),
         # Triton's interpreter cannot multiply bf16.
         WIDEN=INTERPRETED or p.dtype != q.dtype or p.dtype not in NARROW,
-        PRECISION=precision, num_warps=8, num_stages=2,
+        PRECISION=PRECISION, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
 def _sizes(matrices: Tensor, *, p: Tensor, q: Tensor, **like_matrices: Tensor | None) -> tuple[int, int, int, int]:
-    """B, n, m, r.
-
-    Raises:
-        ValueError: if a shape does not fit the others.
-    """
+    """B, n, m, r."""
     batch, n, m = matrices.shape
     r = p.shape[-1]
     fitting = all(other is None or other.shape == matrices.shape for other in like_matrices.values())

@@ -21,50 +21,49 @@ class TritonLowRank(FastLowRank):
 
     @torch.no_grad()
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        if not launches.supported(matrices, q.shape[-1]) or not launches.takes_factors(q, q.shape[-1]):
+        if not _taken(matrices, factors=(q,)):
             return super().project(matrices, q, out)
         out = _new(out, matrices, (*matrices.shape[:2], q.shape[-1]))
         return launches.project_sum(matrices, None, q, total=None, out=out, scratch=self._scratch)
 
     @torch.no_grad()
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
-        large = (matrices, total) if residual is None else (matrices, residual, total)
-        r = q.shape[-1]
-        if all(launches.supported(t, r) for t in large) and launches.takes_factors(q, r):
+        if _taken(matrices, residual, total, factors=(q,)):
             launches.project_sum(matrices, residual, q, total=total, out=out, scratch=self._scratch)
         else:
             super().project_sum(matrices, residual, q, total=total, out=out)
 
     @torch.no_grad()
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
-        n, r = p.shape[-2:]
-        if not launches.takes_factors(p, r) or r > min(n, launches.MAX_ORTHOGONALIZED_RANK):
+        if not _taken(factors=(p,)) or p.shape[-1] > min(p.shape[-2], launches.MAX_ORTHOGONALIZED_RANK):
             return super().orthogonalize(p, out)
         return launches.orthogonalize(p, _new(out, p, p.shape), self._scratch)
 
     @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-        if not launches.supported(matrices, p.shape[-1]) or not launches.takes_factors(p, p.shape[-1]):
+        if not _taken(matrices, factors=(p,)):
             return super().back_project(matrices, p, out)
         out = _new(out, matrices, (matrices.shape[0], matrices.shape[2], p.shape[-1]))
         return launches.back_project(matrices, p, out, self._scratch)
 
     @torch.no_grad()
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        if not _both_taken(p, q):
+        if not _taken(factors=(p, q)):
             return super().reconstruct(p, q, out)
         return launches.reconstruct(p, q, _new(out, p, (p.shape[0], p.shape[1], q.shape[1])))
 
     @torch.no_grad()
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
-        if _both_taken(p, q):
+        if _taken(factors=(p, q)):
             launches.subtract_reconstruction(total, p, q, share)
         else:
             super().subtract_reconstruction(total, p, q, share)
 
 
-def _both_taken(p: Tensor, q: Tensor) -> bool:
-    return all(launches.takes_factors(factor, p.shape[-1]) for factor in (p, q))
+def _taken(*large: Tensor | None, factors: tuple[Tensor, ...]) -> bool:
+    r = factors[0].shape[-1]
+    large_fit = all(launches.supported(t, r) for t in large if t is not None)
+    return large_fit and all(launches.takes_factors(factor, r) for factor in factors)
 
 
 def _new(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
