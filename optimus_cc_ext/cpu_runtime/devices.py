@@ -19,19 +19,6 @@ __all__ = ["install"]
 
 CPU = torch.device("cpu")
 
-# What torch.utils._device leaves out on purpose (a like-function keeps the device of its argument), but accepts a
-# device all the same.
-LIKE_FACTORIES = (
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-)
-NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-
 # Megatron tells precisions apart by these: isinstance(x, torch.cuda.BFloat16Tensor) (core/transformer/module.py) and
 # x.type() == "torch.cuda.FloatTensor" (core/optimizer).
 TENSOR_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
@@ -89,9 +76,10 @@ def install(patches: Patches) -> None:
     for module in (torch, torch.fft, torch.nested):
         for name in [name for name, value in vars(module).items() if id(value) in factories]:
             patches.wrap(module, name, _build)
-    for name in LIKE_FACTORIES:
+    # These keep the device of their argument, but accept another.
+    for name in [name for name in vars(torch) if name.endswith("_like")]:
         patches.wrap(torch, name, _build)
-    for name in NEW_METHODS:
+    for name in [name for name in dir(torch.Tensor) if name.startswith("new_")]:
         patches.wrap(torch.Tensor, name, _build)
     patches.wrap(
         torch_device_mode.DeviceContext, "__init__", lambda init, self, device: init(self, _host_device(device))

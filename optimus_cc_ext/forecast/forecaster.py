@@ -4,8 +4,7 @@ The first pass warms up, the second is timed; before the third, all ranks try th
 they found, and reach the same forecast from it. With `--dp-compression-stages auto` that decides which stages compress.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,11 +51,9 @@ class Forecaster:
             self._forecast(schedule, gradient, device)
         self._passes += 1
 
-    @contextmanager
-    def computing(self, name: str, device: torch.device) -> Iterator[None]:
+    def computing(self, name: str, device: torch.device) -> AbstractContextManager[None]:
         """A forward or a backward pass of one micro-batch through one model chunk."""
-        with self._stopwatch.timed(name, device):
-            yield
+        return self._stopwatch.timed(name, device)
 
     def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -72,8 +72,6 @@ def last_backward_ends(
     arrived = {(True, -1, work.micro_batch): 0.0 for work in todo[0]}
 
     def travel(stage: int, seconds: float) -> float:
-        if stages == 1:
-            return free[stage]
         link_free[stage] = max(link_free[stage], free[stage]) + seconds
         return link_free[stage]
 

@@ -69,21 +69,14 @@ def sum_and_project(
         if residual is not None:
             tile += _tile(residual, batch, rows, columns, n, m).to(tl.float32)
         if total is not None:
-            tl.store(_at(total, batch, rows, columns), tile, mask=_inside(rows, columns, n, m))
+            _store(total, batch, rows, columns, n, m, tile)
         factor = _tile(q, batch, columns, ranks, m, r).to(tl.float32)
         p = tl.dot(tile, factor, p, input_precision=PRECISION)
     _store(partial, batch * SPLITS + split, rows, ranks, n, r, p)
 
 
 @triton.jit
-def add_up(
-    partial,
-    out,
-    sizes,
-    SPLITS: tl.constexpr,
-    ADDENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def add_up(partial, out, sizes, SPLITS: tl.constexpr, ADDENDS: tl.constexpr, BLOCK: tl.constexpr):
     """out (B, n, r) = the sum of partial (B * SPLITS, n, r) over the splits. Grid: (blocks of n * r, B).
 
     ADDENDS is SPLITS rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
@@ -153,15 +146,7 @@ def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
 
 
 @triton.jit
-def partial_grams(
-    p,
-    inverse,
-    grams,
-    sizes,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+def partial_grams(p, inverse, grams, sizes, SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr):
     """grams (B * SPLITS, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
 
     Grid: (SPLITS, B).
@@ -179,14 +164,7 @@ def partial_grams(
 
 
 @triton.jit
-def inverse_factor(
-    grams,
-    inverses,
-    sizes,
-    SPLITS: tl.constexpr,
-    ADDENDS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+def inverse_factor(grams, inverses, sizes, SPLITS: tl.constexpr, ADDENDS: tl.constexpr, RANKS: tl.constexpr):
     """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B * SPLITS, r, r). Grid: (B,).
 
     The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
@@ -224,15 +202,7 @@ def inverse_factor(
 
 
 @triton.jit
-def orthonormal(
-    p,
-    first,
-    second,
-    out,
-    sizes,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-):
+def orthonormal(p, first, second, out, sizes, ROWS: tl.constexpr, RANKS: tl.constexpr):
     """out = (P L1^-T) L2^-T, in float64 and then rounded; may be P itself. Grid: (row blocks, B)."""
     block, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
