@@ -24,6 +24,7 @@ from optimus_cc_ext.cpu_runtime.refusals import NoCpuMeaningError
 __all__ = ["HostEvent", "HostStream", "install"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_RESETS = ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -133,15 +134,12 @@ def _answers() -> dict[str, Any]:
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": _nothing,
-        "_lazy_init": _nothing,
         "_lazy_call": lambda call, **kwargs: call(),
         "device_count": _device_count,
         "set_device": current.set,
         "current_device": lambda: current.index,
         "device": nullcontext,
         "device_of": nullcontext,
-        "synchronize": _nothing,
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
@@ -151,11 +149,6 @@ def _answers() -> dict[str, Any]:
         "mem_get_info": lambda device=None: (_PAGE * os.sysconf("SC_AVPHYS_PAGES"), memory),
         # No byte of a GPU's memory is in use; Megatron logs these as such.
         "memory_stats": lambda device=None: defaultdict(int),
-        "empty_cache": _nothing,
-        "reset_peak_memory_stats": _nothing,
-        "reset_accumulated_memory_stats": _nothing,
-        "reset_max_memory_allocated": _nothing,
-        "reset_max_memory_cached": _nothing,
         "default_generators": _Generators(),
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
@@ -171,12 +164,13 @@ def _answers() -> dict[str, Any]:
         "Event": HostEvent,
         "StreamContext": nullcontext,
         "stream": nullcontext,
-        "set_stream": _nothing,
         "current_stream": lambda device=None: HostStream(),
         "default_stream": lambda device=None: HostStream(),
         "is_current_stream_capturing": lambda: False,
     }
+    resets = (f"reset_{name}" for name in _RESETS)
     counters = (f"{prefix}memory_{name}" for prefix in ("", "max_") for name in ("allocated", "reserved", "cached"))
+    answers |= dict.fromkeys(("init", "_lazy_init", "synchronize", "set_stream", "empty_cache", *resets), _nothing)
     return answers | dict.fromkeys(counters, lambda device=None: 0)
 
 

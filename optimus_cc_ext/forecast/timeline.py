@@ -57,12 +57,9 @@ def last_backward_ends(
     What a stage sends leaves one message after the other, and its sender goes on meanwhile.
 
     Args:
-        schedule: whose passes they are.
+        schedule: whose passes they are; ValueError where they wait for each other in a circle.
         costs: by stage.
         compressed: whether a message travels as P and Q.
-
-    Raises:
-        ValueError: the passes wait for each other in a circle.
     """
     stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
     free, link_free = [0.0] * stages, [0.0] * stages
@@ -110,8 +107,7 @@ def iteration_seconds(backward_ends: Sequence[float], reductions: Sequence[float
 
     Args:
         backward_ends: by stage, from `last_backward_ends`.
-        reductions: by stage: its gradients' reduction over the replicas; where that begins before the last backward
-            pass ends, only what is left of it then.
+        reductions: by stage: what is left of its gradients' reduction over the replicas then.
         embedding: the tied embedding's reduction, which starts when the first and the last stage have finished theirs.
     """
     ends = [end + reduction for end, reduction in zip(backward_ends, reductions, strict=True)]
@@ -119,12 +115,9 @@ def iteration_seconds(backward_ends: Sequence[float], reductions: Sequence[float
 
 
 def left_after_backward(reduction: float, backward: float, buckets: int) -> float:
-    """What is left of a stage's reduction when its last backward pass ends, in seconds.
+    """What is left of a stage's `reduction` when its last backward pass ends, all in seconds.
 
-    Args:
-        reduction: all of it, in seconds.
-        backward: the last backward pass, during which every bucket but the last becomes complete, one after the other.
-        buckets: how many there are; 1 where the reduction begins only after the pass.
+    Of its `buckets` every one but the last becomes complete during that pass; 1: the reduction begins after it.
     """
     return max(reduction / buckets, reduction - backward * (buckets - 1) / buckets)
 

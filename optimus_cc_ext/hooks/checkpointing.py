@@ -1,11 +1,9 @@
 """Wraps megatron/training/checkpointing.py: what the techniques remember is saved and loaded with every checkpoint.
 
 Saving: each rank writes its state beside the checkpoints before Megatron saves; between Megatron's files and its
-tracker file, which makes the iteration count, all of it is moved into the checkpoint. With --async-save that is
-earlier than the tracker: it is written when the background writer is done. Megatron's own files carry a mark of the
-save that ours belong to.
-
-Loading: after Megatron's, all ranks agree about what they found before any of them uses it.
+tracker file (with --async-save: before the background writer is done) all of it is moved there. Megatron's own
+files carry a mark of the save that ours belong to. Loading: after Megatron's, all ranks agree about what they found
+before any of them uses it.
 """
 
 import functools
@@ -213,7 +211,12 @@ def _resume(session: Session, found: _Found, args: Any) -> None:
             if manifest is None:
                 return None, {}
             if resumption.restored:
-                _check_same_save(found, manifest)
+                if found.mark != manifest.checkpoint or found.iteration not in (None, manifest.iteration):
+                    raise DamagedState(
+                        folder / state_files.MANIFEST,
+                        f"it is of another save (iteration {manifest.iteration}) than the checkpoint "
+                        f"(iteration {found.iteration})",
+                    )
                 state = state_files.read_rank_file(found.iteration_folder, manifest, dist.get_rank())
             return manifest.checkpoint, session.mismatches(_only(state, resumption))
 
@@ -237,14 +240,6 @@ def _resume(session: Session, found: _Found, args: Any) -> None:
 def _only(state: Mapping[str, Any], resumption: Resumption) -> dict[str, Any]:
     """What of it does not start afresh."""
     return {name: part for name, part in state.items() if name not in resumption.reset}
-
-
-def _check_same_save(found: _Found, manifest: Manifest) -> None:
-    """The files have to be of the very save that Megatron's are of."""
-    if found.mark == manifest.checkpoint and found.iteration in (None, manifest.iteration):
-        return
-    reason = f"it is of another save (iteration {manifest.iteration}) than the checkpoint (iteration {found.iteration})"
-    raise DamagedState(found.iteration_folder / state_files.FOLDER / state_files.MANIFEST, reason)
 
 
 def _unwanted(found: _Found, args: Any) -> str | None:
