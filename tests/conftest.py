@@ -7,10 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Set at import, before a test module imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# No deadline for a single example: on a machine that is busy it measures the machine.
+settings.register_profile("here", deadline=None)
+settings.load_profile("here")
 
 TESTS = Path(__file__).resolve().parent
 
