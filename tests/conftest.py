@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run what is marked `full`: see CONTRIBUTING.md")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         # With several workers (pytest-xdist): one makes all Megatron runs, whose ranks use every core; a file else

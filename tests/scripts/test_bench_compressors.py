@@ -32,6 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return results
 
 
+@pytest.mark.full
 def test_every_section_is_measured_against_all_that_it_names(measured: Path) -> None:
     found = json.loads((measured / "compressors-cpu.json").read_text())
     rows = found["rows"]
@@ -52,6 +53,7 @@ def test_every_section_is_measured_against_all_that_it_names(measured: Path) -> 
     assert all(row["operators"] > 0 for row in rows if row["section"] == "layers")
 
 
+@pytest.mark.full
 def test_the_page_says_what_was_not_measured(measured: Path) -> None:
     page = (measured / "compressors-cpu.md").read_text()
     assert "## capture\n\nnot measured" in page
@@ -83,6 +85,7 @@ def test_options_that_make_no_sense_are_refused(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_one_slice_can_be_asked_for(tmp_path: Path) -> None:
     ended = run(*TINY, "--results", str(tmp_path), "--only", "slices", "--case", "8.3b, 128 x 384, rank 16")
     assert ended.returncode == 0, ended.stderr

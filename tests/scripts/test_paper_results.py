@@ -69,6 +69,7 @@ def iterations_in(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"iteration +(\d+)/ +\d+ \|", output)]
 
 
+@pytest.mark.full
 def test_a_second_start_goes_on_where_the_first_one_ended(tiny: TinyRuns) -> None:
     for ended in (tiny.first, tiny.second):
         assert ended.code == 0, ended.output[-3000:] + ended.errors
@@ -81,6 +82,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(tiny: TinyRuns) -> Non
     assert iterations_in((folder / "log.txt").read_text()) == [1, 2, 3], "one log of both"
 
 
+@pytest.mark.full
 def test_the_table_says_what_the_logs_said(tiny: TinyRuns, report: Path) -> None:
     [row] = rows_of(report / "table2.csv")
     assert (row["model"], row["variant"], row["iterations"]) == ("GPT-335M", "CB+FE+SC", "3")
@@ -99,6 +101,7 @@ def test_the_table_says_what_the_logs_said(tiny: TinyRuns, report: Path) -> None
     assert float(curve[2]["training hours"]) > float(curve[0]["training hours"]) > 0
 
 
+@pytest.mark.full
 def test_pictures_and_a_page_are_there(report: Path) -> None:
     for name in ("figure9.png", "figure14.png"):
         assert (report / name).read_bytes().startswith(b"\x89PNG") and (report / name).stat().st_size > 10_000
@@ -108,6 +111,7 @@ def test_pictures_and_a_page_are_there(report: Path) -> None:
     assert "Table 2" in page and "Figure 14" in page and page.count("data:image/svg+xml") == 2
 
 
+@pytest.mark.full
 def test_figure_14_has_every_rank_on_every_slice_for_both_compressors(report: Path) -> None:
     rows = rows_of(report / "figure14.csv")
     ranks = [str(number) for number in range(8, 41, 4)]
