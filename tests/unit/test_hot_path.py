@@ -1,7 +1,6 @@
 """Law: no sync on the hot path. After the first iteration a message allocates nothing and asks the host nothing."""
 
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,14 +11,6 @@ from tests.allocations import Watch
 from tests.unit.test_links import done, gradient, link, run_iteration
 
 ONE_MESSAGE = NonInterleaved(2, 1)
-
-
-@contextmanager
-def nothing_asked():
-    with Watch() as watch:
-        yield
-    assert watch.allocated == []
-    assert watch.read_by_host == []
 
 
 def test_the_watch_sees_allocations_and_host_reads() -> None:
@@ -40,12 +31,12 @@ def test_the_watch_sees_allocations_and_host_reads() -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_message_allocates_nothing_and_asks_the_host_nothing(dtype, state_dtype, lazy_error_propagation):
-    sender, receiver = link(dtype, state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation)
+    sender, receiver = link(state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation)
     gradients = [gradient(i, dtype) for i in range(3)]
     run_iteration(sender, receiver, gradients)
     arrived = [torch.empty_like(g) for g in gradients]
     sender.states.rescale_residuals(torch.tensor(2.0))
-    with nothing_asked():
+    with Watch() as watch:
         for g, a in zip(gradients, arrived, strict=True):
             sender.begin(ONE_MESSAGE)
             receiver.begin(ONE_MESSAGE)
@@ -54,32 +45,28 @@ def test_a_message_allocates_nothing_and_asks_the_host_nothing(dtype, state_dtyp
             done(sending)
             done(receiving)
             sender.states.commit({})
+    assert watch.allocated == watch.read_by_host == []
     assert all(a.isfinite().all() for a in arrived)
 
 
-def test_scratch_memory_is_the_largest_users_and_not_everybodys() -> None:
+def test_scratch_memory_is_the_largest_users_and_what_was_too_small_is_let_go() -> None:
     scratch = Scratch()
-    cpu = torch.device("cpu")
-    large = scratch.take("matrix", (4, 8), torch.float32, cpu)
-    small = scratch.take("matrix", (3, 2), torch.float32, cpu)
-    assert small.shape == (3, 2) and small.is_contiguous()
-    assert small.data_ptr() == large.data_ptr()
-    assert scratch.nbytes == 4 * 8 * 4
-    scratch.take("other", (2,), torch.float32, cpu)
-    scratch.take("matrix", (2,), torch.bfloat16, cpu)
-    assert scratch.nbytes == 4 * 8 * 4 + 2 * 4 + 2 * 2
 
+    def take(*shape: int, name: str = "matrix", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return scratch.take(name, torch.Size(shape), dtype, torch.device("cpu"))
 
-def test_scratch_memory_that_was_too_small_is_let_go() -> None:
-    scratch = Scratch()
-    cpu = torch.device("cpu")
-    first = scratch.take("matrix", (3, 2), torch.float32, cpu)
-    assert scratch.take("matrix", torch.Size((3, 2)), torch.float32, cpu) is first
+    first = take(3, 2)
+    assert first.shape == (3, 2) and take(3, 2) is first
     memory = weakref.ref(first.untyped_storage())
     del first
-    large = scratch.take("matrix", (4, 8), torch.float32, cpu)
+    large = take(4, 8)
     assert memory() is None
-    assert scratch.take("matrix", (3, 2), torch.float32, cpu).data_ptr() == large.data_ptr()
+    small = take(3, 2)
+    assert small.shape == (3, 2) and small.is_contiguous() and small.data_ptr() == large.data_ptr()
+    assert scratch.nbytes == 4 * 8 * 4
+    take(2, name="other")
+    take(2, dtype=torch.bfloat16)
+    assert scratch.nbytes == 4 * 8 * 4 + 2 * 4 + 2 * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: host synchronisation cannot be observed")

@@ -9,12 +9,13 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import NonInterleaved
-from tests.unit.test_links import done
+from tests.unit.test_links import done, gradient, residual_of
 
 MICRO_BATCHES = 2
 
 
 def new_session(train_iters=8, **changes):
+    """The sending stage of two."""
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
         residual_across_iterations="carry", dp_compression=True, dp_compression_warmup=0.5,
@@ -29,38 +30,41 @@ def session():
     return new_session()
 
 
-def in_warmup(session, iteration):
-    session.begin_step(iteration)
+def residual(session):
+    return residual_of(session.backprop)
+
+
+def in_warmup(session, iteration=None):
+    if iteration is not None:
+        session.begin_step(iteration)
     with session.iteration(NonInterleaved(2, 0)):
         return session.gradients.in_warmup
 
 
 def forward_backward(session, seed):
     with session.iteration(NonInterleaved(2, MICRO_BATCHES)):
-        for b in range(MICRO_BATCHES):
-            g = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(100 * seed + b))
-            done(session.backprop.sending.send(g))
-
-
-def residual(session):
-    return session.backprop.states.residuals()[0].clone()
+        gradients = [gradient(100 * seed + b, shape=(8, 2, 16)) for b in range(MICRO_BATCHES)]
+        return [done(session.backprop.sending.send(g)).clone() for g in gradients]
 
 
 def announced_step(session, iteration, seeds, applied=True):
+    """Returns the messages, pass by pass."""
     session.begin_step(iteration)
-    for seed in seeds:
-        forward_backward(session, seed)
+    messages = [forward_backward(session, seed) for seed in seeds]
     session.end_step(applied=applied)
+    return messages
 
 
-def test_a_repeated_step_counts_once(session):
+def test_a_repeated_step_sends_the_same_and_counts_once(session):
     announced_step(session, 0, [1])
-    announced_step(session, 1, [2])
-    expected = residual(session)
+    (expected,) = announced_step(session, 1, [2])
     twin = new_session()
     announced_step(twin, 0, [1])
-    announced_step(twin, 1, [7, 8, 2])  # two passes that were thrown away, and the one that counted
-    assert torch.equal(residual(twin), expected)
+    # Three passes that were thrown away, and the one that counted.
+    first, *_, last = announced_step(twin, 1, [2, 7, 8, 2])
+    for messages in (first, last):
+        assert all(torch.equal(one, other) for one, other in zip(messages, expected, strict=True))
+    assert torch.equal(residual(twin), residual(session))
 
 
 def test_a_skipped_step_counts_for_nothing(session):
@@ -70,24 +74,24 @@ def test_a_skipped_step_counts_for_nothing(session):
     assert torch.equal(residual(session), before)
 
 
-def test_without_announced_steps_every_pass_counts(session):
-    forward_backward(session, 1)
-    after_first = residual(session)
-    forward_backward(session, 2)
-    assert not torch.equal(residual(session), after_first)
-
-
-def test_an_custom_loop_and_megatrons_end_in_the_same_state(session):
-    for seed in (1, 2, 3):
-        forward_backward(session, seed)
+def test_without_announced_steps_every_pass_counts_as_a_step_of_megatrons_does(session):
     twin = new_session()
+    kept = []
     for iteration, seed in enumerate((1, 2, 3)):
+        forward_backward(session, seed)
         announced_step(twin, iteration, [seed])
+        kept.append(residual(session))
     assert torch.equal(residual(twin), residual(session))
+    assert not torch.equal(kept[0], kept[1])
 
 
-def test_warmup_ends_after_its_fraction_of_the_iterations(session):
-    assert [in_warmup(session, iteration) for iteration in range(8)] == [True] * 4 + [False] * 4
+def test_warmup_ends_after_its_fraction_of_the_iterations_which_a_custom_loop_counts_itself(session):
+    expected = [True] * 4 + [False] * 4
+    assert [in_warmup(session) for _ in range(8)] == expected
+    assert [in_warmup(session, iteration) for iteration in range(8)] == expected
+    assert not in_warmup(new_session(), 6), "a resumed run knows which iteration it is"
+    rounded = new_session(train_iters=100, dp_compression_warmup=0.29)
+    assert in_warmup(rounded, 28) and not in_warmup(rounded, 29), "rounded to whole iterations"
 
 
 def test_messages_travel_as_they_are_until_their_own_warmup_ends():
@@ -106,23 +110,6 @@ def test_a_residual_from_before_a_warmup_is_forgotten_in_it():
     session.layout = dataclasses.replace(session.layout, train_iters=100)  # as where the run got longer
     announced_step(session, 3, [2])
     assert not residual(session).any()
-
-
-def test_a_fraction_of_the_iterations_is_rounded_to_whole_ones():
-    session = new_session(train_iters=100, dp_compression_warmup=0.29)
-    assert in_warmup(session, 28) and not in_warmup(session, 29)
-
-
-def test_a_resumed_run_knows_which_iteration_it_is(session):
-    assert not in_warmup(session, 6)
-
-
-def test_a_custom_loop_counts_its_iterations_itself(session):
-    warmups = []
-    for _ in range(8):
-        with session.iteration(NonInterleaved(2, 0)):
-            warmups.append(session.gradients.in_warmup)
-    assert warmups == [True] * 4 + [False] * 4
 
 
 def test_outside_of_an_iteration_the_session_is_inactive(session):
@@ -149,15 +136,6 @@ def test_a_state_dict_within_a_step_is_of_the_step_before(session):
     assert torch.equal(residual(twin), residual(session))
 
 
-def test_a_state_dict_in_an_custom_loop_is_of_all_passes(session):
-    forward_backward(session, 1)
-    twin = resumed_from(session)
-    assert twin.state_dict()["iteration"] == 1
-    for either in (session, twin):
-        forward_backward(either, 2)
-    assert torch.equal(residual(twin), residual(session))
-
-
 @pytest.mark.parametrize(
     ("technique", "of_old"), [("compressed_backprop", {"states": []}), ("dp_compression", {"buckets": []})]
 )
@@ -166,10 +144,13 @@ def test_a_state_dict_of_a_version_without_names_is_refused_with_the_cure(sessio
         session.load_state_dict({"iteration": 1, technique: of_old})
 
 
-def test_a_state_dict_that_does_not_fit_changes_nothing(session):
-    announced_step(session, 0, [1])
+def test_a_state_dict_in_a_custom_loop_is_of_all_passes_and_one_that_does_not_fit_changes_nothing(session):
+    forward_backward(session, 1)
     twin = resumed_from(session)
     saved = session.state_dict() | {"iteration": 7, "dp_compression": {"states": {"bucket 0: 4x4": {}}}}
     with pytest.raises(ValueError, match="dp_compression: bucket 0: 4x4: either here or in the checkpoint"):
         twin.load_state_dict(saved)
     assert twin.state_dict()["iteration"] == 1
+    for either in (session, twin):
+        forward_backward(either, 2)
+    assert torch.equal(residual(twin), residual(session))
