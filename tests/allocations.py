@@ -13,7 +13,7 @@ HOST_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.no
 
 
 class Watch(TorchDispatchMode):
-    """Notes every operator that returns memory which it was not given, and every one that reads on the host.
+    """Counts operators, and notes those that return memory which they were not given and those that read on the host.
 
     It sees what torch returns, not what a kernel uses inside.
     """
@@ -22,8 +22,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.allocated: list[str] = []
         self.read_by_host: list[str] = []
+        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls += 1
         result = func(*args, **(kwargs or {}))
         given = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):

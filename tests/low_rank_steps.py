@@ -6,7 +6,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, initial_q, private_generator
 
-__all__ = ["BOTH", "EPS32", "first_q", "gaussian", "step", "worst_error"]
+__all__ = ["BOTH", "EPS32", "first_q", "gaussian", "step", "with_spectrum", "worst_error"]
 
 EPS32 = torch.finfo(torch.float32).eps
 BOTH = pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()], ids=["fast", "reference"])
@@ -15,6 +15,14 @@ BOTH = pytest.mark.parametrize("compressor", [FastLowRank(), ReferenceLowRank()]
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(dtype)
+
+
+def with_spectrum(n: int, m: int, smallest_exponent: float, *, seed: int = 0, batch: int = 2) -> Tensor:
+    """(batch, n, m) in fp32 whose singular values fall from 1 to 10**smallest_exponent."""
+    k = min(n, m)
+    left = torch.linalg.qr(gaussian(batch, n, k, seed=seed, dtype=torch.float64)).Q
+    right = torch.linalg.qr(gaussian(batch, m, k, seed=seed + 1000, dtype=torch.float64)).Q
+    return ((left * torch.logspace(0, smallest_exponent, k, dtype=torch.float64)) @ right.mT).float()
 
 
 def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:

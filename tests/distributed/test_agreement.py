@@ -7,7 +7,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.fused_embedding_sync import union_ranks
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from tests.forked_ranks import run_ranks
 
@@ -48,10 +47,3 @@ def test_different_settings_are_named_on_every_rank(other):
 def test_equal_settings_agree():
     configs = [OptimusConfig(compressed_backprop=True, fused_embedding_sync=True)] * 2
     assert run_ranks(2, _place, configs, timeout=60) == ["agreed", "agreed"]
-
-
-def test_the_fused_groups_join_first_and_last_stage_per_tensor_rank():
-    places = [
-        RankPlace(rank=rank, stage=rank // 4, tensor_rank=rank % 2) for rank in range(12)
-    ]  # 3 stages x 2 replicas x 2 tensor ranks
-    assert union_ranks(places, 3) == [[0, 2, 8, 10], [1, 3, 9, 11]]
