@@ -3,16 +3,14 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import UsualClipping, clip_coefficient
 from optimus_cc_ext.techniques.schedule import NonInterleaved
-from tests.unit.test_links import done
+from tests.unit.test_links import done, gradient, residual_of
+from tests.unit.test_session import new_session
 
 OUTLIER, STEPS = 5, 16
 COEFFICIENTS = st.floats(1e-6, 1.0)
@@ -60,63 +58,43 @@ def test_a_norm_that_is_not_finite_shrinks_nothing_and_is_not_usual(norm):
     assert clipping.shrinkage(0.25) == pytest.approx(0.5)
 
 
-def session_with_a_link() -> Session:
-    config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-        residual_across_iterations="carry",
-    )  # fmt: skip
-    session = Session(config, Layout(stages=2, data_parallel=2, tied_embeddings=True, train_iters=STEPS))
-    session.backprop.connect_to(0, 1, rank=1, peer_rank=0)
-    return session
-
-
 def step(session: Session, number: int, size: float = 1.0, *, applied: bool = True, **clipped: float) -> float:
     """One announced step, its only gradient `size` times the usual one; returns the norm of the residual after it."""
     session.begin_step(number)
     with session.iteration(NonInterleaved(2, 1)):
-        gradient = size * torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(number))
-        done(session.backprop.sending.send(gradient))
+        done(session.backprop.sending.send(size * gradient(number, shape=(8, 2, 16))))
     session.end_step(applied=applied, clip=clipped or None)
-    return float(session.backprop.states.residuals()[0].norm())
+    return float(residual_of(session.backprop).norm())
+
+
+def after_four_steps() -> tuple[Session, float]:
+    session = new_session()
+    return session, [step(session, number, main=0.5) for number in range(4)][-1]
 
 
 def residual_norms(outlier: float, clip: bool = True) -> list[float]:
-    session = session_with_a_link()
-    norms = []
-    for number in range(STEPS):
-        size = outlier if number == OUTLIER else 1.0
-        norms.append(step(session, number, size, **({"main": clip_coefficient(0.25, size)} if clip else {})))
-    return norms
+    session, sizes = new_session(), [1.0] * STEPS
+    sizes[OUTLIER] = outlier
+    return [
+        step(session, number, size, **({"main": clip_coefficient(0.25, size)} if clip else {}))
+        for number, size in enumerate(sizes)
+    ]
 
 
-def test_ten_steps_after_an_outlier_a_links_residual_is_within_twice_of_what_it_would_be():
+def test_ten_steps_after_an_outlier_a_links_residual_is_within_twice_of_what_it_would_be_thanks_to_clipping():
     usual, after = residual_norms(1.0), residual_norms(100.0)
     assert after[:OUTLIER] == usual[:OUTLIER]
     assert after[OUTLIER + 10] < 2 * usual[OUTLIER + 10]
-
-
-def test_without_clipping_the_outlier_is_remembered_as_it_was():
-    assert residual_norms(100.0, clip=False)[OUTLIER] > 30 * residual_norms(1.0)[OUTLIER]
+    assert residual_norms(100.0, clip=False)[OUTLIER] > 30 * usual[OUTLIER]
 
 
 def test_a_skipped_step_changes_neither_the_residual_nor_what_is_usual():
-    session = session_with_a_link()
-    before = [step(session, number, main=0.5) for number in range(4)][-1]
+    (session, before), (twin, _) = after_four_steps(), after_four_steps()
     assert step(session, 4, 100.0, applied=False, main=0.005) == before
-    assert step(session, 5, main=0.5) == step_after_four(), "as if the skipped step had not been"
-
-
-def step_after_four() -> float:
-    session = session_with_a_link()
-    for number in range(4):
-        step(session, number, main=0.5)
-    return step(session, 5, main=0.5)
+    assert step(session, 5, main=0.5) == step(twin, 5, main=0.5), "as if the skipped step had not been"
 
 
 def test_a_resumed_run_knows_what_is_usual():
-    session = session_with_a_link()
-    for number in range(4):
-        step(session, number, main=0.5)
-    twin = session_with_a_link()
+    (session, _), twin = after_four_steps(), new_session()
     twin.load_state_dict(session.state_dict())
     assert step(twin, 4, 100.0, main=0.005) == step(session, 4, 100.0, main=0.005)

@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from optimus_cc_ext import cpu_runtime
 from tests.forked_ranks import run_ranks
 
-DTYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
+DTYPES = {f"{name}Tensor": getattr(torch, name.lower()) for name in ("Float", "Double", "Half", "BFloat16", "Long")}
+DTYPES |= {"IntTensor": torch.int32, "ByteTensor": torch.uint8, "BoolTensor": torch.bool}
 
 
 def in_a_rank(test: Callable[..., None]) -> Callable[..., None]:
@@ -80,8 +73,7 @@ def test_cuda_in_any_spelling_is_the_cpu() -> None:
             torch.full((2,), 1.0, device=device),
             torch.fft.fftfreq(4, device=device),
             torch.ones(2).new_zeros(3, device=device),
-            torch.ones(2).to(device),
-            torch.ones(2).to(device, torch.float64),
+            *(torch.ones(2).to(device), torch.ones(2).to(device, torch.float64)),
             torch.ones(2).to(device=device, non_blocking=True),
             torch.ones(2).cuda(device),
             layer.to(device).weight,
@@ -104,24 +96,20 @@ def test_other_devices_stay_what_they_are() -> None:
 
 
 @in_a_rank
-def test_seeding_cuda_seeds_what_the_model_draws_from() -> None:
+def test_cudas_random_state_and_seed_are_those_that_the_model_draws_from() -> None:
     def draw() -> list[float]:
         return torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5).tolist()
 
     torch.cuda.manual_seed(1)
-    first = draw()
-    second = draw()
+    first, second = draw(), draw()
     torch.cuda.manual_seed_all(1)
     assert draw() == first != second
     torch.cuda.manual_seed(2)
     assert draw() != first
     assert torch.cuda.initial_seed() == 2 == torch.initial_seed()
 
-
-@in_a_rank
-def test_random_state_of_cuda_is_the_true_global_state() -> None:
-    assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
     state = torch.cuda.get_rng_state("cuda:0")
+    assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
     drawn = torch.rand(8)
     assert not torch.equal(torch.get_rng_state(), state)
     torch.cuda.random.set_rng_state(state)
@@ -187,38 +175,31 @@ def test_queries_answer_truthfully() -> None:
 
 @in_a_rank
 def test_compile_leaves_functions_as_they_are() -> None:
-    def double(value: int) -> int:
-        return 2 * value
-
-    assert torch.compile(double) is double
-    assert torch.compile(dynamic=True)(double) is double
+    assert torch.compile(len) is len
+    assert torch.compile(dynamic=True)(len) is len
 
 
 @in_a_rank
 def test_what_has_no_meaning_on_a_cpu_raises_an_error_that_names_it() -> None:
     calls: dict[str, Callable[[], Any]] = {
-        "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
+        "torch.cuda.CUDAGraph": torch.cuda.CUDAGraph,
         "torch.cuda.graph": lambda: torch.cuda.graph(None),
-        "torch.cuda.ipc_collect": lambda: torch.cuda.ipc_collect(),
-        "torch.cuda.memory_snapshot": lambda: torch.cuda.memory_snapshot(),
-        "torch.cuda.memory._record_memory_history": lambda: torch.cuda.memory._record_memory_history(),
-        "torch.cuda.MemPool": lambda: torch.cuda.MemPool(),
+        "torch.cuda.ipc_collect": torch.cuda.ipc_collect,
+        "torch.cuda.memory_snapshot": torch.cuda.memory_snapshot,
+        "torch.cuda.memory._record_memory_history": torch.cuda.memory._record_memory_history,
+        "torch.cuda.MemPool": torch.cuda.MemPool,
         "torch.cuda.ExternalStream": lambda: torch.cuda.ExternalStream(0),
         "torch.cuda.FloatStorage": lambda: torch.cuda.FloatStorage(2),
-        "torch.cuda.utilization": lambda: torch.cuda.utilization(),
-        "torch.cuda.cudart": lambda: torch.cuda.cudart(),
-        "torch.cuda.profiler.start": lambda: torch.cuda.profiler.start(),
+        "torch.cuda.utilization": torch.cuda.utilization,
+        "torch.cuda.cudart": torch.cuda.cudart,
+        "torch.cuda.profiler.start": torch.cuda.profiler.start,
         "torch.cuda.Event(interprocess=True)": lambda: torch.cuda.Event(interprocess=True),
     }
     for name, call in calls.items():
         with pytest.raises(RuntimeError) as error:
             call()
         assert str(error.value).startswith(f"{name} has no meaning on a CPU")
-
-
-@in_a_rank
-def test_a_refused_function_keeps_the_attributes_that_torch_reads() -> None:
-    """torch._dynamo does so with this one when it is imported, from torch 2.15 on."""
+    # torch._dynamo reads this one when it is imported, from torch 2.15 on.
     assert callable(torch.cuda.use_mem_pool.__wrapped__)
 
 
@@ -229,8 +210,6 @@ def test_every_public_cuda_function_is_answered_or_refused() -> None:
     kept = {"amp", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams"}
     kept |= {"tunable", "has_half", "has_magma"} | refusals.KEPT  # submodules, facts, errors
     now = {name: getattr(torch.cuda, name) for name in set(torch.cuda.__all__) - kept}
-    from optimus_cc_ext import cpu_runtime
-
     cpu_runtime.deactivate()
     untouched = [name for name, value in now.items() if value is getattr(torch.cuda, name)]
     assert untouched == []
@@ -247,11 +226,11 @@ def test_nccl_is_refused_with_the_flag_to_use() -> None:
 
 @in_a_rank
 def test_autocast_for_cuda_acts_on_the_cpu() -> None:
-    left, right = torch.ones(2, 2), torch.ones(2, 2)
+    ones = torch.ones(2, 2)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert (left @ right).dtype == torch.bfloat16
+        assert (ones @ ones).dtype == torch.bfloat16
     with torch.autocast("cuda", enabled=False):
-        assert (left @ right).dtype == torch.float32
+        assert (ones @ ones).dtype == torch.float32
 
 
 def owners() -> list[Any]:
@@ -270,8 +249,6 @@ def owners() -> list[Any]:
 
 @in_a_rank
 def test_deactivate_restores_everything_and_activate_works_again() -> None:
-    from optimus_cc_ext import cpu_runtime
-
     def state() -> dict[tuple[str, str], Any]:
         return {(str(owner), name): value for owner in owners() for name, value in vars(owner).items()}
 
@@ -300,22 +277,15 @@ def test_deactivate_restores_everything_and_activate_works_again() -> None:
 
 @in_a_rank
 def test_device_choice_follows_the_variable_then_the_machine() -> None:
-    from optimus_cc_ext import cpu_runtime
-
     cpu_runtime.deactivate()
     patch = pytest.MonkeyPatch()
-    for wanted, available, expected in (
-        ("cpu", True, "cpu"),
-        ("cpu", False, "cpu"),
-        ("cuda", True, "cuda"),
-        ("", True, "cuda"),
-        ("", False, "cpu"),
-    ):
-        patch.setenv("OPTIMUS_CC_DEVICE", wanted)
+    for available in (True, False):
         patch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert cpu_runtime.device_choice() == expected
+        for wanted, expected in (("cpu", "cpu"), ("", "cuda" if available else "cpu"), ("cuda", "cuda")):
+            patch.setenv("OPTIMUS_CC_DEVICE", wanted)
+            if available or wanted != "cuda":
+                assert cpu_runtime.device_choice() == expected
     with pytest.raises(RuntimeError, match=r"OPTIMUS_CC_DEVICE=cuda, but PyTorch .* sees no CUDA device"):
-        patch.setenv("OPTIMUS_CC_DEVICE", "cuda")
         cpu_runtime.device_choice()
     with pytest.raises(ValueError, match=r"OPTIMUS_CC_DEVICE='tpu'.*cpu or cuda"):
         patch.setenv("OPTIMUS_CC_DEVICE", "tpu")
@@ -328,8 +298,6 @@ def test_device_choice_follows_the_variable_then_the_machine() -> None:
 def test_activating_after_megatron_is_refused_and_leaves_torch_alone() -> None:
     from megatron.core.tensor_parallel import random
 
-    from optimus_cc_ext import cpu_runtime
-
     cpu_runtime.deactivate()
     random._lazy_init = torch.cuda._lazy_init  # as if Megatron had been imported now
     with pytest.raises(RuntimeError, match=r"after Megatron was imported.*before the first import"):
@@ -341,8 +309,6 @@ def test_activating_after_megatron_is_refused_and_leaves_torch_alone() -> None:
 @in_a_rank
 def test_defaults_for_a_cpu_are_set_in_megatrons_parser_and_can_be_overridden() -> None:
     from megatron.training.arguments import add_megatron_arguments
-
-    from optimus_cc_ext import cpu_runtime
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     changed = cpu_runtime.apply_cpu_defaults(parser)
@@ -363,7 +329,6 @@ def test_the_checkpoint_writer_works_on_copies_in_a_process_of_its_own() -> None
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from optimus_cc_ext import cpu_runtime
     from optimus_cc_ext.cpu_runtime.megatron_patches import checkpoint_writer
 
     cpu_runtime.deactivate()  # the writer's process starts without the runtime

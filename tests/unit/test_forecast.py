@@ -26,6 +26,11 @@ def cluster(bytes_per_second: float, **changes: object) -> list[Measured]:
     return [replace(rank, stage=stage, **changes) for stage in (0, 0, 1, 1)]
 
 
+def one_stage(**changes: object) -> list[Measured]:
+    """Two replicas, with nothing but passes and the reduction."""
+    return [replace(m, link=None, embedding=EmbeddingBytes()) for m in cluster(1e6, **changes)[:2]]
+
+
 def both(found: Forecast) -> str:
     return "\n".join(found.lines())
 
@@ -50,8 +55,7 @@ def test_on_fast_links_each_loser_is_named_with_its_flag_and_auto_compresses_not
 
 
 def test_bytes_and_rates_make_the_seconds_of_a_reduction() -> None:
-    # One stage: nothing but passes and the reduction, over replicas of different speed.
-    ranks = [replace(m, stage=0, link=None, embedding=EmbeddingBytes()) for m in cluster(1e6)[:2]]
+    ranks = one_stage()
     ranks[1] = replace(ranks[1], dense_sum=Rate(0.5, 2e6))
     config = OptimusConfig(dp_compression=True)
     found = forecast(ranks, NonInterleaved(1, 4), config, frozenset({0}))
@@ -70,14 +74,14 @@ def test_a_fused_embedding_no_longer_travels_with_its_replicas() -> None:
 
 
 def test_overlapped_reductions_count_only_what_the_backward_pass_does_not_hide() -> None:
-    plain = forecast(cluster(1e9), SCHEDULE, OptimusConfig(dp_compression=True), frozenset())
-    hidden = forecast(cluster(1e9, buckets=10), SCHEDULE, OptimusConfig(dp_compression=True), frozenset())
-    assert hidden.plain < plain.plain
+    config = OptimusConfig(dp_compression=True)
+    one, ten = (forecast(cluster(1e9, buckets=n), SCHEDULE, config, frozenset()) for n in (1, 10))
+    assert ten.plain < one.plain
 
 
 def test_of_a_compressed_reduction_only_the_first_phase_is_hidden() -> None:
     # One stage, whose last backward pass is longer than everything that is reduced.
-    ranks = [replace(m, stage=0, link=None, embedding=EmbeddingBytes()) for m in cluster(1e6, backward=20.0)[:2]]
+    ranks = one_stage(backward=20.0)
     passes, whole = 4 * 20.01, 1.0 + 0.02
     for buckets, left in (1, whole), (10, whole / 2 + whole / 2 / 10):
         overlapping = [replace(m, buckets=buckets) for m in ranks]

@@ -13,8 +13,8 @@ import torch
 from tests.forked_ranks import run_ranks
 
 
-def own_number(offset: int) -> int:
-    return int(os.environ["RANK"]) + offset
+def own_number(offset: int) -> tuple[int, str | None]:
+    return int(os.environ["RANK"]) + offset, os.environ.get("OF_THIS_TEST")
 
 
 def summed_over_ranks() -> tuple[float, torch.Tensor, int]:
@@ -52,10 +52,6 @@ def a_function_that_hangs() -> None:
     time.sleep(600)
 
 
-def environment_value() -> str | None:
-    return os.environ.get("OF_THIS_TEST")
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -63,8 +59,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_results_come_in_rank_order() -> None:
-    assert run_ranks(3, own_number, 10) == [10, 11, 12]
+def test_results_come_in_rank_order_and_an_environment_is_passed_and_does_not_leak() -> None:
+    assert run_ranks(3, own_number, 10, env={"OF_THIS_TEST": "1"}) == [(10, "1"), (11, "1"), (12, "1")]
+    assert run_ranks(1, own_number, 0) == [(0, None)]
+    assert "OF_THIS_TEST" not in os.environ
 
 
 def test_ranks_meet_and_tensors_are_returned() -> None:
@@ -86,12 +84,6 @@ def test_ranks_start_without_importing_megatron_again() -> None:
     run_ranks(2, own_number, 0)
     # A fork takes 0.05-0.3 s; importing Megatron in a rank 3 s and more.
     assert time.monotonic() - began < 2.5
-
-
-def test_environment_is_passed_and_does_not_leak() -> None:
-    assert run_ranks(2, environment_value, env={"OF_THIS_TEST": "1"}) == ["1", "1"]
-    assert run_ranks(1, environment_value) == [None]
-    assert "OF_THIS_TEST" not in os.environ
 
 
 def test_a_failing_rank_ends_all_with_its_traceback_and_output() -> None:

@@ -22,9 +22,8 @@ def test_errors_add_up_over_an_iteration() -> None:
     for matrix, error in pairs:
         gauge.note_compressed(matrix)
         gauge.note_error(error)
-    error, of = gauge.squares()
-    assert error == pytest.approx(sum(float(e.double().square().sum()) for _, e in pairs), rel=1e-12)
-    assert of == pytest.approx(sum(float(m.double().square().sum()) for m, _ in pairs), rel=1e-12)
+    of, error = (sum(float(t.double().square().sum()) for t in tensors) for tensors in zip(*pairs, strict=True))
+    assert gauge.squares() == pytest.approx((error, of), rel=1e-12)
 
 
 def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
@@ -39,26 +38,16 @@ def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
     assert 0 < error < of
 
 
-def test_an_iteration_that_is_not_measured_counts_nothing() -> None:
+def test_each_measured_iteration_starts_from_nothing_and_any_other_counts_nothing() -> None:
     gauge = Gauge()
-    gauge.begin(False)
-    gauge.note_compressed(noise(2, 2))
-    gauge.note_error(noise(2, 2))
-    with gauge.timed(CPU):
-        time.sleep(0.001)
-    assert gauge.squares() == (0.0, 0.0)
-    assert gauge.seconds() == 0.0
-
-
-def test_each_measured_iteration_starts_from_nothing() -> None:
-    gauge = Gauge()
-    for _ in range(2):
-        gauge.begin(True)
+    for measured in (False, True, True, False):
+        gauge.begin(measured)
+        gauge.note_compressed(torch.ones(4))
         gauge.note_error(torch.ones(4))
         with gauge.timed(CPU):
             time.sleep(0.01)
-    assert gauge.squares()[0] == pytest.approx(4.0)
-    assert 0.01 <= gauge.seconds() < 0.2
+        assert gauge.squares() == (pytest.approx((4.0, 4.0)) if measured else (0.0, 0.0))
+        assert 0.01 <= gauge.seconds() < 0.2 if measured else gauge.seconds() == 0.0
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4], ids=lambda n: f"{n} activations ahead")
@@ -73,26 +62,23 @@ def test_an_error_meets_the_difference_of_its_activation_and_the_next(ahead: int
             statistics.activation(activations[received])
         statistics.error(b, errors[b])
     found = statistics.sums()
-    expected = [(errors[b].flatten(), (activations[b] - activations[b + 1]).flatten()) for b in range(3)]
+    expected = torch.zeros(3)
+    for b in range(3):
+        error, difference = errors[b].flatten(), (activations[b] - activations[b + 1]).flatten()
+        cosine = error @ difference / (error.norm() * difference.norm())
+        expected += torch.stack([cosine, error.mean(), difference.mean()])
     assert found.pairs == 3
-    cosines = [float(e @ d / (e.norm() * d.norm())) for e, d in expected]
-    assert found.cosine == pytest.approx(sum(cosines), abs=1e-6)
-    assert found.error_mean == pytest.approx(sum(float(e.mean()) for e, _ in expected), abs=1e-6)
-    assert found.difference_mean == pytest.approx(sum(float(d.mean()) for _, d in expected), abs=1e-6)
+    assert [found.cosine, found.error_mean, found.difference_mean] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-def test_activations_of_messages_sent_as_they_are_are_not_kept() -> None:
-    statistics = ErrorStatistics()
-    statistics.begin(True)
-    for b in range(4):
-        statistics.activation(noise(4, 2, 6, seed=b))
-        statistics.no_error(b)
-    assert not statistics._activations
-
-
-def test_statistics_of_an_unmeasured_iteration_keep_nothing() -> None:
+def test_statistics_keep_nothing_of_messages_sent_as_they_are_or_of_an_unmeasured_iteration() -> None:
     statistics = ErrorStatistics()
     statistics.activation(noise(2, 2))
     statistics.error(0, noise(2, 2))
     statistics.activation(noise(2, 2))
     assert statistics.sums() == StatisticsSums()
+    statistics.begin(True)
+    for b in range(4):
+        statistics.activation(noise(4, 2, 6, seed=b))
+        statistics.no_error(b)
+    assert not statistics._activations

@@ -8,7 +8,7 @@ import torch
 from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.allocations import Watch
-from tests.unit.test_links import done, gradient, link, run_iteration
+from tests.unit.test_links import SHAPE, done, gradient, link, run_iteration
 
 ONE_MESSAGE = NonInterleaved(2, 1)
 
@@ -30,9 +30,16 @@ def test_the_watch_sees_allocations_and_host_reads() -> None:
 @pytest.mark.parametrize("lazy_error_propagation", [True, False])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_message_allocates_nothing_and_asks_the_host_nothing(dtype, state_dtype, lazy_error_propagation):
-    sender, receiver = link(state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation)
-    gradients = [gradient(i, dtype) for i in range(3)]
+@pytest.mark.parametrize(
+    "shape, rank",
+    [(SHAPE, 4), ((600, 1, 2048), 16), ((600, 1, 1024), 128)],
+    ids=["small", "large", "orthogonalised in fp32"],
+)
+def test_a_message_allocates_nothing_and_asks_the_host_nothing(shape, rank, dtype, state_dtype, lazy_error_propagation):
+    sender, receiver = link(
+        state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation, compressed_backprop_rank=rank
+    )
+    gradients = [gradient(i, dtype, shape) for i in range(3)]
     run_iteration(sender, receiver, gradients)
     arrived = [torch.empty_like(g) for g in gradients]
     sender.states.rescale_residuals(torch.tensor(2.0))

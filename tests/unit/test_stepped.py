@@ -18,51 +18,6 @@ def write(state: SteppedTensor, number: float) -> None:
     state.write(state.workspace(SCRATCH).fill_(number))
 
 
-def test_a_write_is_seen_by_its_own_step_at_once() -> None:
-    state = SteppedTensor(torch.zeros(3))
-    write(state, 5.0)
-    assert state.value.tolist() == [5.0] * 3
-
-
-def test_a_workspace_is_not_seen_before_it_is_written() -> None:
-    state = SteppedTensor(torch.zeros(3))
-    state.workspace(SCRATCH).fill_(5.0)
-    assert state.value.tolist() == [0.0] * 3
-
-
-def test_a_committed_write_reaches_the_next_step() -> None:
-    state = SteppedTensor(torch.zeros(3))
-    write(state, 5.0)
-    state.commit(FINITE)
-    state.workspace(SCRATCH).fill_(7.0)  # the next step begins to write
-    assert state.value.tolist() == [5.0] * 3
-
-
-def test_a_rolled_back_write_is_forgotten() -> None:
-    state = SteppedTensor(torch.ones(3))
-    write(state, 5.0)
-    write(state, 6.0)
-    state.rollback()
-    assert state.value.tolist() == [1.0] * 3
-    state.commit(FINITE)
-    assert state.value.tolist() == [1.0] * 3, "a commit after it has nothing to commit"
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_nothing_non_finite_is_ever_committed(number: float) -> None:
-    state = SteppedTensor(torch.ones(3))
-    write(state, number)
-    state.commit(NOT_FINITE)
-    assert state.value.tolist() == [1.0] * 3
-
-
-def test_forgetting_everything_forgets_writes_as_well() -> None:
-    state = SteppedTensor(torch.ones(3))
-    write(state, 5.0)
-    state.zero_()
-    assert state.value.tolist() == [0.0] * 3
-
-
 def test_committing_reads_finiteness_from_the_tensor_and_not_on_the_host() -> None:
     """On a meta device any read by the host raises."""
     state = SteppedTensor(torch.zeros(3, device="meta"))
@@ -79,15 +34,24 @@ def test_on_a_cpu_a_commit_copies_nothing() -> None:
 
 
 # What can happen to it, in any order; a number is a write.
-events = st.lists(st.integers(1, 9) | st.sampled_from(["commit", "commit non-finite", "rollback", "zero"]))
+NAMED = ["commit", "commit non-finite", "rollback", "zero", "begin to write", math.nan, math.inf, -math.inf]
+events = st.lists(st.integers(1, 9) | st.sampled_from(NAMED))
 
 
 @given(events)
-def test_any_order_of_events_leaves_the_last_committed_value(order: list[int | str]) -> None:
+def test_in_any_order_of_events_a_step_sees_its_own_writes_and_the_next_what_was_finite_and_committed(
+    order: list[int | float | str],
+) -> None:
     state = SteppedTensor(torch.zeros(2))
     committed, pending = 0, None
     for event in order:
         match event:
+            case "begin to write" if pending is None:
+                state.workspace(SCRATCH).fill_(-1.0)
+            case float(number):
+                write(state, number)
+                state.commit(NOT_FINITE)
+                pending = None
             case "commit":
                 state.commit(FINITE)
                 committed, pending = committed if pending is None else pending, None
@@ -104,15 +68,13 @@ def test_any_order_of_events_leaves_the_last_committed_value(order: list[int | s
                 write(state, number)
                 pending = number
         assert state.value.tolist() == [committed if pending is None else pending] * 2
+        assert state.committed.tolist() == [committed] * 2, "a step that is not over does not count"
 
 
-def test_what_is_restored_is_what_was_committed_and_no_more() -> None:
-    state = SteppedTensor(torch.ones(3))
-    write(state, 5.0)
-    assert state.committed.tolist() == [1.0] * 3, "a step that is not over does not count"
-    other = SteppedTensor(torch.zeros(3, dtype=torch.bfloat16))
-    write(other, 7.0)
-    other.restore(state.committed)
-    assert other.value.tolist() == [1.0] * 3
+def test_what_is_restored_replaces_what_was_written_and_has_its_shape() -> None:
+    state = SteppedTensor(torch.zeros(3, dtype=torch.bfloat16))
+    write(state, 7.0)
+    state.restore(torch.ones(3))
+    assert state.value.tolist() == state.committed.tolist() == [1.0] * 3
     with pytest.raises(ValueError, match=r"\(2,\) where \(3,\)"):
-        other.restore(torch.zeros(2))
+        state.restore(torch.zeros(2))

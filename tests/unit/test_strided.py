@@ -8,38 +8,24 @@ from hypothesis import strategies as st
 from optimus_cc_ext.techniques.strided import Progression, progressions
 
 
-def offsets_of(found: list[Progression]) -> list[int]:
-    return [p.first + i * p.stride for p in found for i in range(p.count)]
-
-
-def test_one_matrix_per_layer_is_one_progression() -> None:
-    assert progressions(range(7, 7 + 32 * 100, 100)) == [Progression(7, 100, 32)]
-
-
-def test_several_per_layer_are_as_many_progressions_at_any_number_of_layers() -> None:
-    for layers in (3, 8, 32):
-        offsets = [100 * layer + place for layer in range(layers) for place in (3, 20, 65)]
-        assert [p.count for p in progressions(offsets)] == [layers] * 3
-
-
-def test_what_stands_alone_before_the_layers_costs_one_progression_more() -> None:
-    for layers in (3, 8, 32):
-        found = progressions([0, *range(1013, 1013 + 100 * layers, 100)])
-        assert len(found) == 2
+@pytest.mark.parametrize("layers", [3, 8, 32])
+def test_progressions_are_as_many_as_matrices_of_a_layer_and_one_more_for_what_stands_before(layers: int) -> None:
+    assert progressions(range(7, 7 + layers * 100, 100)) == [Progression(7, 100, layers)]
+    several = [100 * layer + place for layer in range(layers) for place in (3, 20, 65)]
+    assert [p.count for p in progressions(several)] == [layers] * 3
+    assert len(progressions([0, *range(1013, 1013 + 100 * layers, 100)])) == 2
 
 
 @given(st.sets(st.integers(0, 200), min_size=1, max_size=40))
 def test_every_offset_is_covered_once(offsets: set[int]) -> None:
-    assert sorted(offsets_of(progressions(offsets))) == sorted(offsets)
+    assert sorted(p.first + i * p.stride for p in progressions(offsets) for i in range(p.count)) == sorted(offsets)
 
 
-@given(
-    st.integers(0, 9), st.integers(5, 12), st.integers(1, 8), st.integers(0, 110), st.integers(0, 110)
-)  # fmt: skip
+@given(st.integers(0, 9), st.integers(5, 12), st.integers(1, 8), st.tuples(st.integers(0, 110), st.integers(0, 110)))
 def test_what_lies_in_a_shard_is_found_element_by_element(
-    first: int, stride: int, count: int, one: int, other: int
+    first: int, stride: int, count: int, bounds: tuple[int, int]
 ) -> None:
-    start, stop, numel = min(one, other), max(one, other), 5
+    (start, stop), numel = sorted(bounds), 5
     pieces = Progression(first, stride, count).shared_with(start, stop, numel)
     assert len(pieces) <= 3
     found = [

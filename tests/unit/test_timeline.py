@@ -12,25 +12,14 @@ from optimus_cc_ext.forecast.timeline import (
     left_after_backward,
     smallest_useful,
 )
-from optimus_cc_ext.techniques.schedule import Interleaved, Message, NonInterleaved, Pass
+from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass
 
 FREE = {"activation": 0.0, "gradient": 0.0, "compressed_gradient": 0.0}
+never, always, in_epilogue = (lambda message: False), (lambda message: True), (lambda message: message.epilogue)
 
 
 def alike(stages: int, **cost: float) -> list[StageCost]:
     return [StageCost(**{"forward": 1.0, "backward": 2.0} | FREE | cost)] * stages
-
-
-def never(message: Message) -> bool:
-    return False
-
-
-def always(message: Message) -> bool:
-    return True
-
-
-def in_epilogue(message: Message) -> bool:
-    return message.epilogue
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 8), (4, 2), (4, 8)])
@@ -100,29 +89,33 @@ def test_faster_messages_never_make_it_longer(
     assert min(plain) >= micro_batches * (forward + backward) - 1e-9
 
 
-def test_the_iteration_ends_with_the_last_reduction_and_the_embedding_waits_for_both_its_stages() -> None:
-    assert iteration_seconds([10, 8, 6], [1, 5, 2], 0) == 13
-    assert iteration_seconds([10, 8, 6], [1, 5, 6], 4) == 16
-    assert iteration_seconds([10], [3], 0) == 13
+@pytest.mark.parametrize(
+    ("ends", "reductions", "embedding", "seconds"),
+    [([10, 8, 6], [1, 5, 2], 0, 13), ([10, 8, 6], [1, 5, 6], 4, 16), ([10], [3], 0, 13)],
+)
+def test_the_iteration_ends_with_the_last_reduction_and_the_embedding_waits_for_both_its_stages(
+    ends, reductions, embedding, seconds
+) -> None:
+    assert iteration_seconds(ends, reductions, embedding) == seconds
 
 
-def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket() -> None:
-    assert left_after_backward(8.0, 4.0, buckets=1) == 8.0
-    assert left_after_backward(8.0, 4.0, buckets=4) == 8.0 - 3.0
-    assert left_after_backward(2.0, 4.0, buckets=4) == 0.5
+@pytest.mark.parametrize(("reduction", "buckets", "left"), [(8.0, 1, 8.0), (8.0, 4, 8.0 - 3.0), (2.0, 4, 0.5)])
+def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket(reduction, buckets, left) -> None:
+    assert left_after_backward(reduction, 4.0, buckets=buckets) == left
 
 
-def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense() -> None:
-    ends = [10.0, 8.0, 6.0, 4.0]
-    # The paper's case: reductions that fit into the slack of the later stages.
-    assert smallest_useful(ends, [3, 3, 3, 3], [1, 1, 1, 1], 0) == {0}
-    # The measured case: reductions much longer than the cooldown; whoever stays dense is what everyone waits for.
-    assert smallest_useful(ends, [30, 30, 30, 30], [1, 1, 1, 1], 0) == {0, 1, 2, 3}
-    assert smallest_useful(ends, [9, 9, 9, 9], [3, 3, 3, 3], 0) == {0, 1, 2}
-    # Compression that takes longer than what it saves.
-    assert smallest_useful(ends, [1, 1, 1, 1], [2, 2, 2, 2], 0) == set()
-    # Nor is accuracy given up for nothing.
-    assert smallest_useful(ends, [INDIFFERENT / 2] * 4, [0.0] * 4, 0) == set()
+@pytest.mark.parametrize(
+    ("dense", "compressed", "chosen"),
+    [
+        (3, 1, {0}),  # the paper's case: reductions that fit into the slack of the later stages
+        (30, 1, {0, 1, 2, 3}),  # much longer than the cooldown; whoever stays dense is what everyone waits for
+        (9, 3, {0, 1, 2}),
+        (1, 2, set()),  # compression that takes longer than what it saves
+        (INDIFFERENT / 2, 0, set()),  # nor is accuracy given up for nothing
+    ],
+)
+def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense(dense, compressed, chosen) -> None:
+    assert smallest_useful([10.0, 8.0, 6.0, 4.0], [dense] * 4, [compressed] * 4, 0) == chosen
 
 
 @given(

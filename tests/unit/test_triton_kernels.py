@@ -25,7 +25,7 @@ from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from tests.allocations import Watch
-from tests.low_rank_steps import EPS32
+from tests.low_rank_steps import EPS32, with_spectrum
 from tests.low_rank_steps import gaussian as gaussian_on_cpu
 
 GPU = torch.cuda.is_available()
@@ -184,46 +184,36 @@ class TestKernels:
     __test__ = RUNS_HERE
 
     @CASES
-    def test_sum_and_projection(self, n, m, r, dtype) -> None:
+    def test_sum_projection_and_back_projection(self, n, m, r, dtype) -> None:
         matrices, q = gaussian(2, n, m, dtype=dtype), gaussian(2, m, r, seed=2)
         residual = None if r == 1 else gaussian(2, n, m, seed=1, dtype=torch.bfloat16 if r == 40 else torch.float32)
         total, p = torch.empty(2, n, m, device=DEVICE), torch.empty(2, n, r, device=DEVICE)
         launches.project_sum(matrices, residual, q, total=total, out=p)
         assert torch.equal(total, matrices.float() if residual is None else matrices.float() + residual.float())
         assert_product(p, total, q)
-
-    @CASES
-    def test_back_projection(self, n, m, r, dtype) -> None:
-        matrices, p = gaussian(2, n, m), gaussian(2, n, r, seed=1, dtype=dtype)
-        q = torch.empty(2, m, r, device=DEVICE)
-        launches.back_project(matrices, p, q)
-        assert_product(q, matrices.mT, p)
-
-    @CASES
-    def test_reconstruction(self, n, m, r, dtype) -> None:
-        p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
-        out = torch.empty(2, n, m, dtype=dtype, device=DEVICE, requires_grad=True)
-        launches.reconstruct(p, q, out)
-        assert_product(out.detach(), p, q.mT)
+        q_new, p_wire = torch.empty_like(q), p.to(dtype)
+        launches.back_project(total, p_wire, q_new)
+        assert_product(q_new, total.mT, p_wire)
 
     @CASES
     def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:
         p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
         total = gaussian(2, n, m, seed=2)
-        # The receiver's memory may look different from the sender's: here column by column.
-        arrives = torch.empty(2, m, n, dtype=dtype, device=DEVICE).mT
-        launches.reconstruct(p, q, arrives)
+        # The receiver's memory may look different from the sender's: here column by column, of a parameter.
+        out = torch.empty(2, m, n, dtype=dtype, device=DEVICE, requires_grad=True).mT
+        launches.reconstruct(p, q, out)
+        arrives = out.detach()
+        assert_product(arrives, p, q.mT)
         residual = total.clone()
         launches.subtract_reconstruction(residual, p, q)
         assert torch.equal(bits(residual), bits(total - arrives))
         # With nothing to subtract from, the residual is what arrived itself: a wrong last bit cannot hide.
-        launches.subtract_reconstruction(residual.zero_(), p, q)
-        assert torch.equal(residual, -arrives.float())
-        launches.subtract_reconstruction(residual.zero_(), p, q, share=0.25)
-        assert torch.equal(residual, -0.25 * arrives.float())
+        for share in (1.0, 0.25):
+            launches.subtract_reconstruction(residual.zero_(), p, q, share=share)
+            assert torch.equal(residual, -share * arrives.float())
 
     @pytest.mark.parametrize("programs", [1, 512], ids=["in one go", "in partial sums"])
-    def test_strided_batches(self, monkeypatch, programs: int) -> None:
+    def test_strided_batches_a_sum_over_the_residual_and_a_rounded_projection(self, monkeypatch, programs) -> None:
         monkeypatch.setattr(launches, "PROGRAMS", programs)
         n, m, r = 70, 131, 5
         matrices, residual, q = gaussian(2, n, m, dtype=torch.bfloat16), gaussian(2, n, m, seed=1), gaussian(2, m, r)
@@ -231,19 +221,16 @@ class TestKernels:
         launches.project_sum(strided(matrices), strided(residual), strided(q), total=total, out=p)
         assert torch.equal(total, matrices.float() + residual)
         assert_product(p, total, q)
+        rounded = torch.empty_like(p, dtype=torch.bfloat16)
+        launches.project_sum(matrices, residual, q, total=residual, out=rounded)
+        assert torch.equal(residual, total)
+        assert_product(rounded, total, q)
         launches.back_project(total, p, q_new)
         assert_product(q_new, total.mT, p)
         # Around them lies what it was.
         for view in (total, p, q_new):
             assert view._base is not None and view._base[1::2].isnan().all() and view._base[..., :3].isnan().all()
             assert view._base[..., 3 + view.shape[-1] :].isnan().all()
-
-    def test_the_sum_may_overwrite_the_residual_and_p_may_be_rounded(self) -> None:
-        matrices, residual, q = gaussian(1, 70, 131), gaussian(1, 70, 131, seed=1), gaussian(1, 131, 3, seed=2)
-        p, expected = torch.empty(1, 70, 3, dtype=torch.bfloat16, device=DEVICE), matrices + residual
-        launches.project_sum(matrices, residual, q, total=residual, out=p)
-        assert torch.equal(residual, expected)
-        assert_product(p, expected, q)
 
     @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -271,9 +258,7 @@ class TestKernels:
         torch.testing.assert_close(p.float(), out, rtol=rounding(dtype), atol=1e-7)
 
     def test_a_decaying_spectrum_gives_an_orthonormal_basis(self) -> None:
-        left, right = torch.linalg.qr(gaussian(1, 72, 24).double()).Q, torch.linalg.qr(gaussian(1, 24, 24).double()).Q
-        spectrum = torch.logspace(0, -7, 24, dtype=torch.float64, device=DEVICE)
-        p = ((left * spectrum) @ right.mT).float()
+        p = with_spectrum(72, 24, -7, batch=1).to(DEVICE)
         basis = launches.orthogonalize(p, torch.empty_like(p)).double()
         identity = torch.eye(24, dtype=torch.float64, device=DEVICE)
         # Storing orthonormal columns in fp32.
@@ -312,10 +297,9 @@ class TestKernels:
     def test_equal_inputs_give_equal_bits_and_scratch_holds_no_memory_of_earlier_ones(self) -> None:
         scratch, results = Scratch(), []
         matrices, residual, q = gaussian(1, 70, 140), gaussian(1, 70, 140, seed=1), gaussian(1, 140, 5, seed=2)
-        for poisoned in (True, False, False):
-            m = matrices + float("nan") if poisoned else matrices
-            total, p, q_new = torch.empty_like(m), torch.empty(1, 70, 5, device=DEVICE), torch.empty_like(q)
-            launches.project_sum(m, residual, q, total=total, out=p, scratch=scratch)
+        for poison in (float("nan"), 0.0, 0.0):
+            total, p, q_new = torch.empty_like(matrices), torch.empty(1, 70, 5, device=DEVICE), torch.empty_like(q)
+            launches.project_sum(matrices + poison, residual, q, total=total, out=p, scratch=scratch)
             launches.orthogonalize(p, p, scratch)
             launches.back_project(total, p, q_new, scratch)
             results.append((p, q_new))
@@ -345,14 +329,12 @@ class TestKernels:
         m, q = gaussian(2, 40, 50), gaussian(2, 50, 3)
         total, p = torch.empty_like(m), torch.empty(2, 40, 3, device=DEVICE)
         compressor.project_sum(m, None, q, total=total, out=p)
-        basis = compressor.orthogonalize(p)
-        torch.testing.assert_close(basis, cholesky_qr(p), rtol=0, atol=EPS32)
+        torch.testing.assert_close(compressor.orthogonalize(p), cholesky_qr(p), rtol=0, atol=EPS32)
         compressor.subtract_reconstruction(total, p, q)
         assert torch.equal(total, m - compressor.reconstruct(p, q))
         assert taken == ["project_sum", "orthogonalize", "subtract_reconstruction", "reconstruct"]
-        torch.testing.assert_close(
-            compressor.orthogonalize(gaussian(1, 130, 65)), cholesky_qr(gaussian(1, 130, 65)), rtol=0, atol=0
-        )
+        too_many = gaussian(1, 130, 65)
+        torch.testing.assert_close(compressor.orthogonalize(too_many), cholesky_qr(too_many), rtol=0, atol=0)
 
     def test_shapes_that_do_not_fit_are_refused(self) -> None:
         m, p, q = gaussian(2, 9, 12), gaussian(2, 9, 3), gaussian(2, 12, 3)
@@ -367,11 +349,8 @@ class TestKernels:
     @pytest.mark.parametrize("r", [16, 128])
     def test_a_cuda_graph_replays_a_message_without_synchronisation(self, r: int) -> None:
         compressor = TritonLowRank()
-        gradient, residual, q = (
-            gaussian(1, 1024, 3072, dtype=torch.bfloat16),
-            gaussian(1, 1024, 3072),
-            gaussian(1, 3072, r),
-        )
+        gradient = gaussian(1, 1024, 3072, dtype=torch.bfloat16)
+        residual, q = gaussian(1, 1024, 3072), gaussian(1, 3072, r)
         total, p, q_new = torch.empty_like(residual), torch.empty(1, 1024, r, device=DEVICE), torch.empty_like(q)
 
         def message() -> None:
@@ -380,11 +359,9 @@ class TestKernels:
             compressor.back_project(total, p, out=q_new)
             compressor.subtract_reconstruction(total, p, q_new)
 
-        def results() -> list[Tensor]:
-            return [t.clone() for t in (p, q_new, total)]
-
         message()
-        expected = results()
+        results = (p, q_new, total)
+        expected = [t.clone() for t in results]
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -394,8 +371,7 @@ class TestKernels:
                 message()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for t in (p, q_new, total):
+        for t in results:
             t.zero_()
         graph.replay()
-        for found, wanted in zip(results(), expected, strict=True):
-            assert torch.equal(found, wanted)
+        assert all(torch.equal(found, wanted) for found, wanted in zip(results, expected, strict=True))
