@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +51,12 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def read(source: Path, max_bytes: int | None = None) -> list[str]:
+    """The documents of a corpus, before anything is made of them."""
+    corpus = find_corpus(source, pattern="*.txt", json_key="text", max_bytes=max_bytes, exclude=source.parent / "out")
+    return [document.text for document in corpus.documents()]
+
+
 def load_documents(prefix: Path) -> list[list[int]]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -85,31 +90,25 @@ def read_tree(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_decoding_the_dataset_gives_the_texts_back(tmp_path: Path, folder: Path, texts: list[str]) -> None:
-    prepared = prepare(folder, tmp_path / "out", vocab_size=400, workers=2, progress=False)
-    tokenizer = build_megatron_tokenizer(prepared.tokenizer_dir)
-    documents = load_documents(prepared.data_prefix)
-    assert [document[-1] for document in documents] == [tokenizer.eod] * len(texts)
-    assert [tokenizer.detokenize(document[:-1]) for document in documents] == texts
-    assert prepared.documents == len(texts)
-    assert prepared.tokens == sum(len(document) for document in documents)
-    assert prepared.text_bytes == sum(len(text.encode()) for text in texts)
-
-
-def test_megatron_reads_the_tokenizer_without_a_network(
+def test_the_dataset_is_the_text_and_megatron_reads_both_without_a_network(
     tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
         raise AssertionError("the network was asked")
 
-    prepared = prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
+    prepared = prepare(folder, tmp_path / "out", vocab_size=400, workers=2, progress=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("socket.socket.connect", refuse)
     tokenizer = build_megatron_tokenizer(prepared.tokenizer_dir)
-    assert tokenizer.vocab_size == prepared.vocab_size == 300
+    assert tokenizer.vocab_size == prepared.vocab_size == 400
     assert tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False) == "<|endoftext|>"
     documents = load_documents(prepared.data_prefix)
-    assert [tokenizer.tokenize(text) for text in texts] == [document[:-1] for document in documents]
+    assert [document[-1] for document in documents] == [tokenizer.eod] * len(texts)
+    assert [document[:-1] for document in documents] == [tokenizer.tokenize(text) for text in texts]
+    assert [tokenizer.detokenize(document[:-1]) for document in documents] == texts
+    assert prepared.documents == len(texts)
+    assert prepared.tokens == sum(len(document) for document in documents)
+    assert prepared.text_bytes == sum(len(text.encode()) for text in texts)
 
 
 def test_spelled_out_special_token_is_text_not_an_end(tmp_path: Path) -> None:
@@ -121,37 +120,28 @@ def test_spelled_out_special_token_is_text_not_an_end(tmp_path: Path) -> None:
     assert document.index(eod) == len(document) - 1
 
 
-def test_number_of_workers_and_size_of_batches_do_not_change_a_byte(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_batches_and_the_kind_of_input_do_not_change_a_byte(
+    tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prepare(write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "jsonl", vocab_size=400, workers=1, progress=False)
     monkeypatch.setattr(sys.modules["optimus_cc_ext.data.prepare"], "_BATCH_BYTES", 1000)
     prepare(folder, tmp_path / "batches", vocab_size=400, progress=False)
-    trees = [read_tree(tmp_path / "batches")]
     for workers in ("1", "3"):  # a process starts its threads once
         command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(folder), "--workers", workers]
         command += ["--output", str(tmp_path / workers), "--vocab-size", "400"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        trees.append(read_tree(tmp_path / workers))
+    jsonl, *trees = (read_tree(tmp_path / name) for name in ("jsonl", "batches", "1", "3"))
     assert trees[0].keys() >= {"corpus.bin", "corpus.idx", "manifest.json", "tokenizer/tokenizer.json"}
     assert trees[0] == trees[1] == trees[2]
-
-
-def test_jsonl_and_directory_of_the_same_texts_give_the_same_dataset(
-    tmp_path: Path, folder: Path, texts: list[str]
-) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", texts)
-    prepare(folder, tmp_path / "a", vocab_size=400, workers=1, progress=False)
-    prepare(source, tmp_path / "b", vocab_size=400, workers=1, progress=False)
     for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert jsonl[name] == trees[0][name]
 
 
 def test_single_text_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, texts: list[str]) -> None:
     path = tmp_path / "book.txt"
     content = "".join(texts) * 10
     path.write_bytes(content.encode())
-    corpus = find_corpus(path, pattern="*.txt", json_key="text", max_bytes=None, exclude=tmp_path / "out")
-    documents = [document.text for document in corpus.documents()]
+    documents = read(path)
     assert "".join(documents) == content
     assert len(documents) > 5
     assert all(document.endswith("\n") for document in documents)
@@ -161,23 +151,15 @@ def test_a_directory_whose_name_ends_like_a_file_is_a_directory(tmp_path: Path) 
     source = tmp_path / "in.jsonl"
     source.mkdir()
     (source / "a.txt").write_text("text, not JSON")
-    corpus = find_corpus(source, pattern="*.txt", json_key="text", max_bytes=None, exclude=tmp_path / "out")
-    assert [document.text for document in corpus.documents()] == ["text, not JSON"]
+    assert read(source) == ["text, not JSON"]
 
 
 def test_max_mb_takes_the_first_whole_documents(tmp_path: Path, folder: Path, texts: list[str]) -> None:
     limit = sum(len(text.encode()) for text in texts[:20])
     blank = len((folder / "blank.txt").read_bytes())  # sorts first, counts, and is left out
-    for source, extra in ((folder, blank), (write_jsonl(tmp_path / "in.jsonl", texts), 0)):
-        for missing, expected in ((0, 20), (1, 19)):
-            corpus = find_corpus(
-                source,
-                pattern="*.txt",
-                json_key="text",
-                max_bytes=limit + extra - missing,
-                exclude=tmp_path / "out",
-            )
-            assert [document.text for document in corpus.documents()] == texts[:expected]
+    for source, whole in ((folder, limit + blank), (write_jsonl(tmp_path / "in.jsonl", texts), limit)):
+        assert read(source, whole) == texts[:20]
+        assert read(source, whole - 1) == texts[:19]
 
 
 def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: Path) -> None:
@@ -188,7 +170,9 @@ def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: P
     before = read_tree(tmp_path / "out")
     assert run(vocab_size=400)
     assert read_tree(tmp_path / "out") == before
+    (tmp_path / "out/corpus/cache").mkdir(parents=True)  # where Megatron puts its index without --data-cache-path
     assert not run(vocab_size=300)
+    assert not (tmp_path / "out/corpus").exists(), "an index of other tokens must not survive them"
     (folder / "part0" / "file000.txt").write_text("another text")
     assert not run(vocab_size=300)
     assert run(vocab_size=300)
@@ -197,14 +181,6 @@ def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: P
     assert not run(vocab_size=300)
     (tmp_path / "out" / "manifest.json").write_text("{")
     assert not run(vocab_size=300)
-
-
-def test_megatrons_own_cache_beside_the_data_does_not_stop_another_preparation(tmp_path: Path, folder: Path) -> None:
-    out = tmp_path / "out"
-    prepare(folder, out, vocab_size=400, workers=1, progress=False)
-    (out / "corpus" / "cache").mkdir(parents=True)  # where Megatron puts its index without --data-cache-path
-    assert not prepare(folder, out, vocab_size=300, workers=1, progress=False).up_to_date
-    assert not (out / "corpus").exists(), "an index of other tokens must not survive them"
 
 
 BAD_INPUTS = {
@@ -284,25 +260,6 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out"]
 
 
-def test_without_the_extra_the_command_says_how_to_get_it(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda module: None)
-    assert main(["--input", str(folder), "--output", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said == "error: not installed: tokenizers, tqdm. Install what this needs: pip install 'optimus_cc_ext[data]'\n"
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def wait_until(condition: Callable[[], object], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
 def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals
@@ -315,7 +272,10 @@ def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=listening)
     try:
         # The .bin file appears when Megatron is imported and the tokenizing is about to start.
-        wait_until(lambda: list(tmp_path.glob(".out.partial/corpus.bin")), 60)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.partial/corpus.bin")):
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.02)
         process.send_signal(stop)
         _, errors = process.communicate(timeout=30)
     finally:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.shell_scripts import ROOT, Ended
+
 TOOLS = "awk bash cat chmod cp cut df dirname env flock mkdir mv rm sha256sum sleep sort touch"
+READ = "scripts/setup_env.sh pyproject.toml setup.py requirements.lock optimus_cc_ext/_version.py"
 CONDA_ROOTS = ("/opt/conda", "/opt/miniforge3", "/opt/miniconda3", "/opt/anaconda3")
 
 # Answers setup_env.sh's questions, makes a "virtual environment" that holds itself, logs installations.
@@ -32,84 +34,100 @@ esac
 """
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """As much of the repository as the set-up reads."""
-    root = tmp_path / "clone"
-    files = "scripts/setup_env.sh pyproject.toml setup.py requirements.lock optimus_cc_ext/_version.py"
-    for name in files.split():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, root / name)
-    return root
+class Setup:
+    """As much of the repository as the set-up reads, a PATH with a shell's tools and no Python, and an empty home."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clone = folder, folder / "clone"
+        for name in READ.split():
+            (self.clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.clone / name)
+        for place in ("bin", "home"):
+            (folder / place).mkdir()
+        for name in TOOLS.split():
+            found = shutil.which(name)
+            assert found is not None, name
+            (folder / "bin" / name).symlink_to(found)
+
+    def python(self, place: str = "bin/python3.12", content: str = RECORDER.format(answer="ok $0")) -> Path:
+        path = self.folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        path.chmod(0o755)
+        return path
+
+    def start(self, *flags: str, **environment: str) -> subprocess.Popen[str]:
+        known = {"PATH": f"{self.folder}/bin", "HOME": f"{self.folder}/home", "RECORDER_LOG": f"{self.folder}/log"}
+        return subprocess.Popen(
+            ["bash", str(self.clone / "scripts" / "setup_env.sh"), *flags],
+            env=known | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *flags: str, **environment: str) -> Ended:
+        process = self.start(*flags, **environment)
+        output, errors = process.communicate(timeout=60)
+        return Ended(process.returncode, output, errors)
+
+    @property
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def builds(self) -> int:
+        return self.log.count("venv")
+
+    def append_line(self, name: str) -> None:
+        with (self.clone / name).open("a") as stream:
+            stream.write("# changed\n")
+
+    def move(self) -> None:
+        self.clone = self.clone.rename(self.folder / "moved")
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """A PATH with a shell's tools and no Python, and an empty home."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in TOOLS.split():
-        found = shutil.which(name)
-        assert found is not None, name
-        (tools / name).symlink_to(found)
-    (tmp_path / "home").mkdir()
-    return {"PATH": str(tools), "HOME": str(tmp_path / "home"), "RECORDER_LOG": str(tmp_path / "log")}
+def setup(tmp_path: Path) -> Setup:
+    return Setup(tmp_path)
 
 
-def write_recorder(path: Path, answer: str = "ok $0") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(RECORDER.format(answer=answer))
-    path.chmod(0o755)
-    return path
-
-
-def run_setup(clone: Path, environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(clone / "scripts" / "setup_env.sh"), *flags],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def count_builds(environment: dict[str, str]) -> int:
-    log = Path(environment["RECORDER_LOG"])
-    return log.read_text().splitlines().count("venv") if log.exists() else 0
+@pytest.fixture
+def ready(setup: Setup) -> Setup:
+    """One that has been run."""
+    setup.python()
+    result = setup.run()
+    assert result.code == 0, result.errors
+    assert setup.builds == 1
+    return setup
 
 
 @pytest.mark.skipif(any(map(os.path.exists, CONDA_ROOTS)), reason="this machine has a conda for all users")
-def test_without_a_fitting_python_the_message_says_what_to_install(
-    clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    write_recorder(tmp_path / "bin" / "python3", answer="is Python 3.9")
-    write_recorder(tmp_path / "home" / ".pyenv" / "versions" / "3.12.1" / "bin" / "python3", answer="lacks: ssl")
-    result = run_setup(clone, environment)
-    assert result.returncode == 1
-    assert "no usable Python 3.12 or 3.13" in result.stderr
-    assert "apt install python3.12 python3.12-venv" in result.stderr
+def test_without_a_fitting_python_the_message_says_what_to_install(setup: Setup) -> None:
+    old = setup.python("bin/python3", RECORDER.format(answer="is Python 3.9"))
+    bare = setup.python("home/.pyenv/versions/3.12.1/bin/python3", RECORDER.format(answer="lacks: ssl"))
+    result = setup.run()
+    assert result.code == 1
+    assert "no usable Python 3.12 or 3.13" in result.errors
+    assert "apt install python3.12 python3.12-venv" in result.errors
     # What was seen and why it will not do: a Debian user without python3-venv finds the reason here.
-    assert f"{tmp_path}/bin/python3 is Python 3.9" in result.stderr
-    assert ".pyenv/versions/3.12.1/bin/python3 lacks: ssl" in result.stderr
-    assert not (clone / ".venv").exists()
+    assert f"{old} is Python 3.9" in result.errors and f"{bare} lacks: ssl" in result.errors
+    assert not (setup.clone / ".venv").exists()
 
 
-def test_real_interpreter_is_judged_by_its_version_and_modules(
-    clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_real_interpreter_is_judged_by_its_version_and_modules(setup: Setup) -> None:
     real = Path(sys.executable).resolve()
-    found = run_setup(clone, {**environment, "OPTIMUS_CC_PYTHON": str(real)}, "--find-python")
-    assert found.returncode == 0, found.stderr
-    assert Path(found.stdout.strip()).resolve() == real
-    broken = tmp_path / "broken" / "python"
-    broken.parent.mkdir()
+    found = setup.run("--find-python", OPTIMUS_CC_PYTHON=str(real))
+    assert found.code == 0, found.errors
+    assert Path(found.output.strip()).resolve() == real
     without_ssl = "import sys; sys.modules['ssl'] = None"
-    broken.write_text(f'#!/usr/bin/env bash\nexec {real} -I -c "{without_ssl}\n$3"\n')
-    broken.chmod(0o755)
-    refused = run_setup(clone, {**environment, "OPTIMUS_CC_PYTHON": str(broken)}, "--find-python")
-    assert refused.returncode == 1
-    assert "lacks the modules: ssl" in refused.stderr
+    broken = setup.python("broken/python", f'#!/usr/bin/env bash\nexec {real} -I -c "{without_ssl}\n$3"\n')
+    refused = setup.run("--find-python", OPTIMUS_CC_PYTHON=str(broken))
+    assert refused.code == 1
+    assert "lacks the modules: ssl" in refused.errors
 
 
 @pytest.mark.parametrize(
@@ -122,120 +140,78 @@ def test_real_interpreter_is_judged_by_its_version_and_modules(
         "home/miniconda3/envs/work/bin/python3",
     ],
 )
-def test_python_is_found_wherever_it_is(place: str, clone: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    recorder = write_recorder(tmp_path / place)
-    write_recorder(tmp_path / "bin" / "python3.12", answer="lacks: ensurepip")
-    result = run_setup(clone, environment, "--find-python")
-    assert result.stdout.strip() == str(recorder), result.stderr
+def test_python_is_found_wherever_it_is(place: str, setup: Setup) -> None:
+    python = setup.python(place)
+    setup.python(content=RECORDER.format(answer="lacks: ensurepip"))
+    result = setup.run("--find-python")
+    assert result.output.strip() == str(python), result.errors
 
 
-def test_python_asked_for_by_name_is_not_replaced_silently(
-    clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    write_recorder(tmp_path / "bin" / "python3.12")
-    result = run_setup(clone, {**environment, "OPTIMUS_CC_PYTHON": str(tmp_path / "absent")})
-    assert result.returncode == 1
-    assert f"OPTIMUS_CC_PYTHON={tmp_path}/absent cannot be used: it does not run" in result.stderr
+def test_python_asked_for_by_name_is_not_replaced_silently(setup: Setup) -> None:
+    setup.python()
+    result = setup.run(OPTIMUS_CC_PYTHON="/absent")
+    assert result.code == 1
+    assert "OPTIMUS_CC_PYTHON=/absent cannot be used: it does not run" in result.errors
 
 
-@pytest.fixture
-def ready(clone: Path, environment: dict[str, str], tmp_path: Path) -> Path:
-    """A clone whose set-up has been done once."""
-    write_recorder(tmp_path / "bin" / "python3.12")
-    result = run_setup(clone, environment)
-    assert result.returncode == 0, result.stderr
-    assert count_builds(environment) == 1
-    return clone
-
-
-def test_second_run_does_nothing_in_under_a_second(ready: Path, environment: dict[str, str]) -> None:
+def test_second_run_does_nothing_in_under_a_second(ready: Setup) -> None:
     start = time.monotonic()
-    result = run_setup(ready, environment)
+    assert ready.run() == Ended(0, "", "")
     assert time.monotonic() - start < 1
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert count_builds(environment) == 1
+    assert ready.builds == 1
 
 
-def append_line(path: Path) -> None:
-    with path.open("a") as stream:
-        stream.write("# changed\n")
+CHANGES: dict[str, Callable[[Setup], object]] = {
+    "lock": lambda ready: ready.append_line("requirements.lock"),
+    "pyproject.toml": lambda ready: ready.append_line("pyproject.toml"),
+    "setup.py": lambda ready: ready.append_line("setup.py"),
+    "stamp": lambda ready: ready.append_line(".venv/.optimus_cc_stamp"),
+    "interpreter gone": lambda ready: (ready.clone / ".venv/bin/python").unlink(),
+    "another interpreter": lambda ready: (ready.clone / ".venv/bin/python").write_text(
+        RECORDER.format(answer="").replace("3.12 (", "3.13 (")
+    ),
+    "moved repository": Setup.move,
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda root: append_line(root / "requirements.lock"), id="lock"),
-        pytest.param(lambda root: append_line(root / "pyproject.toml"), id="pyproject.toml"),
-        pytest.param(lambda root: append_line(root / "setup.py"), id="setup.py"),
-        pytest.param(lambda root: append_line(root / ".venv" / ".optimus_cc_stamp"), id="stamp"),
-        pytest.param(lambda root: (root / ".venv" / "bin" / "python").unlink(), id="interpreter gone"),
-        pytest.param(
-            lambda root: (root / ".venv/bin/python").write_text(RECORDER.format(answer="").replace("3.12 (", "3.13 (")),
-            id="another interpreter",
-        ),
-    ],
-)
-def test_change_makes_the_environment_anew(
-    change: Callable[[Path], object], ready: Path, environment: dict[str, str]
-) -> None:
-    change(ready)
-    assert run_setup(ready, environment).returncode == 0
-    assert count_builds(environment) == 2
-    assert run_setup(ready, environment).returncode == 0
-    assert count_builds(environment) == 2
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_makes_the_environment_anew(change: str, ready: Setup) -> None:
+    CHANGES[change](ready)
+    for _ in range(2):
+        assert ready.run().code == 0
+        assert ready.builds == 2
 
 
-def test_moved_repository_makes_the_environment_anew(ready: Path, environment: dict[str, str]) -> None:
-    moved = ready.rename(ready.with_name("moved"))
-    assert run_setup(moved, environment).returncode == 0
-    assert count_builds(environment) == 2
+def test_failed_installation_is_said_and_not_taken_for_finished(setup: Setup) -> None:
+    setup.python()
+    result = setup.run(RECORDER_EXIT="1")
+    assert result.code == 1
+    assert "installing requirements.lock failed" in result.errors
+    assert setup.run().code == 0
+    assert setup.builds == 2
 
 
-def test_failed_installation_is_said_and_not_taken_for_finished(
-    clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    write_recorder(tmp_path / "bin" / "python3.12")
-    result = run_setup(clone, {**environment, "RECORDER_EXIT": "1"})
-    assert result.returncode == 1
-    assert "installing requirements.lock failed" in result.stderr
-    assert run_setup(clone, environment).returncode == 0
-    assert count_builds(environment) == 2
+def test_killed_installation_is_not_taken_for_finished(setup: Setup) -> None:
+    setup.python()
+    with setup.start(RECORDER_SLEEP="60") as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not any("pip" in line for line in setup.log):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (setup.clone / ".venv" / "bin" / "python").exists()
+    assert setup.run().code == 0
+    assert setup.builds == 2
 
 
-def test_killed_installation_is_not_taken_for_finished(
-    clone: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    write_recorder(tmp_path / "bin" / "python3.12")
-    process = subprocess.Popen(
-        ["bash", str(clone / "scripts" / "setup_env.sh")],
-        env={**environment, "RECORDER_SLEEP": "60"},
-        start_new_session=True,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 20
-        while "pip" not in (Path(environment["RECORDER_LOG"]).read_text() if count_builds(environment) else ""):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert (clone / ".venv" / "bin" / "python").exists()
-    assert run_setup(clone, environment).returncode == 0
-    assert count_builds(environment) == 2
-
-
-def test_two_runs_at_once_make_it_once(clone: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    write_recorder(tmp_path / "bin" / "python3.12")
-    slow = {**environment, "RECORDER_SLEEP": "0.5"}
-    command = ["bash", str(clone / "scripts" / "setup_env.sh")]
-    runs = [
-        subprocess.Popen(command, env=slow, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+def test_two_runs_at_once_make_it_once(setup: Setup) -> None:
+    setup.python()
+    runs = [setup.start(RECORDER_SLEEP="0.5") for _ in range(3)]
     errors = [run.communicate(timeout=60)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], errors
-    assert count_builds(environment) == 1
+    assert setup.builds == 1
     assert sum("waiting for it" in error for error in errors) == 2
 
 
