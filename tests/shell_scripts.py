@@ -2,15 +2,17 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Ended", "Launch", "run_script"]
+__all__ = ["ROOT", "SYSTEM_PATH", "Ended", "Launch", "run_script", "why_not_as_root"]
 
 ROOT = Path(__file__).resolve().parent.parent
+SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _KEPT = ("HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 
 
@@ -50,6 +52,14 @@ class Ended:
         module = words.index("-m", start)
         end = next(place for place in range(module, len(words)) if words[place].startswith("--"))
         return Launch(words[start:module], words[module:end], words[end:])
+
+
+def why_not_as_root(*programs: str) -> str:
+    """Why these cannot be run as root here; empty if they can."""
+    if os.geteuid() != 0:
+        return f"{', '.join(programs)} need root"
+    absent = [program for program in programs if shutil.which(program, path=SYSTEM_PATH) is None]
+    return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 def run_script(

@@ -16,25 +16,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("buildah", "debootstrap")
+from tests.shell_scripts import ROOT, SYSTEM_PATH, why_not_as_root
+
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
-
-
-def _missing() -> str:
-    """Why the tests of this file cannot run; empty if they can."""
-    if os.geteuid() != 0:
-        return "debootstrap and buildah's chroot isolation need root"
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    absent = [program for program in NEEDED if shutil.which(program, path=path) is None]
-    return f"not installed: {', '.join(absent)}" if absent else ""
-
-
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(3000),
-    pytest.mark.skipif(bool(_missing()), reason=_missing() or "-"),
-]
+WHY_NOT = why_not_as_root("buildah", "debootstrap")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3000), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")]
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Image:
 def _storage(folder: Path, driver: str) -> dict[str, str]:
     config = folder / "storage.conf"
     config.write_text(f'[storage]\ndriver = "{driver}"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n')
-    return {**os.environ, "CONTAINERS_STORAGE_CONF": str(config), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    return {**os.environ, "CONTAINERS_STORAGE_CONF": str(config), "PATH": SYSTEM_PATH}
 
 
 @pytest.fixture(scope="module")

@@ -66,14 +66,11 @@ def test_vanilla_has_no_flags_of_ours_and_what_is_added_comes_last() -> None:
 # Rates and counters
 
 
-def test_framing_is_taken_off_once_per_packet() -> None:
+def test_framing_is_taken_off_once_per_packet_and_a_rate_is_read_or_refused() -> None:
     before, after = Counters(10_000, 20, 1), Counters(10_000 + 3 * 1514 + 5 * 66, 28, 4)
     sent = after.since(before)
     assert sent == Counters(3 * 1514 + 5 * 66, 8, 3)
     assert sent.payload == 3 * 1448, "five acknowledgements carry nothing"
-
-
-def test_a_rate_is_read_and_nonsense_refused() -> None:
     assert bits_per_second("50mbit") == 50e6 and bits_per_second("2.5gbit") == 2.5e9
     assert bits_per_second("none") == math.inf
     for text in ("50", "50mb", "0mbit", "-1mbit", "10kbit", "unlimited"):
@@ -101,9 +98,7 @@ def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
     _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
     assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
     assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)
-
-
-def test_a_step_of_the_search_is_bounded_where_nothing_is_exposed() -> None:
+    # Where nothing is exposed, or all, a step is bounded.
     assert next_guess(80e6, seconds=1.9, unshaped=2) == 20e6
     assert next_guess(80e6, seconds=50, unshaped=2) == 320e6
 
@@ -167,13 +162,10 @@ def test_the_bound_of_a_variant_that_chooses_is_that_of_what_each_run_has_chosen
 # Tables
 
 
-def test_the_share_recovered_is_of_what_vanilla_loses() -> None:
-    assert share_recovered(10, 6, 5) == pytest.approx(0.8)
+def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -> None:
+    assert share_recovered(10, 6, 5) == pytest.approx(0.8), "of what vanilla loses"
     assert share_recovered(10, 11, 5) == pytest.approx(-0.2), "ours can be slower"
     assert share_recovered(5, 5, 5) is None
-
-
-def test_the_tables_say_what_the_runs_say() -> None:
     runs = _paired()
     table = times(runs)
     assert [_of(table, block, "recovered") for block in ("all", 0, 1)] == pytest.approx([0.625, 0.5, 0.75])
@@ -185,13 +177,10 @@ def test_the_tables_say_what_the_runs_say() -> None:
         run.iterations.insert(0, dataclasses.replace(run.iterations[0], measured=False, payload=[9999, 9999]))
     assert traffic(runs).where(variant="auto").column("kernel over metrics") == pytest.approx([1])
     assert _of(times(runs), "all", "measured") == 4
-
-
-def test_losses_that_differ_between_blocks_are_noticed() -> None:
+    assert losses_agree(_paired())
     runs = _paired()
-    assert losses_agree(runs)
     runs[0].iterations[0].loss += 1e-6
-    assert not losses_agree(runs)
+    assert not losses_agree(runs), "losses that differ between blocks are noticed"
 
 
 def test_what_is_written_is_read_again_but_not_mixed_with_another_model(tmp_path: Path) -> None:

@@ -24,16 +24,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=200)
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    results = tmp_path_factory.mktemp("bench") / "with a blank"
-    ended = run(*TINY, "--results", str(results))
-    assert ended.returncode == 0, ended.stderr
-    return results
-
-
 @pytest.mark.full
-def test_every_section_is_measured_against_all_that_it_names(measured: Path) -> None:
+def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path) -> None:
+    measured = tmp_path / "with a blank"
+    ended = run(*TINY, "--results", str(measured))
+    assert ended.returncode == 0, ended.stderr
     found = json.loads((measured / "compressors-cpu.json").read_text())
     rows = found["rows"]
     assert found["machine"]["scale"] == "tiny" and found["machine"]["threads"] == "1"
@@ -51,10 +46,6 @@ def test_every_section_is_measured_against_all_that_it_names(measured: Path) -> 
     assert [row["rank"] for row in ours] == 3 * list(range(8, 41, 4))
     assert all(row["floor, ms"] > 0 and row["ms"] > 0 for row in ours)
     assert all(row["operators"] > 0 for row in rows if row["section"] == "layers")
-
-
-@pytest.mark.full
-def test_the_page_says_what_was_not_measured(measured: Path) -> None:
     page = (measured / "compressors-cpu.md").read_text()
     assert "## capture\n\nnot measured" in page
     for section in ("slices", "layers"):

@@ -45,21 +45,16 @@ def test_variables_choose_the_model_the_layout_and_the_data() -> None:
     assert launch.torchrun[:2] == ["--nproc-per-node", "8"]
 
 
-def test_gpt2_vocabulary_files_choose_its_tokenizer() -> None:
-    launch = dry_run(DATA_PATH="/data/a", VOCAB_FILE="/v.json", MERGE_FILE="/m.txt").launch
+def test_gpt2_vocabulary_files_choose_its_tokenizer_and_without_checkpoints_nothing_is_saved() -> None:
+    launch = dry_run(DATA_PATH="/data/a", VOCAB_FILE="/v.json", MERGE_FILE="/m.txt", CHECKPOINT_DIR="none").launch
     assert launch.value("--tokenizer-type") == "GPT2BPETokenizer"
     assert (launch.value("--vocab-file"), launch.value("--merge-file")) == ("/v.json", "/m.txt")
+    assert not {"--save", "--load", "--save-interval"} & set(launch.flags)
 
 
 def test_flags_are_passed_on_unchanged_and_win_over_variables_and_defaults() -> None:
     given = [
-        "--optimus-cc",
-        "--lr=1e-2",
-        "--lr-warmup-iters",
-        "3",
-        "--train-samples",
-        "9",
-        "--note",
+        *["--optimus-cc", "--lr=1e-2", "--lr-warmup-iters", "3", "--train-samples", "9", "--note"],
         "a b'c\"d $(e)*",
     ]
     launch = dry_run(*given, LR="5", TRAIN_ITERS="6").launch
@@ -77,11 +72,6 @@ def test_the_printed_line_can_be_pasted_into_a_shell() -> None:
         text=True, capture_output=True, check=True,
     ).stdout  # fmt: skip
     assert shown.split("\0")[-3:-1] == ["--note", "a b'c\"d $(e)\n*"]
-
-
-def test_nothing_is_saved_when_checkpoints_are_switched_off() -> None:
-    flags = dry_run(CHECKPOINT_DIR="none").launch.flags
-    assert not {"--save", "--load", "--save-interval"} & set(flags)
 
 
 def test_a_checkouts_own_script_is_run_where_one_is_named(tmp_path: Path) -> None:
@@ -151,11 +141,6 @@ def test_a_bad_value_is_refused_with_the_variable_the_reason_and_the_cure(given:
     assert message in ended.errors and ended.errors.count("error: ") == 1
 
 
-def test_a_script_in_the_place_of_a_flag_is_refused() -> None:
-    ended = run_script("pretrain_gpt.sh", "pretrain_gpt.py")
-    assert ended.code == 2 and "MEGATRON_LM=/path/to/checkout" in ended.errors
-
-
 def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() -> None:
     env = {"DATA_PATH": "/data/a", "TOKENIZER_MODEL": "/data/tokenizer"}
     assert "DATA_PATH: /data/a.idx does not exist" in dry_run(**env).errors and dry_run(**env).code == 0
@@ -163,7 +148,9 @@ def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() ->
     assert ended.code == 2 and "error: DATA_PATH: /data/a.idx does not exist. Give an existing one" in ended.errors
 
 
-def test_help_names_every_variable_that_the_script_reads() -> None:
+def test_help_names_every_variable_and_a_script_in_the_place_of_a_flag_is_refused_by_one() -> None:
+    ended = run_script("pretrain_gpt.sh", "pretrain_gpt.py")
+    assert ended.code == 2 and "MEGATRON_LM=/path/to/checkout" in ended.errors
     shown = run_script("pretrain_gpt.sh", "--help")
     assert shown.code == 0
     for variable in {pair.split("=")[0] for given in BAD for pair in given.split(";")} | {"VOCAB_FILE", "MERGE_FILE"}:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,21 +13,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
+from tests.shell_scripts import ROOT, SYSTEM_PATH, why_not_as_root
+
 ITERATIONS = 50
-
-
-def _missing() -> str:
-    """Why the tests of this file cannot run; empty if they can."""
-    if os.geteuid() != 0:
-        return "slurmd and its jobs need root"
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    absent = [program for program in NEEDED if shutil.which(program, path=path) is None]
-    return f"not installed: {', '.join(absent)} (Debian: slurm-wlm, munge)" if absent else ""
-
-
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")]
+WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)"),
+]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
@@ -78,7 +70,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
             *("setpriv", "--pdeathsig", "TERM", str(ROOT / "tests/slurm/with_slurm.sh"), str(folder)),
             *("sh", "-c", f"touch {up}; exec sleep 1200"),
         ],
-        env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PATH": SYSTEM_PATH}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         wait_until(lambda: up.exists() or process.poll() is not None, "Slurm is up", 60)

@@ -41,21 +41,13 @@ def test_every_refusal_has_its_cure_in_troubleshooting() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_to_files_that_exist(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
-    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_modules_that_are_named_exist(document: Path) -> None:
-    folders = "hooks|techniques|compressors|cpu_runtime|forecast|checkpoint|metrics"
-    named = re.findall(rf"`((?:{folders})/\w+\.py)`", document.read_text())
-    assert [name for name in named if not (ROOT / "optimus_cc_ext" / name).exists()] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_and_commands_that_are_named_exist(document: Path) -> None:
+def test_links_modules_files_and_commands_lead_to_what_exists(document: Path) -> None:
     text = document.read_text()
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+    folders = "hooks|techniques|compressors|cpu_runtime|forecast|checkpoint|metrics"
+    modules = re.findall(rf"`((?:{folders})/\w+\.py)`", text)
+    assert [name for name in modules if not (ROOT / "optimus_cc_ext" / name).exists()] == []
     files = re.findall(r"(?<![\w/*.-])((?:scripts|tests|patches)/[\w./-]*\w)/?(?![\w/*{<-])", text)
     commands = re.findall(r"python -m ((?:scripts|optimus_cc_ext)[\w.]*\w)", text)
     if document.relative_to(ROOT).as_posix() == NAMED_AS_GONE:

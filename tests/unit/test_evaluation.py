@@ -148,28 +148,24 @@ def test_both_ways_of_naming_and_stacking_layers_become_one() -> None:
     assert unstack_layers(numbered) == numbered
 
 
-def test_parameters_that_a_gpt2_lacks_or_does_not_have_are_named() -> None:
-    with pytest.raises(FlagError, match=r"lacks 28 of a GPT-2's parameters, such as decoder\.final_layernorm\.bias"):
-        gpt2_weights({}, config_of())
-    with pytest.raises(FlagError, match=r"GPT-2 does not have, such as decoder\.router"):
-        gpt2_weights({"decoder.router": torch.ones(1)}, config_of())
-
-
-def test_parameters_of_another_shape_are_named() -> None:
+def test_parameters_that_a_gpt2_lacks_or_does_not_have_or_has_in_another_shape_are_named() -> None:
     config = config_of()
-    tensors = {name: torch.zeros(8) for name in expected_names(2)}
-    tensors["decoder.final_layernorm.weight"] = torch.zeros(9)
+    with pytest.raises(FlagError, match=r"lacks 28 of a GPT-2's parameters, such as decoder\.final_layernorm\.bias"):
+        gpt2_weights({}, config)
+    with pytest.raises(FlagError, match=r"GPT-2 does not have, such as decoder\.router"):
+        gpt2_weights({"decoder.router": torch.ones(1)}, config)
+    tensors = {name: torch.zeros(8) for name in expected_names(2)} | {"decoder.final_layernorm.weight": torch.zeros(9)}
     with pytest.raises(FlagError, match="other shapes than its saved arguments say"):
         convert._model(tensors, config)
 
 
 def expected_names(layers: int) -> list[str]:
-    whole = ["embedding.word_embeddings", "embedding.position_embeddings", "decoder.final_layernorm"]
     parts = "input_layernorm self_attention.linear_qkv self_attention.linear_proj pre_mlp_layernorm mlp.linear_fc1"
-    parts += " mlp.linear_fc2"
-    whole += [f"decoder.layers.{number}.{part}" for number in range(layers) for part in parts.split()]
-    names = [f"{name}.{kind}" for name in whole for kind in ("weight", "bias")]
-    return [name for name in names if name not in (f"{whole[0]}.bias", f"{whole[1]}.bias")]
+    whole = [
+        f"decoder.layers.{number}.{part}" for number in range(layers) for part in f"{parts} mlp.linear_fc2".split()
+    ]
+    names = [f"{name}.{kind}" for name in [*whole, "decoder.final_layernorm"] for kind in ("weight", "bias")]
+    return [*names, "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
 
 
 @pytest.fixture
@@ -211,24 +207,19 @@ def test_without_a_text_the_papers_tasks_are_asked_and_local_ones_without_a_netw
         ([], b" \n", "text.txt holds no text"),
         ([], b"a\n\xff", "text.txt: line 2, byte offset 2: not UTF-8"),
         ([], None, "text.txt is no file"),
+        (["--text", "text.jsonl"], b'{"text": "a"}\n{"body": "b"}\n', "text.jsonl: line 2: no key 'text'"),
     ],
-    ids=["too long", "too short", "no text", "not UTF-8", "no file"],
+    ids=["too long", "too short", "no text", "not UTF-8", "no file", "no such key"],
 )
 def test_what_the_harness_would_not_survive_is_refused(
-    model: Path, tmp_path: Path, flags: list[str], content: bytes | None, said: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], content: bytes | None, said: str
 ) -> None:
-    text = tmp_path / "text.txt"
+    monkeypatch.chdir(model)
     if content is not None:
-        text.write_bytes(content)
+        Path("text.jsonl" if "text.jsonl" in flags else "text.txt").write_bytes(content)
     with pytest.raises(OptimusError) as refused:
-        harness.harness_command(["--model", str(model), "--text", str(text), *flags])
+        harness.harness_command(["--model", str(model), "--text", "text.txt", *flags])
     assert said in str(refused.value)
-
-
-def test_a_line_without_the_key_is_named_before_the_harness_starts(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
-    with pytest.raises(OptimusError, match="line 2: no key 'text'"):
-        harness.harness_command(["--model", str(model), "--text", str(tmp_path / "text.jsonl")])
 
 
 @pytest.mark.parametrize(
@@ -254,11 +245,3 @@ def test_bad_input_ends_with_status_2_and_one_line(
     printed = capsys.readouterr().err.strip()
     assert printed.startswith("error: " + said.format(tmp_path)) and "\n" not in printed
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_the_harness_the_command_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda module: None)
-    assert harness.main(["--model", str(tmp_path)]) == 2
-    assert "not installed: lm_eval, transformers. Install what this needs: pip install" in capsys.readouterr().err

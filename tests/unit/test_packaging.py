@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext.cli import shared_folder
+from optimus_cc_ext.data import __main__ as data
 from optimus_cc_ext.errors import MissingExtra, require_extra
+from scripts.eval import harness
 from tests.shell_scripts import ROOT
 
 SHARED = ("scripts", "patches")
@@ -88,7 +90,19 @@ def test_installed_scripts_take_the_python_on_path_and_write_nothing_beside_them
     assert sorted(share.rglob("*")) == before
 
 
-def test_what_an_extra_installs_is_named_with_the_way_to_get_it() -> None:
+def test_what_an_extra_installs_is_named_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     require_extra("data", "json")
     with pytest.raises(MissingExtra, match=r"not installed: no_such_module\. .*pip install 'optimus_cc_ext\[data\]'"):
         require_extra("data", "json", "no_such_module")
+    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda module: None)
+    monkeypatch.delitem(sys.modules, "optimus_cc_ext.report")
+    with pytest.raises(MissingExtra, match=r"not installed: tensorboard.*\. .*pip install 'optimus_cc_ext\[report\]'"):
+        __import__("optimus_cc_ext.report")
+    cure = "Install what this needs: pip install 'optimus_cc_ext"
+    assert data.main(["--input", str(ROOT / "docs"), "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: not installed: tokenizers, tqdm. {cure}[data]'\n"
+    assert harness.main(["--model", str(tmp_path)]) == 2
+    assert f"not installed: lm_eval, transformers. {cure}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -95,14 +95,11 @@ def test_a_departure_from_the_papers_setting_is_said_unless_it_is_taken_back() -
     assert not any("dropped" in remark for remark in remarks(settings, config))
 
 
-def test_bad_further_flags_are_refused_before_anything_runs() -> None:
+def test_bad_further_flags_and_a_text_without_a_validation_part_are_refused_before_anything_runs() -> None:
     with pytest.raises(FlagError, match="--dp-compression-rank"):
         check_flags(Settings(), ["--dp-compression-rank", "0"])
     with pytest.raises(QuickstartError, match="--lr: not an Optimus-CC flag"):
         check_flags(Settings(), ["--lr", "1"])
-
-
-def test_a_text_without_a_validation_part_is_refused() -> None:
     check_text(Settings(), DATA)
     with pytest.raises(QuickstartError, match="3 documents"):
         check_text(Settings(), replace(DATA, documents=3))
@@ -122,15 +119,11 @@ def test_an_output_belongs_to_one_quickstart_at_a_time(tmp_path: Path) -> None:
             pass
         with claim(tmp_path / "other", Path("/usr")):
             pass
-    with claim(tmp_path / "out", Path("/usr")):
-        pass
-
-
-def test_only_a_process_number_is_repeated_from_the_lock_file(tmp_path: Path) -> None:
-    with claim(tmp_path / "out", Path("/usr")):
-        (tmp_path / ".out.lock").write_text("ask me no questions")
+        (tmp_path / ".out.lock").write_text("only a process number is repeated")
         with pytest.raises(QuickstartError, match=r"process unknown\)"), claim(tmp_path / "out", Path("/usr")):
             pass
+    with claim(tmp_path / "out", Path("/usr")):
+        pass
 
 
 def test_what_an_unfinished_run_left_is_removed_and_finished_results_stay_until_replaced(tmp_path: Path) -> None:

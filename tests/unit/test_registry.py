@@ -18,6 +18,8 @@ from optimus_cc_ext.hooks.registry import (
 )
 
 MODULE = "a_package.a_module"
+FUNCTION, METHOD = f"{MODULE}:function", f"{MODULE}:Class.method"
+INSTALL = f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}"
 
 
 @pytest.fixture(autouse=True)
@@ -61,37 +63,37 @@ def refused(action: Callable[..., Any], *args: Any) -> str:
     return str(caught.value)
 
 
-def test_a_seam_is_found_in_the_module_and_not_through_its_package(module: types.ModuleType) -> None:
-    assert Seam(f"{MODULE}:function", ("model", "group")).resolve() == (module, "function", module.function)
-    assert Seam(f"{MODULE}:Class.method", ("bucket",)).resolve() == (module.Class, "method", module.Class.method)
+def test_a_seam_is_found_in_the_module_and_may_have_more_parameters_than_are_needed(module: types.ModuleType) -> None:
+    assert Seam(FUNCTION, ("model", "group")).resolve() == (module, "function", module.function)
+    assert Seam(METHOD, ("bucket",)).resolve() == (module.Class, "method", module.Class.method)
 
 
 @pytest.mark.parametrize(
-    "target", [f"{MODULE}:gone", f"{MODULE}:Class.gone", f"{MODULE}:Gone.method", "a_package.gone:function"]
+    ("target", "needed", "reason"),
+    [
+        (f"{MODULE}:gone", (), "is missing"),
+        (f"{MODULE}:Class.gone", (), "is missing"),
+        (f"{MODULE}:Gone.method", (), "is missing"),
+        ("a_package.gone:function", (), "is missing"),
+        (FUNCTION, ("model", "stage", "rank"), "has no parameter stage, rank (it has: model, config, group)"),
+    ],
 )
-def test_a_missing_target_is_refused_by_name_and_version(module: types.ModuleType, target: str) -> None:
-    said = refused(Seam(target).resolve)
-    assert f"megatron-core {SUPPORTED_MEGATRON[-1]}: {target} is missing" in said
-    assert f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}" in said
+def test_what_is_missing_is_refused_by_name_and_version(
+    module: types.ModuleType, target: str, needed: tuple[str, ...], reason: str
+) -> None:
+    said = refused(Seam(target, needed).resolve)
+    assert f"megatron-core {SUPPORTED_MEGATRON[-1]}: {target} {reason}" in said
+    assert INSTALL in said
 
 
-def test_a_missing_parameter_is_refused_by_name_and_version(module: types.ModuleType) -> None:
-    said = refused(Seam(f"{MODULE}:function", ("model", "stage", "rank")).resolve)
-    assert f"megatron-core {SUPPORTED_MEGATRON[-1]}: {MODULE}:function has no parameter stage, rank" in said
-    assert "it has: model, config, group" in said
-    assert f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}" in said
-
-
-def test_a_seam_may_have_more_parameters_than_are_needed(module: types.ModuleType) -> None:
-    Seam(f"{MODULE}:function", ("config",)).resolve()
-
-
-def test_wraps_are_on_after_applying_and_off_after_removing(module: types.ModuleType) -> None:
+def test_wraps_are_on_after_applying_even_twice_and_off_after_removing(module: types.ModuleType) -> None:
     function, method = module.function, module.Class.method
     applied = AppliedWraps()
-    applied.apply([(Seam(f"{MODULE}:function"), loudly), (Seam(f"{MODULE}:Class.method"), loudly)])
+    applied.apply([(Seam(FUNCTION), loudly), (Seam(METHOD), loudly)])
     assert module.function("a", "b", group="c") == "a b c!"
     assert module.Class().method(3) == "3!"
+    applied.apply([(Seam(FUNCTION), loudly)])
+    assert module.function("a", "b") == "a b all!!"
     applied.remove()
     assert module.function is function and module.Class.method is method
     applied.remove()  # nothing is left to do
@@ -100,27 +102,17 @@ def test_wraps_are_on_after_applying_and_off_after_removing(module: types.Module
 def test_if_one_seam_does_not_hold_none_is_wrapped(module: types.ModuleType) -> None:
     function = module.function
     applied = AppliedWraps()
-    assert "gone" in refused(applied.apply, [(Seam(f"{MODULE}:function"), loudly), (Seam(f"{MODULE}:gone"), loudly)])
+    assert "gone" in refused(applied.apply, [(Seam(FUNCTION), loudly), (Seam(f"{MODULE}:gone"), loudly)])
     assert module.function is function
     module.function = loudly(function)
     applied.remove()
     assert module.function is not function, "there was nothing to take off"
 
 
-def test_a_seam_wrapped_twice_gets_its_original_back(module: types.ModuleType) -> None:
-    function = module.function
-    applied = AppliedWraps()
-    applied.apply([(Seam(f"{MODULE}:function"), loudly)])
-    applied.apply([(Seam(f"{MODULE}:function"), loudly)])
-    assert module.function("a", "b") == "a b all!!"
-    applied.remove()
-    assert module.function is function
-
-
 def test_a_seam_that_somebody_wrapped_later_is_left_alone(module: types.ModuleType) -> None:
     method = module.Class.method
     applied = AppliedWraps()
-    applied.apply([(Seam(f"{MODULE}:function"), loudly), (Seam(f"{MODULE}:Class.method"), loudly)])
+    applied.apply([(Seam(FUNCTION), loudly), (Seam(METHOD), loudly)])
     theirs = loudly(module.function)
     module.function = theirs
     applied.remove()
@@ -139,42 +131,32 @@ def test_a_wrap_is_put_where_the_target_was_imported_by_name_too(
         monkeypatch.setitem(sys.modules, other.__name__, other)
     names = ("an_importer", "a_bystander", "not_imported_yet")
     applied = AppliedWraps()
-    applied.apply([(Seam(f"{MODULE}:function", imported_by=names), loudly)])
+    applied.apply([(Seam(FUNCTION, imported_by=names), loudly)])
     assert importer.function is module.function and importer.function("a", "b") == "a b all!"
     assert bystander.function is theirs, "it holds something else by that name"
     applied.remove()
     assert importer.function is module.function is function
 
 
-@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.1", "0.19.2"])
-def test_a_supported_version_passes(megatron: types.ModuleType, version: str) -> None:
+# A commit is appended where the environment is inside of a git checkout: that checkout's.
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.1", "0.19.2", f"{SUPPORTED_MEGATRON[-1]}+416f5c1"])
+def test_a_supported_version_passes_whatever_commit_is_appended(megatron: types.ModuleType, version: str) -> None:
     megatron.__version__ = version  # type: ignore[attr-defined]
     check_version()
-    assert megatron_version() == version
-
-
-def test_the_commit_that_megatron_appends_to_its_version_is_not_part_of_it(megatron: types.ModuleType) -> None:
-    # Seen with an environment inside a git checkout: it is then that checkout's commit.
-    megatron.__version__ = f"{SUPPORTED_MEGATRON[-1]}+416f5c1"  # type: ignore[attr-defined]
-    check_version()
-    assert megatron_version() == SUPPORTED_MEGATRON[-1]
+    assert megatron_version() == version.partition("+")[0]
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.0", "0.19.0", "0.19.20", "0.99.0"])
-def test_an_unsupported_version_is_refused_by_its_number(megatron: types.ModuleType, version: str) -> None:
+def test_an_unsupported_version_is_refused_by_its_number_unless_the_variable_lets_it_pass(
+    megatron: types.ModuleType, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     megatron.__version__ = version  # type: ignore[attr-defined]
     said = refused(check_version)
     assert f"megatron-core {version} is not supported (supported: {', '.join(SUPPORTED_MEGATRON)})" in said
-    assert f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}" in said
+    assert INSTALL in said
     assert f"{UNSUPPORTED_MEGATRON_VARIABLE}=1" in said
-
-
-def test_the_variable_lets_an_unsupported_version_pass(
-    megatron: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    megatron.__version__ = "0.99.0"  # type: ignore[attr-defined]
     monkeypatch.setenv(UNSUPPORTED_MEGATRON_VARIABLE, "0")
-    assert "0.99.0" in refused(check_version)
+    assert refused(check_version) == said
     monkeypatch.setenv(UNSUPPORTED_MEGATRON_VARIABLE, "1")
     check_version()
 
@@ -183,4 +165,4 @@ def test_an_absent_megatron_is_said_with_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     said = refused(check_version)
     assert "megatron-core is not installed" in said
-    assert f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}" in said
+    assert INSTALL in said

@@ -1,7 +1,6 @@
 """What reads runs and shows them: event files, logs, tables, pictures and the page."""
 
 import io
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch.utils.tensorboard import SummaryWriter
 
-from optimus_cc_ext.errors import MissingExtra
 from optimus_cc_ext.metrics.report import Report
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report import ReportError, page, pictures
@@ -61,13 +59,6 @@ def with_scalar(comparison: Comparison, tag: str, value: float) -> Comparison:
     return replace(comparison, compressed=replace(record, scalars=scalars))
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "optimus_cc_ext.report")
-    monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda name: None if name == "tensorboard" else name)
-    with pytest.raises(MissingExtra, match=r"not installed: tensorboard\. .*pip install 'optimus_cc_ext\[report\]'"):
-        __import__("optimus_cc_ext.report")
-
-
 # -- TensorBoard events ---------------------------------------------------------------------------------------------
 
 
@@ -83,28 +74,22 @@ def test_events_are_read_back_without_the_validation_that_megatron_may_lose(comp
 
 @pytest.mark.parametrize("tag", ["lm loss", "optimus-cc/embedding sent bytes"])
 def test_a_missing_scalar_is_named(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(ReportError, match="there: none"):
+        read_events(tmp_path).require(REQUIRED)
     record = read_events(write_events(tmp_path, [8.0, 7.0], RAW, skip=tag))
     with pytest.raises(ReportError, match=f"no scalar '{tag}'"):
         record.require(REQUIRED)
 
 
-def test_a_run_that_wrote_nothing_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="there: none"):
-        read_events(tmp_path).require(REQUIRED)
-
-
 # -- the comparison -------------------------------------------------------------------------------------------------
 
 
-def test_shares_are_per_iteration_and_end_with_their_sum(comparison: Comparison) -> None:
+def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comparison: Comparison) -> None:
     *classes, everything = shares(comparison.compressed)
     assert [share.name for share in classes] == [name.value for name in TrafficClass]
     assert [share.raw for share in classes] == list(RAW.values())
     assert (everything.raw, everything.sent) == (sum(RAW.values()), sum(SENT.values()))
     assert everything.ratio == sum(SENT.values()) / sum(RAW.values())
-
-
-def test_consistent_runs_pass_the_cross_check(comparison: Comparison) -> None:
     assert comparison.complaints() == []
     assert comparison.summary()["raw_equals_what_vanilla_sent"] is True
     assert comparison.summary()["final_validation_loss"] == {"vanilla": 5.25, "compressed": 5.75}

@@ -51,7 +51,8 @@ def load(iteration_folder: Path, rank: int) -> dict:
     return read_rank_file(iteration_folder, manifest, rank)
 
 
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+def test_what_was_written_is_read_again_and_without_our_folder_there_is_no_state(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
     folder = save(tmp_path)
     for rank in range(RANKS):
         found = load(folder, rank)
@@ -90,10 +91,6 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
     assert found["dp_compression"]["stages"] == [0] and found["iteration"] == 4
 
 
-def test_a_checkpoint_without_our_folder_has_no_state(tmp_path: Path) -> None:
-    assert read_manifest(tmp_path) is None
-
-
 def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_was(tmp_path: Path) -> None:
     folder = save(tmp_path)
     start_staging(tmp_path)
@@ -117,10 +114,6 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
     assert read_manifest(folder) is None, "saved again with nothing to remember"
 
 
-def edited(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def swap_for_another_iteration(files: Path) -> None:
     """A whole file of the same run, two iterations later, described as if it belonged here."""
     later = save(files.parent.parent, 6) / FOLDER
@@ -132,29 +125,30 @@ def swap_for_another_iteration(files: Path) -> None:
     (files / "topology.json").write_text(json.dumps(described))
 
 
+def flip_a_byte(files: Path) -> None:
+    content = bytearray((files / "rank_00001.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (files / "rank_00001.pt").write_bytes(content)
+
+
+def edit_manifest(files: Path, **changes: object) -> None:
+    """Fields by name; a field that becomes None is taken out."""
+    described = json.loads((files / "topology.json").read_text()) | changes
+    kept = {name: value for name, value in described.items() if value is not None}
+    (files / "topology.json").write_text(json.dumps(kept))
+
+
 DAMAGES = {
     "rank_00001.pt: the file is missing": lambda files: (files / "rank_00001.pt").unlink(),
     "bytes and was written with": lambda files: (files / "rank_00001.pt").write_bytes(b"short"),
-    "another sha256": lambda files: flip_a_byte(files / "rank_00001.pt"),
+    "another sha256": flip_a_byte,
     "it is the state of rank 1 at iteration 6": swap_for_another_iteration,
     "topology.json: the file is missing": lambda files: (files / "topology.json").unlink(),
     "topology.json: the file cannot be read": lambda files: (files / "topology.json").write_text('{"format": 1, '),
-    "cannot be read (KeyError: 'checkpoint')": lambda files: without(files / "topology.json", "checkpoint"),
-    "format 3, and this version reads formats 1 to 2": lambda files: edited(files / "topology.json", format=3),
-    "it names 2 files of 3 ranks": lambda files: edited(files / "topology.json", ranks=3),
+    "cannot be read (KeyError: 'checkpoint')": lambda files: edit_manifest(files, checkpoint=None),
+    "format 3, and this version reads formats 1 to 2": lambda files: edit_manifest(files, format=3),
+    "it names 2 files of 3 ranks": lambda files: edit_manifest(files, ranks=3),
 }
-
-
-def flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def without(path: Path, key: str) -> None:
-    described = json.loads(path.read_text())
-    del described[key]
-    path.write_text(json.dumps(described))
 
 
 @pytest.mark.parametrize("reason", DAMAGES)
