@@ -53,10 +53,8 @@ def test_gpt2_vocabulary_files_choose_its_tokenizer_and_without_checkpoints_noth
 
 
 def test_flags_are_passed_on_unchanged_and_win_over_variables_and_defaults() -> None:
-    given = [
-        *["--optimus-cc", "--lr=1e-2", "--lr-warmup-iters", "3", "--train-samples", "9", "--note"],
-        "a b'c\"d $(e)*",
-    ]
+    flags = "--optimus-cc --lr=1e-2 --lr-warmup-iters 3 --train-samples 9 --note"
+    given = [*flags.split(" "), "a b'c\"d $(e)*"]
     launch = dry_run(*given, LR="5", TRAIN_ITERS="6").launch
     assert launch.flags[-len(given) :] == given
     for default in ("--lr", "--lr-warmup-fraction", "--train-iters"):

@@ -72,7 +72,7 @@ def test_a_warmup_is_accepted_where_it_is_a_fraction(field: str, fraction: float
 def test_stages_that_name_none_are_refused(stages: object) -> None:
     error = refused(dp_compression_stages=stages)
     assert error.flag == "--dp-compression-stages"
-    assert "names no stages" in str(error) and "'all', 'auto' or a number" in str(error)
+    assert "names no stages" in str(error) and "'all', 'auto' or a number of at least 1" in str(error)
 
 
 @pytest.mark.parametrize("stages", ["all", "auto", 1, 64])

@@ -50,14 +50,11 @@ def test_page_and_summary_hold_all_of_an_outcome(tmp_path: Path) -> None:
     assert {"torch", "megatron-core", "python"} <= summary["machine"].keys()
 
 
-def test_counters_that_contradict_each_other_are_said_on_the_terminal() -> None:
+def test_counters_that_contradict_each_other_and_a_slower_iteration_are_said() -> None:
     for outcome, said in ((outcome_of(), False), (outcome_of(raw_bytes=2.0), True)):
         console = Console(width=80, file=io.StringIO())
         show(console, outcome)
         assert ("CROSS-CHECK FAILED" in console.file.getvalue()) is said
-
-
-def test_a_slower_iteration_is_admitted() -> None:
     assert "as long either way" in time_remark(outcome_of().comparison)
     slow = time_remark(outcome_of(seconds=1.2).comparison)
     assert "does not pay here: an iteration takes 20% longer" in slow
@@ -66,13 +63,18 @@ def test_a_slower_iteration_is_admitted() -> None:
 # -- settings and text ----------------------------------------------------------------------------------------------
 
 
-def test_vanilla_gets_none_of_our_flags_and_further_flags_win_in_the_compressed_run() -> None:
+def test_vanilla_gets_none_of_our_flags_and_further_flags_win_and_departures_from_the_paper_are_said() -> None:
     settings, further = Settings(), ["--compressed-backprop-messages", "all", "--dp-compression-rank", "4"]
     assert settings.technique_flags("vanilla", further) == []
     config = check_flags(settings, further)
     assert config.compressed_backprop and config.fused_embedding_sync and config.dp_compression
     assert (config.compressed_backprop_messages, config.dp_compression_rank) == ("all", 4)
     assert config.compressed_backprop_rank == settings.backprop_rank
+    # A departure from the paper's setting is said, unless it is taken back.
+    assert any("is dropped, not carried" in remark for remark in remarks(settings, config))
+    config = check_flags(settings, ["--residual-across-iterations", "carry"])
+    assert config.residual_across_iterations == "carry"
+    assert not any("dropped" in remark for remark in remarks(settings, config))
 
 
 @pytest.mark.parametrize(("iterations", "interval"), [(160, 16), (100, 10), (25, 5), (101, 101), (3, 1)])
@@ -85,14 +87,6 @@ def test_weights_start_from_a_deviation_of_one_over_the_root_of_the_hidden_size(
     # With Megatron's 0.02 so narrow a model takes steps of a hundred times the usual gradient norm.
     flags = replace(Settings(), hidden=hidden).megatron_flags(DATA, Path("events"))
     assert float(flags[flags.index("--init-method-std") + 1]) == pytest.approx(deviation, rel=1e-3)
-
-
-def test_a_departure_from_the_papers_setting_is_said_unless_it_is_taken_back() -> None:
-    settings = Settings()
-    assert any("is dropped, not carried" in remark for remark in remarks(settings, check_flags(settings, [])))
-    config = check_flags(settings, ["--residual-across-iterations", "carry"])
-    assert config.residual_across_iterations == "carry"
-    assert not any("dropped" in remark for remark in remarks(settings, config))
 
 
 def test_bad_further_flags_and_a_text_without_a_validation_part_are_refused_before_anything_runs() -> None:

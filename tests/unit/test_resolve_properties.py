@@ -98,6 +98,9 @@ def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_
     check_layout(outcome.config, layout)
     unasked = resolved(by_itself, layout)
     assert isinstance(unasked, Resolution)
+    techniques = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
+    left_out = sum(not getattr(unasked.config, technique) for technique in techniques) if preset else 0
+    assert len(unasked.notes) == left_out, "the preset is never refused, and says what it left out"
     assert config == dataclasses.asdict(unasked.config) | fields, "what is given one by one wins, and no more"
     if "compression_seed" not in fields:
         assert outcome.config.compression_seed == layout.seed
@@ -111,14 +114,6 @@ def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: b
         config = dataclasses.asdict(outcome.config)
         assert not config.pop("force_compression"), "a test's knob, not a flag with two forms"
         assert resolved(written(config), layout) == Resolution(outcome.config)
-
-
-@given(layout=LAYOUTS)
-def test_the_preset_is_never_refused_and_says_what_it_left_out(layout: Layout) -> None:
-    outcome = resolved(["--optimus-cc"], layout)
-    assert isinstance(outcome, Resolution)
-    techniques = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
-    assert len(outcome.notes) == sum(not getattr(outcome.config, technique) for technique in techniques)
 
 
 @settings(deadline=None)
