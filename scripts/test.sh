@@ -73,7 +73,7 @@ fi
 echo "== pytest"
 status=0
 # Without arguments pytest takes `testpaths` from pytest.ini. A path given by the user replaces that.
-python -m pytest -n 2 --dist loadgroup --durations=25 --durations-min=1 "${targets[@]}" "$@" </dev/null || status=$?
+python -m pytest -n 2 --durations=25 --durations-min=1 "${targets[@]}" "$@" </dev/null || status=$?
 if [[ ${#failed[@]} -gt 0 ]]; then
   printf 'failed before the tests: %s\n' "${failed[*]}" >&2
   status=1

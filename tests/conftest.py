@@ -4,7 +4,7 @@ The default time limit of a test is in pytest.ini.
 """
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,21 +17,26 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
 
-TESTS = Path(__file__).resolve().parent
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run what is marked `full`: see CONTRIBUTING.md")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers one makes all Megatron runs, whose ranks use every core; else a file stays together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.rpartition("/")[0]
+            return folder if folder.endswith(("/megatron", "/distributed")) else file
+
+    return ByFolder(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        # With several workers (pytest-xdist): one makes all Megatron runs, whose ranks use every core; a file else
-        # stays together for what its tests share.
-        folder, *rest = item.path.relative_to(TESTS).parts
-        together = folder if folder in ("megatron", "distributed") else "/".join((folder, *rest))
-        item.add_marker(pytest.mark.xdist_group(together))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
