@@ -87,10 +87,8 @@ def run_ranks(
         try:
             for number in range(world_size):
                 variables = {
-                    "RANK": str(number),
-                    "LOCAL_RANK": str(number),
-                    "WORLD_SIZE": str(world_size),
-                    "LOCAL_WORLD_SIZE": str(world_size),
+                    **dict.fromkeys(("RANK", "LOCAL_RANK"), str(number)),
+                    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(store.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -113,32 +111,20 @@ def _lifeline(context: Any) -> Iterator[Connection]:
         yield reader
 
 
-@contextlib.contextmanager
-def _importable_and_without_main() -> Iterator[None]:
-    """Let the server find ``tests`` (it is not given sys.path); keep ranks from importing pytest's script."""
-    main, path = sys.modules["__main__"], os.environ.get("PYTHONPATH")
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), path)))
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
-
-
 def _start(
     context: Any, number: int, job: bytes, variables: dict[str, str], lifeline: Connection, folder: Path
 ) -> _Rank:
+    import pytest  # here: each rank imports this module, and has no use for it
+
     answers, answer_to = context.Pipe(duplex=False)
     log = folder / f"rank-{number}.log"
     log.touch()
     process = context.Process(
         target=_rank_main, args=(job, variables, lifeline, answer_to, str(log)), name=f"rank-{number}"
     )
-    with _importable_and_without_main():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # ranks are not to import pytest's script
+        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # the server is not given sys.path
         process.start()
     answer_to.close()
     return _Rank(number=number, process=process, answers=answers, log=log)
@@ -160,7 +146,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> None:
                 rank.answer = ("failure", f"it died without an answer (exit code {rank.process.exitcode})")
         failed = [rank for rank in ranks if rank.answer is not None and rank.answer[0] == "failure"]
         if failed:
-            reasons = [f"rank {rank.number} failed: {rank.answer[1]}\n{rank.describe()}" for rank in failed]
+            reasons = (f"rank {rank.number} failed: {rank.answer[1]}\n{rank.describe()}" for rank in failed)
             raise AssertionError("\n".join(reasons))
 
 
@@ -171,8 +157,8 @@ def _timed_out(ranks: list[_Rank], unfinished: list[_Rank], timeout: float) -> s
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(STACKS_GRACE_SECONDS)
     numbers = ", ".join(str(rank.number) for rank in unfinished)
-    parts = [f"after {timeout:g} s these ranks of {len(ranks)} had not finished: {numbers}"]
-    return "\n".join([*parts, *(rank.describe() for rank in unfinished)])
+    reason = f"after {timeout:g} s these ranks of {len(ranks)} had not finished: {numbers}"
+    return "\n".join([reason, *(rank.describe() for rank in unfinished)])
 
 
 def _kill(rank: _Rank) -> None:

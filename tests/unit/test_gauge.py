@@ -40,7 +40,7 @@ def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
 
 def test_each_measured_iteration_starts_from_nothing_and_any_other_counts_nothing() -> None:
     gauge = Gauge()
-    for measured in (False, True, True, False):
+    for measured in (False, True, True):
         gauge.begin(measured)
         gauge.note_compressed(torch.ones(4))
         gauge.note_error(torch.ones(4))
