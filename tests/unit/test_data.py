@@ -96,11 +96,11 @@ def test_the_dataset_is_the_text_and_megatron_reads_both_without_a_network(
     def refuse(*_arguments: object) -> None:
         raise AssertionError("the network was asked")
 
-    prepared = prepare(folder, tmp_path / "out", vocab_size=400, workers=2, progress=False)
+    prepared = prepare(folder, tmp_path / "out", vocab_size=300, workers=2, progress=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("socket.socket.connect", refuse)
     tokenizer = build_megatron_tokenizer(prepared.tokenizer_dir)
-    assert tokenizer.vocab_size == prepared.vocab_size == 400
+    assert tokenizer.vocab_size == prepared.vocab_size == 300
     assert tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False) == "<|endoftext|>"
     documents = load_documents(prepared.data_prefix)
     assert [document[-1] for document in documents] == [tokenizer.eod] * len(texts)
