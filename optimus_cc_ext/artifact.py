@@ -44,6 +44,9 @@ class OldFlag:
     accepts: tuple[str, ...] = ()
     """The only values that can be honoured; empty: any."""
 
+    cure: str = ""
+    """It is refused, because `gone`, and this is what to do instead."""
+
     implies: Mapping[str, Any] = field(default_factory=dict)
     """Megatron's fields that it sets as well, unless the user did."""
 
@@ -57,6 +60,7 @@ OLD_FLAGS = (
     OldFlag("--grad_comp", ("dp_compression",), const=True),
     OldFlag("--grad_comp_rank", ("dp_compression_rank",), int, 4),
     OldFlag("--grad_comp_warm_up", ("dp_compression_warmup",), float, 0.1),
+    OldFlag("--inter_grad_comp_warm_up", ("compressed_backprop_warmup",), float),
     OldFlag("--selective_grad_comp", ("dp_compression_stages",), const=2),
     OldFlag("--selective_grad_comp_way", ("dp_compression_stages",), int, needs="--selective_grad_comp"),
     OldFlag("--check_orth_error_acti", ("compression_error_statistics",), const=True),
@@ -72,11 +76,81 @@ OLD_FLAGS = (
         "--activations-checkpoint-num-layers", ("recompute_num_layers",), int,
         gone="--recompute-num-layers with the same value",
     ),
+    OldFlag(
+        "--checkpoint-num-layers", ("recompute_num_layers",), int, gone="--recompute-num-layers with the same value",
+    ),
+    OldFlag(
+        "--distribute-checkpointed-activations", ("distribute_saved_activations",), const=True,
+        gone="--distribute-saved-activations",
+    ),
+    OldFlag("--layernorm-epsilon", ("layernorm_epsilon",), float, gone="--norm-epsilon with the same value"),
+    OldFlag(
+        "--override-lr-scheduler", ("override_opt_param_scheduler",), const=True,
+        gone="--override-opt-param-scheduler",
+    ),
+    OldFlag(
+        "--use-checkpoint-lr-scheduler", ("use_checkpoint_opt_param_scheduler",), const=True,
+        gone="--use-checkpoint-opt-param-scheduler",
+    ),
+    OldFlag("--no-query-key-layer-scaling", const=True, gone="not scaling is today's default"),
+    OldFlag("--no-contiguous-buffers-in-local-ddp", const=True, gone="gradients lie in contiguous buffers today"),
+    OldFlag("--use-contiguous-buffers-in-ddp", const=True, gone="gradients lie in contiguous buffers today"),
+    OldFlag(
+        "--no-scatter-gather-tensors-in-pipeline", const=True,
+        gone="tensors between stages are sent whole, or with --sequence-parallel as the shards that they are",
+    ),
+    OldFlag(
+        "--no-async-tensor-model-parallel-allreduce", const=True, gone="today's all-reduce is always asynchronous"
+    ),
+    OldFlag("--mmap-warmup", const=True, gone="datasets are not warmed up today"),
+    OldFlag("--log-batch-size-to-tensorboard", const=True, gone="the batch size is always logged today"),
+    OldFlag("--no-log-learnig-rate-to-tensorboard", const=True, gone="the learning rate is always logged today"),
+    OldFlag("--local_rank", parse=int, gone="the launcher's LOCAL_RANK says it"),
+    OldFlag("--retriever-seq-length", parse=int, gone="only retrievers read it, never GPT"),
+    OldFlag("--img-dim", parse=int, gone="only vision models read it, never GPT"),
+    OldFlag(
+        "--pipeline-model-parallel-split-rank", parse=int, gone="models of encoder and decoder are gone from Megatron",
+        cure="Leave it out",
+    ),
     OldFlag("--experiment_name", gone="a label that nothing reads; name --tensorboard-dir or --save instead"),
     OldFlag("--save_json_log", const=True, gone="losses and traffic go to --tensorboard-dir"),
     OldFlag("--save_json_path", gone="losses and traffic go to --tensorboard-dir"),
+    OldFlag("--check_comp_speed", const=True, gone="nothing read it; --compression-metrics logs times"),
+    OldFlag("--check_comp_ratio", const=True, gone="nothing read it; --compression-metrics logs traffic"),
     OldFlag("--grad_comp_type", gone="PowerSGD is the compressor", accepts=("PowerSGD",)),
     OldFlag("--inter_grad_comp_type", gone="PowerSGD is the compressor", accepts=("PowerSGD",)),
+    OldFlag(
+        "--emb_grad_comp", const=True, gone="compressing the embedding's gradient costs more than it saves",
+        cure="Give --emb_comm_opt, or --fused-embedding-sync, which halves its traffic without loss",
+    ),
+    OldFlag(
+        "--mp_grad_comp", const=True, gone="tensor-parallel traffic stays within a node and is not compressed",
+        cure="Leave it out",
+    ),
+    OldFlag(
+        "--mp_acti_comp", const=True, gone="tensor-parallel traffic stays within a node and is not compressed",
+        cure="Leave it out",
+    ),
+    OldFlag(
+        "--inter_acti_comp", const=True, gone="the artifact itself says 'We do not support' it", cure="Leave it out",
+    ),
+    OldFlag(
+        "--get_val_ppls", const=True, gone="checkpoints are evaluated by another program",
+        cure="Train without it, then run scripts/eval/perplexity.sh on the checkpoints",
+    ),
+    *(
+        OldFlag(f"--{switch}_{value}", gone=f"it means nothing without --{switch}")
+        for switch in ("emb_grad_comp", "mp_grad_comp", "mp_acti_comp", "inter_acti_comp")
+        for value in ("type", "rank", "warm_up")
+    ),
+    OldFlag("--emb_use_error_feedback", const=True, gone="it means nothing without --emb_grad_comp"),
+    *(
+        OldFlag(spelling, gone="it means nothing without --get_val_ppls")
+        for spelling in (
+            "--src_ckpt_path", "--val_start_iteration", "--val_target_iteration", "--val_ckpt_interval",
+            "--val_ppls_save_path",
+        )
+    ),
 )  # fmt: skip
 
 ARTIFACT_DEFAULTS: Mapping[str, Any] = {
@@ -100,12 +174,15 @@ class _OldFlagAction(argparse.Action):
         if not flag.gone:
             setattr(namespace, _GIVEN, getattr(namespace, _GIVEN, {}) | {flag.spelling: value})
             return
+        if flag.cure:
+            parser.error(str(FlagError(flag.spelling, flag.gone, flag.cure)))
         if flag.accepts and value not in flag.accepts:
             cure = f"Leave the flag out, or give {' or '.join(flag.accepts)}"
             parser.error(str(FlagError(flag.spelling, f"{value!r} is gone from Megatron ({flag.gone})", cure)))
         unset = {name: implied for name, implied in flag.implies.items() if getattr(namespace, name, None) is None}
         vars(namespace).update(unset, **dict.fromkeys(flag.fields, value))
-        written = flag.spelling if flag.const is not None else f"{flag.spelling} {value}"
+        shown = f"{value:g}" if isinstance(value, float) else value
+        written = flag.spelling if flag.const is not None else f"{flag.spelling} {shown}"
         note = f"{written}: {'translated' if flag.fields else 'dropped'}: {flag.gone}"
         setattr(namespace, _NOTES, [*getattr(namespace, _NOTES, []), note])
 

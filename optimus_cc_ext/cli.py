@@ -1,150 +1,113 @@
-"""`optimus-cc doctor`: what is installed, which seams hold, and which flags would be refused, on this machine.
+"""`optimus-cc doctor`: whether this machine, and a command line on it, would train.
 
 `optimus-cc files` says where scripts/ and patches/ are.
+`optimus-cc plan` predicts iteration times on a cluster that need not be there.
+`optimus-cc report` shows what one run has logged, or two side by side.
 """
 
 import argparse
-import contextlib
-import importlib.metadata
-import io
-import os
-import platform
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from optimus_cc_ext import __version__, cpu_runtime
-from optimus_cc_ext.errors import FlagError, OptimusError, UnsupportedMegatron
+from optimus_cc_ext import __version__
+from optimus_cc_ext.completion import completion
+from optimus_cc_ext.doctor.findings import Report
+from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.plan.command import add_arguments as plan_arguments
+from optimus_cc_ext.plan.command import run as run_plan
 
-__all__ = ["main", "shared_folder"]
-
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "apex",
-    "triton",
-    "tokenizers",
-    "transformers",
-    "tensorboard",
-)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
-
-    subject: str
-    state: str
-    good: bool | None = None
-    """None: for information."""
+__all__ = ["build_parser", "main", "shared_folder"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status: 0, or 1 if something would not work."""
-    parser = argparse.ArgumentParser(prog="optimus-cc", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"optimus-cc {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="check this machine, and flags that are to be used on it")
-    doctor.add_argument("--world-size", type=int, default=1, help="number of processes that FLAGS are meant for")
-    doctor.add_argument(
-        "flags",
-        nargs=argparse.REMAINDER,
-        metavar="-- FLAGS",
-        help="flags of a pretrain_gpt.py command line to check",
-    )
-    commands.add_parser("files", help="print the folder that holds scripts/ and patches/")
-    options = parser.parse_args(argv)
+    """Entry point of the console script; returns the exit status: 0, or what training would end with."""
+    options = build_parser().parse_args(argv)
+    if options.command == "plan":
+        return run_plan(options)
+    if options.command == "report":
+        return run_command(lambda: _report(options))
     if options.command == "files":
         print(shared_folder())
         return 0
-    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
-    return _doctor(flags, options.world_size)
+    if options.command == "completion":
+        print(completion(build_parser(), options.shell))
+        return 0
+    # Megatron's, about fused kernels that are not there: the verdict comes first.
+    warnings.simplefilter("ignore")
+    report = _examine(options)
+    print(report.as_json() if options.json else "\n".join(report.lines()))
+    return report.exit_code
+
+
+def _examine(options: argparse.Namespace) -> Report:
+    if options.gpu:
+        from optimus_cc_ext.doctor.gpu import examine_gpu
+
+        return examine_gpu()
+    from optimus_cc_ext.doctor import examine
+
+    words = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    return examine(words, options.world_size)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `optimus-cc`."""
+    parser = argparse.ArgumentParser(prog="optimus-cc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"optimus-cc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, and a command line that is to be used on it",
+        description="Whether this machine, and a command line on it, would train. The exit status is what training "
+        "would end with before its first iteration.",
+    )
+    doctor.add_argument("--world-size", type=int, help="number of processes that LINE is for, where it does not say so")
+    doctor.add_argument("--gpu", action="store_true", help="only this machine's GPU: driver, compiler, a first kernel")
+    doctor.add_argument("--json", action="store_true", help="print JSON, for programs")
+    doctor.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        metavar="-- LINE",
+        help="a whole launch line (torchrun ... pretrain_gpt.py ..., srun ...), or its flags alone",
+    )
+    plan_arguments(commands.add_parser("plan", help="what an iteration takes on a cluster, vanilla and compressed"))
+    report = commands.add_parser(
+        "report",
+        help="what one run has logged, or two side by side, as a page with pictures",
+        description="What a run has logged with --tensorboard-dir, with or without optimus_cc_ext: losses, traffic by "
+        "class, errors, time, as index.html, CSV and pictures. Of two runs the second is held against the first.",
+    )
+    report.add_argument(
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="the --tensorboard-dir of a run, or a folder with its log*.txt",
+    )
+    report.add_argument(
+        "--output", type=Path, default=Path("optimus-cc-report"), metavar="DIR", help="(default: %(default)s)"
+    )
+    commands.add_parser("files", help="print the folder that holds scripts/ and patches/")
+    shells = commands.add_parser(
+        "completion", help='print completion for a shell: eval "$(optimus-cc completion bash)"'
+    )
+    shells.add_argument("shell", choices=("bash", "zsh"))
+    return parser
+
+
+def _report(options: argparse.Namespace) -> None:
+    # Here: it takes the extra `report`, which the other commands do not.
+    from optimus_cc_ext.report.command import write_report
+
+    write_report(options.folders, options.output)
 
 
 def shared_folder(package: Path = Path(__file__).parent) -> Path:
     """The folder of scripts/ and patches/: the checkout, or what setup.py installs of it inside of the package."""
     installed = package / "share"
     return installed if installed.is_dir() else package.parent
-
-
-def _doctor(flags: list[str], world_size: int) -> int:
-    findings = [Finding("python", platform.python_version()), *_packages()]
-    try:
-        findings.append(Finding("device", cpu_runtime.activate().removeprefix("optimus-cc: running on "), True))
-        findings += _seams()
-        if flags:
-            findings += _flags(flags, world_size)
-    except (OptimusError, RuntimeError, ValueError) as error:
-        findings.append(Finding("this machine", str(error), False))
-    _print(findings)
-    return 1 if any(finding.good is False for finding in findings) else 0
-
-
-def _packages() -> list[Finding]:
-    findings = [Finding("optimus_cc_ext", __version__)]
-    for name in PACKAGES:
-        try:
-            findings.append(Finding(name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding(name, "not installed"))
-    return findings
-
-
-def _seams() -> list[Finding]:
-    from optimus_cc_ext.hooks.installation import all_seams
-    from optimus_cc_ext.hooks.registry import check_version, megatron_version
-
-    findings = []
-    try:
-        check_version()
-        findings.append(Finding("megatron version", f"{megatron_version()} is supported", True))
-    except UnsupportedMegatron as error:
-        findings.append(Finding("megatron version", str(error), False))
-    for seam in all_seams():
-        try:
-            seam.resolve()
-            findings.append(Finding("seam " + seam.target, "holds", True))
-        except UnsupportedMegatron as error:
-            findings.append(Finding("seam " + seam.target, str(error), False))
-    return findings
-
-
-def _flags(flags: list[str], world_size: int) -> list[Finding]:
-    """What argument validation would say, without starting anything."""
-    from megatron.training import arguments
-
-    from optimus_cc_ext.artifact import take_notes
-    from optimus_cc_ext.hooks.arguments import prepare_parser, resolution_from
-    from optimus_cc_ext.hooks.installation import describe
-
-    parser = prepare_parser(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    os.environ["WORLD_SIZE"] = str(world_size)
-    args = parser.parse_args(flags)
-    args.rank, args.world_size = 0, world_size
-    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    args.data_parallel_size = max(1, world_size // (model_size * args.context_parallel_size))
-    notes = [Finding("note", note) for note in take_notes(args)]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
-            arguments.validate_args(args)
-    except Exception as error:
-        # Ours can be checked all the same; only what Megatron derives from other flags is not known then.
-        notes.append(Finding("note", f"not a complete command line, Megatron says: {error or repr(error)}"))
-    try:
-        resolution, _ = resolution_from(args)
-    except FlagError as error:
-        return [*notes, Finding("flags", str(error), False)]
-    notes += [Finding("note", note) for note in resolution.notes]
-    return [*notes, Finding("flags", describe(resolution.config), True)]
-
-
-def _print(findings: list[Finding]) -> None:
-    width = max(len(finding.subject) for finding in findings)
-    marks = {True: "ok  ", False: "FAIL", None: "    "}
-    for finding in findings:
-        print(f"{marks[finding.good]} {finding.subject:<{width}}  {finding.state}")
 
 
 if __name__ == "__main__":

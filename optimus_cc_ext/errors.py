@@ -21,6 +21,7 @@ __all__ = [
     "exit_with",
     "is_first_local_rank",
     "require_extra",
+    "require_megatron",
     "run_command",
 ]
 
@@ -57,26 +58,43 @@ def require_extra(extra: str, *modules: str) -> None:
         )
 
 
+def require_megatron() -> None:
+    """Raise UnsupportedMegatron where there is no megatron.core, without importing it yet."""
+    try:
+        found = find_spec("megatron.core")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UnsupportedMegatron(
+            "no Megatron can be imported here. Install megatron-core, or put a Megatron-LM checkout on PYTHONPATH: "
+            "PYTHONPATH=PATH/TO/Megatron-LM"
+        )
+
+
 def is_first_local_rank() -> bool:
     """Whether this process speaks for its node."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    # Ranks that share a GPU, on one machine, have its number in LOCAL_RANK.
+    shared = os.environ.get("OPTIMUS_CC_DEVICE") == "shared-gpu"
+    return os.environ.get("RANK" if shared else "LOCAL_RANK", "0") == "0"
 
 
 def exit_with(reason: Exception | str) -> NoReturn:
-    """End this rank with status 2; the first one of a node says why."""
-    if is_first_local_rank():
-        print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
-    else:
-        # The launcher ends all ranks as soon as one has ended; let it be the one that speaks.
+    """End this rank with status 2 and say why: the first one of a node at once, others where that one goes on."""
+    if not is_first_local_rank():
+        # The launcher ends all ranks as soon as one has ended: who is still here afterwards is the only one to know.
         time.sleep(5)
+    print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
     raise SystemExit(2) from (reason if isinstance(reason, Exception) else None)
 
 
-def run_command(command: Callable[[], None]) -> int:
-    """Run a command of ours; return the exit code: 0, 1 (the system refused), 2 (bad input), 130 (Ctrl-C)."""
+def run_command(command: Callable[[], int | None], kept: str = "nothing was kept") -> int:
+    """Run a command of ours; return the exit code: its own, 1 (the system refused), 2 (bad input), 130 (Ctrl-C).
+
+    `kept`: what an end before its time leaves, for the line that says so.
+    """
     signal.signal(signal.SIGTERM, _end)
     try:
-        command()
+        return command() or 0
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -84,9 +102,8 @@ def run_command(command: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
+        print(f"interrupted: {kept}", file=sys.stderr)
         return 130
-    return 0
 
 
 def _end(signum: int, _frame: FrameType | None) -> None:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS, add_artifact_flags, given_artifact_flags
-from optimus_cc_ext.config import OptimusConfig, default_of, flag_of, literals_of, values_of
+from optimus_cc_ext.config import OptimusConfig, default_of, flag_of, literals_of, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Request", "add_flags", "request_from"]
+__all__ = ["PRESETS", "Request", "add_flags", "request_from"]
+
+PRESETS = ("paper", "balanced")
+"""What `--optimus-cc` may name; alone it is the first."""
 
 _PREFIX = "optimus_cc_"
 
@@ -25,13 +28,13 @@ class Request:
     """What a command line asks for, before the cluster's layout is known.
 
     `explicit` holds fields of `OptimusConfig` that were given one by one, or by the artifact's defaults; `preset`
-    whether `--optimus-cc` was given; `spelling` the flag that a field was given by; `artifact` whether it is
-    written in the published artifact's names.
+    which of `PRESETS` `--optimus-cc` names; `spelling` the flag that a field was given by; `artifact` whether it
+    is written in the published artifact's names.
     """
 
     explicit: Mapping[str, Any]
     spelling: Mapping[str, str]
-    preset: bool = False
+    preset: str | None = None
     artifact: bool = False
 
 
@@ -41,9 +44,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--optimus-cc",
         dest="optimus_cc_preset",
-        action="store_true",
-        help="The paper's setting, as far as the layout allows it: --compressed-backprop, --fused-embedding-sync, and "
-        "--dp-compression on ceil(0.75 P) stages, with their defaults. Individual flags win.",
+        nargs="?",
+        const=PRESETS[0],
+        choices=PRESETS,
+        help="A preset, as far as the layout allows it; individual flags win. paper (the flag alone): "
+        "--compressed-backprop, --fused-embedding-sync, and --dp-compression on ceil(0.75 P) stages, with their "
+        "defaults. balanced: vanilla's loss first; activations in fp8, their gradients in int8, data-parallel "
+        "gradients in int4 on the stages where it pays (auto), the tied embedding in int8.",
     )
     for field in dataclasses.fields(OptimusConfig):
         text = field.metadata["help"]
@@ -60,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     """How argparse reads a field."""
-    kind, words = field.type, literals_of(field.type)
+    kind, words = type_of(field), literals_of(field.type)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
@@ -82,7 +89,7 @@ def request_from(args: argparse.Namespace) -> Request:
     values = {field.name: getattr(args, _PREFIX + field.name, None) for field in dataclasses.fields(OptimusConfig)}
     given = {name: value for name, value in values.items() if value is not None}
     spelling = {name: flag_of(name) for name in given}
-    preset = bool(getattr(args, "optimus_cc_preset", False))
+    preset = getattr(args, "optimus_cc_preset", None)
     artifact = given_artifact_flags(args)
     if not artifact:
         return Request(given, spelling, preset)

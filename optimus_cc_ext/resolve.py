@@ -7,20 +7,28 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from optimus_cc_ext.advice import inherited, without_effect
+from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import Request
+from optimus_cc_ext.flags import PRESETS, Request
 
 __all__ = ["Layout", "Resolution", "check_layout", "resolve"]
 
 PRESET_STAGE_SHARE = 0.75
 """The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1)."""
 
+_LOW_RANK_ONLY = {
+    "compressed_backprop": ("compressed_backprop_rank", "residual_across_iterations"),
+    "dp_compression": ("dp_compression_rank",),
+}
+
 _TECHNIQUES = {
     "compressed_backprop": "compressed backpropagation",
     "fused_embedding_sync": "fused embedding sync",
     "dp_compression": "data-parallel compression",
 }
+_NAMES = _TECHNIQUES | {"pipeline_forward_format": "compressed activations"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +69,13 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     fields: dict[str, Any] = {"compression_seed": layout.seed}
     notes: list[str] = []
     if request.preset:
-        preset, left_out = _preset(layout)
-        fields |= preset
-        notes += [line for name, line in left_out.items() if name not in request.explicit]
+        preset, left_out = _preset(request.preset, layout)
+        # A technique that is switched off takes the preset's format with it, which would switch it on.
+        off = [name for name in _TECHNIQUES if request.explicit.get(name) is False]
+        fields |= {field: value for field, value in preset.items() if field.removesuffix("_format") not in off}
+        notes += [
+            line for name, line in left_out.items() if request.explicit.keys().isdisjoint((name, f"{name}_format"))
+        ]
     fields |= request.explicit
     written = request.spelling.get("dp_compression_stages", "")
     stages = fields.get("dp_compression_stages")
@@ -73,11 +85,16 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         notes.append(f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are")
     try:
         config = OptimusConfig(**fields)
+        _check_formats(config, request)
         check_layout(config, layout)
     except FlagError as error:
-        # Named as the user wrote it.
+        # Named as the user wrote it; a technique that a format switched on, by that.
         name = error.flag.removeprefix("--").replace("-", "_")
-        raise FlagError(request.spelling.get(name, error.flag), error.reason, error.cure) from None
+        written = request.spelling.get(name) or request.spelling.get(f"{name}_format", error.flag)
+        raise FlagError(written, error.reason, error.cure) from None
+    notes += without_effect(request.spelling, config)
+    if request.artifact:
+        notes += inherited(ARTIFACT_DEFAULTS, request.spelling, config)
     carried = request.artifact and "residual_across_iterations" not in request.spelling
     if carried and config.compressed_backprop and config.lazy_error_propagation:
         notes.append(
@@ -87,6 +104,22 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     return Resolution(config, tuple(notes))
 
 
+def _check_formats(config: OptimusConfig, request: Request) -> None:
+    """Refuse what was given beside a format that it means nothing to. Dense is a way out: it goes with anything."""
+    for technique in _TECHNIQUES:
+        chosen, flag = getattr(config, f"{technique}_format"), flag_of(f"{technique}_format")
+        if chosen in ("dense", "low-rank"):
+            continue
+        if request.explicit.get(technique) is False:
+            raise FlagError(flag, f"{request.spelling[technique]} says the opposite", "Give one of the two")
+        given = [name for name in _LOW_RANK_ONLY.get(technique, ()) if name in request.spelling]
+        if given:
+            cure = f"Leave it out, or give {flag} low-rank"
+            raise FlagError(
+                flag_of(given[0]), f"{flag} {chosen} has no rank, and keeps nothing across iterations", cure
+            )
+
+
 def check_layout(config: OptimusConfig, layout: Layout) -> None:
     """Refuse what has nothing to work on.
 
@@ -94,7 +127,7 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
         FlagError: naming the flag, the reason and the cure.
     """
     for technique, (_, reason, cure) in _obstacles(layout).items():
-        if getattr(config, technique):
+        if getattr(config, technique) not in (False, "dense"):
             raise FlagError(flag_of(technique), reason, cure)
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
@@ -108,10 +141,12 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
 
 
 def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
-    """By technique that cannot work on a layout: why, why in a refusal, and the cure."""
+    """By what cannot work on a layout, as its field: why, why in a refusal, and the cure."""
     one_stage, more = "one pipeline stage", "Leave it out, or use --pipeline-model-parallel-size 2 or more"
     found = {}
     if layout.stages == 1:
+        reason = "there is nothing to compress: with one pipeline stage no activation is sent"
+        found["pipeline_forward_format"] = (one_stage, reason, more)
         reason = "there is nothing to compress: with one pipeline stage no activation gradient is sent"
         found["compressed_backprop"] = (one_stage, reason, more)
         reason = "there is nothing to fuse: with one pipeline stage there is one copy of the embedding"
@@ -126,11 +161,31 @@ def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
     return found
 
 
-def _preset(layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the preset's fields, the line to say by technique that the layout left out)."""
-    obstacles = _obstacles(layout)
-    fields: dict[str, Any] = {technique: technique not in obstacles for technique in _TECHNIQUES}
-    if fields["dp_compression"]:
-        fields["dp_compression_stages"] = math.ceil(PRESET_STAGE_SHARE * layout.stages)
-    left_out = {name: f"--optimus-cc leaves out {_TECHNIQUES[name]}: {why}" for name, (why, _, _) in obstacles.items()}
-    return fields, left_out
+def _preset(name: str, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
+    """(the preset's fields, the line to say by what the layout left out of it)."""
+    presets: dict[str, dict[str, Any]] = {
+        "paper": {
+            "compressed_backprop": True,
+            "fused_embedding_sync": True,
+            "dp_compression": True,
+            "dp_compression_stages": math.ceil(PRESET_STAGE_SHARE * layout.stages),
+        },
+        "balanced": {
+            "pipeline_forward_format": "fp8",
+            "compressed_backprop": True,
+            "compressed_backprop_format": "int8",
+            "fused_embedding_sync": True,
+            "fused_embedding_sync_format": "int8",
+            "dp_compression": True,
+            "dp_compression_format": "int4",
+            "dp_compression_stages": "auto",
+        },
+    }
+    wanted = presets[name]
+    flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
+    obstacles = {
+        field: f"{flag} leaves out {_NAMES[field]}: {why}"
+        for field, (why, _, _) in _obstacles(layout).items()
+        if any(mine.startswith(field) for mine in wanted)
+    }
+    return {field: value for field, value in wanted.items() if not field.startswith(tuple(obstacles))}, obstacles

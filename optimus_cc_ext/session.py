@@ -15,18 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import fast_compressor
+from optimus_cc_ext.compressors import BlockFormat, Codec, block_format, fast_codec, fast_compressor
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.resolve import Layout, check_layout
+from optimus_cc_ext.techniques.agreement import agree
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
+from optimus_cc_ext.techniques.compressed_forward import CompressedForward
+from optimus_cc_ext.techniques.factor_state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.transfer import Transfer
 
 __all__ = ["Session"]
 
@@ -55,26 +60,29 @@ class Session:
     Args:
         config: what was asked for.
         layout: what the command line said about the run; None where no Megatron arguments exist.
+        train_iters: iterations of the run, for a training loop of one's own.
     """
 
-    def __init__(self, config: OptimusConfig, layout: Layout | None = None) -> None:
-        self.config, self.layout = config, layout
+    def __init__(self, config: OptimusConfig, layout: Layout | None = None, train_iters: int | None = None) -> None:
+        self.config, self.layout, self.train_iters = config, layout, train_iters
         self.grid: Grid | None = None
         self.traffic = Traffic()
         self.active = False
         """Inside a training iteration. Forward-only passes leave it False, and then nothing is touched."""
 
         # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.compression_state_dtype]
+        dtype = state_dtype(config.compression_state_dtype)
+        self.forward = CompressedForward(self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(
-            config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype, force=config.force_compression,
+            config, fast_compressor(), codec=self.new_codec(config.compressed_backprop_format),
+            seed=config.compression_seed, state_dtype=dtype, force=config.force_compression,
             error_statistics=config.compression_error_statistics,
         )  # fmt: skip
         self.gradients = SelectiveStageCompression(
-            config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype
-        )
-        self.techniques: tuple[Technique, ...] = (self.backprop, self.gradients)
-        """Those that remember anything."""
+            config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
+            codecs=self.new_codecs(config.dp_compression_format),
+        )  # fmt: skip
+        self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients)
 
         self.embedding: FusedEmbeddingSync | None = None
         self.alone: dist.ProcessGroup | None = None
@@ -85,47 +93,69 @@ class Session:
         self._preallocated = False
         self._step = _Step()
 
+    def new_codec(self, chosen: str) -> Codec | None:
+        """A codec of its own, and so with memory of its own, for a class of traffic; None where that has no blocks."""
+        format = block_format(chosen)
+        return None if format is None else self._fast_codec(format)
+
+    def _fast_codec(self, format: BlockFormat) -> Codec:
+        return fast_codec(
+            format, seed=self.config.compression_seed, rotated=self.config.block_rotation,
+            exact=self.config.exact_blocks,
+        )  # fmt: skip
+
+    def new_codecs(self, chosen: str) -> BlockCodecs | None:
+        """The same for gradients and for their sums."""
+        return BlockCodecs.of(chosen, self._fast_codec)
+
+    @property
+    def gauges(self) -> dict[str, Gauge]:
+        """By technique: what it left out and cost on this rank."""
+        gauges = {technique.name: technique.gauge for technique in self.techniques}
+        return gauges if self.embedding is None else gauges | {"fused_embedding_sync": self.embedding.gauge}
+
+    @property
+    def states(self) -> dict[str, FactorStates]:
+        """By technique: what it remembers on this rank."""
+        return {technique.name: technique.states for technique in self.techniques}
+
+    def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
+        """See `CompressedBackprop.transfers`; of activations, too."""
+        transfers = self.forward.transfers(tensors)
+        for role, transfer in self.backprop.transfers(tensors).items():
+            transfers[role] = transfers[role].then(transfer.after_wait) if role in transfers else transfer
+        return transfers
+
     # -- placing ------------------------------------------------------------------------------------------------
 
-    def place(self, grid: Grid, layout: Layout) -> None:
-        """Take a place in the grid, once. Collective over all ranks of the run.
+    def place(self, grid: Grid, layout: Layout) -> str | None:
+        """Take a place in the grid, once; what there is to say about it. Collective over all ranks of the run.
 
         Raises:
             FlagError: a technique cannot work on this layout.
-            RanksDisagree: ranks run with different settings.
+            RanksDisagree: ranks run with different settings, or on machines that give different bits.
         """
         if self.grid is not None:
-            return
+            return None
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
         # Also where this rank has nothing switched on: another one may have, and would wait for it.
-        places = self._agree(grid.place)
+        places, note = agree(grid.place, self.config, layout, grid.dtype)
         self.backprop.place(grid)
         self.gradients.place(grid.place.stage, grid.stages)
         self._make_groups(grid, layout, places)
-
-    def _agree(self, place: RankPlace) -> list[RankPlace]:
-        """Check that all ranks run with the same settings, and learn where each of them stands."""
-        mine = (place, self.config, self.layout)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        for other_place, config, layout in everyone:
-            if (config, layout) != (self.config, self.layout):
-                raise RanksDisagree(
-                    f"rank {place.rank} and rank {other_place.rank} run with different settings: "
-                    f"{self.config}, {self.layout} against {config}, {layout}. Start all ranks with the same flags."
-                )
-        return [other_place for other_place, _, _ in everyone]
+        return note
 
     def _make_groups(self, grid: Grid, layout: Layout, places: list[RankPlace]) -> None:
+        codecs = self.new_codecs(self.config.fused_embedding_sync_format)
         if self.config.fused_embedding_sync and layout.distributed_optimizer:
             if grid.embedding_group is not None:
-                self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True)
+                self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True, codecs=codecs)
         elif self.config.fused_embedding_sync:
             for ranks in union_ranks(places, grid.stages):
                 group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
                 if grid.place.rank in ranks:
-                    self.embedding = FusedEmbeddingSync(group)
+                    self.embedding = FusedEmbeddingSync(group, codecs=codecs)
         if self.config.fused_embedding_sync or self.config.dp_compression:
             # Local synchronisation: nobody else needs to take part, however many ranks there are.
             self.alone = dist.new_group(
@@ -137,14 +167,20 @@ class Session:
         """Make room before the first iteration, whose gradients between stages will be like `gradient`.
 
         Returns:
-            Whether this was the first call, and there is a state to speak of.
+            Whether this was the first call, and there is memory to speak of.
         """
         if self._preallocated:
             return False
         self._preallocated = True
         if gradient is not None:
             self.backprop.preallocate(schedule, gradient)
-        return any(technique.on for technique in self.techniques)
+        return self.config.any_technique
+
+    @property
+    def message_bytes(self) -> int:
+        """Memory of this rank for messages of gradients and of the tied embedding."""
+        embedding = 0 if self.embedding is None else self.embedding.nbytes
+        return embedding + sum(reducer.nbytes for reducer in self.gradients.reducers)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 
@@ -152,6 +188,11 @@ class Session:
     def loss_scale(self) -> float:
         """What this iteration's gradients and residuals were multiplied by, read from the device."""
         return 1.0 if self._step.loss_scale is None else float(self._step.loss_scale)
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps whose update counted."""
+        return self._step.iteration
 
     def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
         """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves.
@@ -191,6 +232,8 @@ class Session:
         )  # fmt: skip
         for technique in self.techniques:
             technique.begin(this)
+        if self.embedding is not None:
+            self.embedding.gauge.begin(this.measured)
         self._step.passes += 1
         self.active = True
         try:
@@ -213,9 +256,11 @@ class Session:
         if not self._step.passes:
             return
         if applied:
+            # Where nothing is remembered nothing is shrunk, and a checkpoint keeps nothing.
+            clip = clip if any(technique.on for technique in self.techniques) else None
             shrinkage = {group: self._usual_clipping[group].shrinkage(c) for group, c in (clip or {}).items()}
             for technique in self.techniques:
-                technique.states.commit(shrinkage)
+                technique.commit(shrinkage)
             self._step.iteration += 1
         else:
             for technique in self.techniques:

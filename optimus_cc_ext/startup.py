@@ -2,11 +2,12 @@
 
 import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 
-from optimus_cc_ext import cpu_runtime, install
-from optimus_cc_ext.errors import OptimusError, exit_with
+from optimus_cc_ext import cpu_runtime, install, parent_death
+from optimus_cc_ext.errors import OptimusError, exit_with, require_megatron
 
 __all__ = ["launch", "prepare"]
 
@@ -32,16 +33,18 @@ def launch(argv: list[str]) -> None:
 
 
 def prepare() -> None:
-    """Choose the device, let Megatron's command line know our flags, and say so once.
+    """Choose the device, let Megatron's command line know our flags, and say so once; children end with the process.
 
     The first lines under `if __name__ == "__main__"`: what imports Megatron's functions by name comes later.
-    Where this machine or this Megatron cannot work, the process ends with status 2 and the reason.
+    Where this machine or this Megatron cannot work, the process ends with status 2, the reason, and where it is.
     """
+    parent_death.install()
     try:
+        require_megatron()
         line = cpu_runtime.activate()
         install()
     except (OptimusError, ValueError, RuntimeError) as error:
-        exit_with(error)
+        exit_with(f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}: {error}")
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
         print(_which_megatron(), flush=True)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # GPT pretraining with Megatron and Optimus-CC, from one process to many nodes.
 #
-#   [VARIABLE=value ...] scripts/pretrain_gpt.sh [--dry-run] [flags of Megatron and of Optimus-CC ...]
+#   [VARIABLE=value ...] scripts/pretrain_gpt.sh [--dry-run | --check] [flags of Megatron and of Optimus-CC ...]
 #
 # What follows is passed on unchanged; a flag wins over the variable of the same meaning. For example
 #
 #   MODEL=tiny TRAIN_ITERS=20 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --optimus-cc
 #
-# --dry-run prints the exact command, one line that can be pasted, and starts nothing. --help prints this text.
+# --dry-run prints the exact command, one line that can be pasted, and starts nothing; --check does not even print, and
+# refuses what would be refused here. --help prints this text.
 #
 # model
 #   MODEL               tiny, 125m, 335m, 2.5b or 8.3b (125m)
@@ -33,7 +34,7 @@
 # several nodes: start the same script on each of them, with
 #   NODE_LIST           "host1 host2 ...", or with commas: gives NODES, MASTER_ADDR (the first) and NODE_RANK (the place
 #                       of this host's name); or
-#   MASTER_ADDR         the first node; MASTER_PORT (6000) a free port there
+#   MASTER_ADDR  MASTER_PORT    the first node, and a free port there (6000)
 #   NODE_RANK           this node's number from 0; left out, torchrun's rendezvous gives the numbers out
 # program
 #   MEGATRON_LM         a Megatron-LM checkout, whose pretrain_gpt.py is run; without it the package's own entry
@@ -45,6 +46,8 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$root/scripts/find_python.sh"
+# shellcheck source=scripts/help.sh
+source "$root/scripts/help.sh"
 
 refuse() { # VARIABLE REASON CURE
   printf 'pretrain_gpt.sh: error: %s: %s. %s.\n' "$1" "$2" "$3" >&2
@@ -61,14 +64,15 @@ whole_number() { # VARIABLE LEAST [MOST]
   [[ -z "${3:-}" ]] || ((value <= $3)) || refuse "$1" "$value is too large" "Give at most $3"
 }
 
-# --- the command line: two flags are ours, all others are passed on
-dry_run=false
+# --- the command line: three flags are ours, all others are passed on
+dry_run=false check=false
 flags=()
 for argument in "$@"; do
   case "$argument" in
     --dry-run) dry_run=true ;;
+    --check) check=true ;;
     --help | -h)
-      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+      print_help "${BASH_SOURCE[0]}"
       exit 0
       ;;
     *) flags+=("$argument") ;;
@@ -78,6 +82,13 @@ case "${flags[0]:---}" in
   -*) ;;
   *) refuse "${flags[0]}" "a flag was expected" "The script to run is chosen with MEGATRON_LM=/path/to/checkout" ;;
 esac
+
+if read -r wrong right < <(misspelt "$(variables_of "${BASH_SOURCE[0]}")" "$(compgen -e)"); then
+  refuse "$wrong" "it is not a variable of this script" "Write $right, or unset $wrong"
+fi
+if read -r wrong right < <(misspelt $'--dry-run\n--check\n--help' "$(printf '%s\n' "${flags[@]%%=*}")"); then
+  refuse "$wrong" "it is not an option of this script" "Write $right"
+fi
 
 given() { # FLAG...: whether one of them is among the user's flags
   local flag argument
@@ -201,7 +212,8 @@ if [[ -n "${MEGATRON_LM:-}" ]]; then
       "Give a Megatron-LM checkout, or unset it for the package's own entry"
   program+=("$MEGATRON_LM/pretrain_gpt.py")
 fi
-python="$(find_python "$root")" ||
+# For a check on behalf of a job in an image the Python is in there.
+python="$(find_python "$root")" || [[ -n "${IMAGE:-}" && "$check" == true ]] ||
   refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
 
 # --- flags
@@ -286,6 +298,7 @@ if $dry_run; then
 fi
 [[ ${#missing[@]} -eq 0 ]] ||
   refuse "${missing[0]}" "${missing[1]} does not exist" "Give an existing one (DATA_PATH is without .bin and .idx)"
+! $check || exit 0
 if [[ "$CHECKPOINT_DIR" != none && -f "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]]; then
   say "resuming after iteration $(<"$CHECKPOINT_DIR/latest_checkpointed_iteration.txt") from $CHECKPOINT_DIR"
 fi

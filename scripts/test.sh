@@ -4,8 +4,9 @@
 # Without arguments: every law of the design that a test can hold, in minutes on 2 cores.
 # --fast: linters and tests/unit only.
 # --full: also what takes long; CONTRIBUTING.md says what that needs.
-# --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2 or 0.19.2), which is fetched into
-#   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is.
+# --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2, 0.19.0 or 0.19.2), which is fetched into
+#   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is. On GPUs, where there
+#   are (docs/gpu.md).
 # Tests are shared out to 2 workers; add -n0 for a debugger. Ends with the slowest tests and pytest's own closing line;
 # exit code != 0 if anything failed, or in CI (CI=true) if it took too long.
 set -euo pipefail

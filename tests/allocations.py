@@ -22,10 +22,19 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.allocated: list[str] = []
         self.read_by_host: list[str] = []
-        self.calls = 0
+        self.called: list[str] = []
+
+    @property
+    def calls(self) -> int:
+        """How many operators."""
+        return len(self.called)
+
+    def count(self, name: str) -> int:
+        """How many whose names contain this."""
+        return sum(name in called for called in self.called)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.calls += 1
+        self.called.append(str(func))
         result = func(*args, **(kwargs or {}))
         given = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):

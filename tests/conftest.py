@@ -17,6 +17,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
 
+_SAID = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "OPTIMUS_CC_TEST_MEGATRON" in os.environ:
+        # Through NVML: CUDA itself does not survive a fork.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        import torch
+
+        from tests import device
+
+        gpus = torch.cuda.device_count()
+        os.environ[device.VARIABLE] = device.device_of(os.environ, gpus)
+        config.stash[_SAID] = device.said_of(device.device_of(os.environ, gpus), gpus)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return config.stash.get(_SAID, [])
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run what is marked `full`: see CONTRIBUTING.md")

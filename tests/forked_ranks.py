@@ -34,6 +34,8 @@ from typing import Any
 
 import torch
 
+from tests import device
+
 __all__ = ["run_ranks"]
 
 PRELOAD = "tests.rank_preload"
@@ -192,6 +194,7 @@ def _rank_main(job: bytes, variables: dict[str, str], lifeline: Connection, answ
         __import__(PRELOAD)  # raises here what the server swallowed
         assert preloaded, f"the fork server started without {PRELOAD}: every rank imports Megatron by itself"
         torch.set_num_threads(1)
+        device.take()
         fn, args = pickle.loads(job)
         message = _pickled(("result", fn(*args)))
     except BaseException:  # SystemExit, too, is a failure: the function did not return

@@ -61,7 +61,8 @@ def launch(
     It is stopped where Megatron, after validation, would begin to write files and to look for the other ranks.
     `tiny` puts the flags of the tiny GPT first; `before()` runs in the rank ahead of the launcher.
     """
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    place = {**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes}
     argv = [*TINY_GPT, *flags] if tiny else list(flags)
     [outcome] = run_ranks(1, _launch, argv, before, probe, timeout=60, env={**place, **(env or {})})
     return outcome

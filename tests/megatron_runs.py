@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 import pickle
 import random
 import shlex
@@ -85,7 +86,7 @@ class MegatronRun:
     printed: list[str] = field(default_factory=list)
     """The lines that this rank wrote to stdout and stderr."""
     saves: list[dict[str, Any]] = field(default_factory=list)
-    """What was there each time that Megatron came to its tracker file, or gave a save to the background."""
+    """What was there each time that Megatron came to its tracker file, gave a save to the background or finished it."""
     messages: dict[str, Messages] = field(default_factory=dict)
     """By end of a link, "sent" or "received"."""
     asked: dict[str, list[str]] = field(default_factory=dict)
@@ -135,7 +136,8 @@ def megatron_run(
     run.messages = recording.observe_links()
     _record_saves(run)
     built = _record_training(run)
-    sys.argv = ["pretrain_gpt.py", *TINY_GPT, *argv]
+    over_nccl = shlex.split("--distributed-backend nccl") if os.environ["OPTIMUS_CC_DEVICE"] == "cuda" else []
+    sys.argv = ["pretrain_gpt.py", *TINY_GPT, *over_nccl, *argv]
     if {"--save", "torch_dist"} <= {*argv}:
         _fork_the_writers_queue()
     if before is not None:
@@ -273,8 +275,17 @@ def _record_saves(run: MegatronRun) -> None:
 
     @functools.wraps(schedule)
     def noting_schedule(request: Any) -> None:
-        run.saves.append({"background": state(get_args().save)})
+        folder = get_args().save
+        run.saves.append({"background": state(folder)})
+        request.finalize_fns[:] = [noting(folder, finish) for finish in request.finalize_fns]
         schedule(request)
+
+    def noting(folder: str, finish: Callable[[], None]) -> Callable[[], None]:
+        def finish_and_note() -> None:
+            finish()
+            run.saves.append({"finished": state(folder)})
+
+        return finish_and_note
 
     checkpointing.get_checkpoint_tracker_filename = noting_tracker
     checkpointing.schedule_async_save = noting_schedule

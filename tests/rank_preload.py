@@ -13,14 +13,15 @@ import os
 import warnings
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OPTIMUS_CC_DEVICE"] = "cpu"
+os.environ["OPTIMUS_CC_DEVICE"] = os.environ.get("OPTIMUS_CC_TEST_DEVICE", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from optimus_cc_ext import cpu_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron says once per missing GPU library that it falls back
-    cpu_runtime.activate()
+    if os.environ["OPTIMUS_CC_DEVICE"] == "cpu":  # a GPU is each rank's own to take: CUDA does not survive a fork
+        cpu_runtime.activate()
     # What every training run imports, most of it late: in one rank after the other it would be most of their time.
     for module in (
         "megatron.training",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.checkpoint.state_files import Manifest
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, flag_of
 
 __all__ = ["Resumption", "decide", "settings_of"]
 
@@ -26,7 +26,7 @@ class Resumption:
     """The techniques that start with empty residuals and fresh factors, and why."""
 
     ignored: tuple[str, ...] = ()
-    """The techniques that are off, but have state in the checkpoint."""
+    """The techniques that are off, or remember nothing in their format, but have state in the checkpoint."""
 
     def without(self, reasons: Mapping[str, str]) -> "Resumption":
         """The same, but these techniques start afresh."""
@@ -40,7 +40,7 @@ class Resumption:
             names = _and(technique for technique in self.reset if self.reset[technique] == reason)
             lines.append(f"warning: the state of {names} starts afresh (empty residuals, new factors): {reason}")
         if self.ignored:
-            lines.append(f"the checkpoint's state of {_and(self.ignored)} is ignored: switched off in this run")
+            lines.append(f"the checkpoint's state of {_and(self.ignored)} is ignored: this run has no use for it")
         return lines
 
 
@@ -51,9 +51,13 @@ def settings_of(config: OptimusConfig, messages: Mapping[str, Any]) -> dict[str,
         messages: what the shapes of gradient messages depend on, in words.
     """
     settings: dict[str, dict[str, Any]] = {}
+    remembers = {"compressed_backprop": config.backprop_remembers, "dp_compression": config.gradients_remember}
     for technique, fields in _SETTINGS.items():
-        if getattr(config, technique):
-            settings[technique] = {f"--{field.replace('_', '-')}": getattr(config, field) for field in fields}
+        chosen = getattr(config, f"{technique}_format")
+        if remembers[technique]:
+            settings[technique] = {flag_of(field): getattr(config, field) for field in fields}
+            if chosen != "low-rank":  # which is what checkpoints that do not say it hold
+                settings[technique][flag_of(f"{technique}_format")] = chosen
     if "compressed_backprop" in settings:
         settings["compressed_backprop"] |= messages
     return settings

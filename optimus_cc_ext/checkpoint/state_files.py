@@ -27,6 +27,7 @@ __all__ = [
     "DamagedState",
     "Manifest",
     "RankFile",
+    "copy_on_host",
     "publish",
     "read_manifest",
     "read_rank_file",
@@ -80,7 +81,7 @@ class Manifest:
     techniques: dict[str, dict[str, Any]]
     """By technique: the settings that its state depends on."""
 
-    files: tuple[RankFile, ...]
+    files: tuple[RankFile, ...] = ()
     """In the order of the ranks."""
 
     format: int = _FORMAT
@@ -97,6 +98,15 @@ def start_staging(save_folder: Path) -> None:
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
+
+
+def copy_on_host(state: Any) -> Any:
+    """The same with tensors of its own, on the CPU: what training does from now on does not change it."""
+    if isinstance(state, dict):
+        return {key: copy_on_host(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(copy_on_host, state))
+    return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
 
 
 def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, Any]) -> RankFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["initial_q", "next_warm_start", "private_generator"]
+__all__ = ["initial_q", "next_warm_start", "next_warm_starts", "private_generator"]
 
 
 def private_generator(seed: int, *salt: int | str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -86,11 +87,23 @@ def next_warm_start(
     direct = out is not None and out.dtype == dtype and out is not fallback
     basis = out if out is not None and direct else take("basis", q_new.shape, dtype, q_new.device)
     compressor.orthogonalize(q_new, out=basis)
-    # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
-    lengths = take("lengths", (basis.shape[0], 1, basis.shape[2]), dtype, basis.device)
-    torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
-    alive = torch.gt(lengths, 0.5, out=take("alive", lengths.shape, torch.bool, basis.device))
-    torch.where(alive, basis, fallback, out=basis)
+    _replace_empty_columns(basis, fallback, scratch or Scratch())
     if out is None:
         return basis.clone()
     return out if direct else out.copy_(basis)
+
+
+@torch.no_grad()
+def next_warm_starts(qs: Sequence[Tensor], fallbacks: Sequence[Tensor], compressor: LowRank, scratch: Scratch) -> None:
+    """`next_warm_start` of several factors (B, m, r) in fp32 at once, in place."""
+    compressor.orthogonalize_all(qs, qs)
+    for q, fallback in zip(qs, fallbacks, strict=True):
+        _replace_empty_columns(q, fallback, scratch)
+
+
+def _replace_empty_columns(basis: Tensor, fallback: Tensor, scratch: Scratch) -> None:
+    # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
+    lengths = scratch.take("lengths", (basis.shape[0], 1, basis.shape[2]), basis.dtype, basis.device)
+    torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
+    alive = torch.gt(lengths, 0.5, out=scratch.take("alive", lengths.shape, torch.bool, basis.device))
+    torch.where(alive, basis, fallback, out=basis)

@@ -9,12 +9,14 @@
 PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, cholesky_qr_all
+from optimus_cc_ext.compressors.precision import fp32_products
 from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["FastLowRank", "LowRank"]
@@ -48,6 +50,10 @@ class LowRank(Protocol):
 
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         """An orthonormal basis of P's columns: (B, n, r) -> (B, n, r). ValueError where n < r."""
+        ...
+
+    def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """`orthogonalize` of several batches, whose B, n and r may differ, each into its out."""
         ...
 
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
@@ -95,6 +101,9 @@ class FastLowRank:
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         return cholesky_qr(p, out, self._scratch)
 
+    def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        cholesky_qr_all(ps, outs, self._scratch)
+
     @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
         return self._multiply(matrices.mT, p, out)
@@ -114,9 +123,10 @@ class FastLowRank:
         a, b = self._cast("left", a, dtype), self._cast("right", b, dtype)
         if out is None:
             out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-        if out.dtype == dtype:
-            return torch.bmm(a, b, out=out)
-        return out.copy_(torch.bmm(a, b, out=self._scratch.take("wide", out.shape, dtype, out.device)))
+        exact = out if out.dtype == dtype else self._scratch.take("wide", out.shape, dtype, out.device)
+        with fp32_products():
+            torch.bmm(a, b, out=exact)
+        return out if exact is out else out.copy_(exact)
 
     def _cast(self, side: str, t: Tensor, dtype: torch.dtype) -> Tensor:
         return t if t.dtype == dtype else self._scratch.take(side, t.shape, dtype, t.device).copy_(t)

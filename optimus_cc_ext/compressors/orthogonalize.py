@@ -4,6 +4,8 @@ Both return the Q of a QR decomposition whose R has a positive diagonal, so on w
 agree element by element. A column that is exactly zero stays zero in both.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["cholesky_qr", "gram_schmidt"]
+__all__ = ["cholesky_qr", "cholesky_qr_all", "gram_schmidt"]
 
 _FEWEST_FLOPS_FOR_FP32 = 1 << 23
 """Of one matrix's Gram matrix, on a CPU: below, fp64 is as fast."""
@@ -83,18 +85,41 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
     Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned
     matrices".
     """
-    _check(p)
+    out = torch.empty_like(p, dtype=_at_least_fp32(p), memory_format=torch.contiguous_format) if out is None else out
+    cholesky_qr_all([p], [out], scratch)
+    return out
+
+
+@torch.no_grad()
+def cholesky_qr_all(ps: Sequence[Tensor], outs: Sequence[Tensor], scratch: Scratch | None = None) -> None:
+    """`cholesky_qr` of several batches at once, of different n and, in groups, of different r.
+
+    All that are of one r share the factorisations: on a GPU a batch of r x r takes about as long as one matrix.
+    """
     scratch = scratch or Scratch()
-    if begins_in_fp32(p):
-        basis, gram = _two_passes(p, torch.float32, scratch)
-        gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-        off = scratch.take("off", gram.shape[:1], torch.float32, p.device)
-        for index, distance in enumerate(torch.linalg.vector_norm(gram, dim=(-2, -1), out=off).tolist()):
-            if not distance <= _NEARLY_ORTHONORMAL:  # NaN is not
-                basis[index] = _two_passes(p[index : index + 1], torch.float64, scratch)[0][0]
-    else:
-        basis, _ = _two_passes(p, torch.float64, scratch)
-    return basis.to(_at_least_fp32(p), copy=True) if out is None else out.copy_(basis)
+    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for index, p in enumerate(ps):
+        _check(p)
+        alike[p.shape[2], begins_in_fp32(p)].append(index)
+    for (_, in_fp32), indices in alike.items():
+        some, into = [ps[index] for index in indices], [outs[index] for index in indices]
+        if in_fp32:
+            for p, out in zip(some, into, strict=True):
+                _in_fp32_first(p, out, scratch)
+        else:
+            _two_passes(some, into, torch.float64, scratch)
+
+
+def _in_fp32_first(p: Tensor, out: Tensor, scratch: Scratch) -> None:
+    basis = scratch.take("basis in fp32", p.shape, torch.float32, p.device)
+    gram = _two_passes([p], [basis], torch.float32, scratch)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    off = scratch.take("off", gram.shape[:1], torch.float32, p.device)
+    for index, distance in enumerate(torch.linalg.vector_norm(gram, dim=(-2, -1), out=off).tolist()):
+        if not distance <= _NEARLY_ORTHONORMAL:  # NaN is not
+            one = slice(index, index + 1)
+            _two_passes([p[one]], [basis[one]], torch.float64, scratch)
+    out.copy_(basis)
 
 
 def begins_in_fp32(p: Tensor) -> bool:
@@ -103,30 +128,44 @@ def begins_in_fp32(p: Tensor) -> bool:
     return p.device.type == "cpu" and p.dtype != torch.float64 and 2 * n * r * r >= _FEWEST_FLOPS_FOR_FP32
 
 
-def _two_passes(p: Tensor, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 4 in `dtype`, fp64 or (without a shift) fp32; the basis, and the second pass's G."""
-    batch, n, r = p.shape
-    take = partial(scratch.take, dtype=dtype, device=p.device)
+def _two_passes(ps: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """Steps 1 to 4 in `dtype`, fp64 or (without a shift) fp32, of (B, n, r) of one r; returns the second pass's G.
+
+    What is as large as P is computed again where it is needed, so that there is memory for the largest P, not for all.
+    """
+    sizes, r, device = [p.shape[0] for p in ps], ps[0].shape[2], ps[0].device
+    take = partial(scratch.take, dtype=dtype, device=device)
     identity = take("identity", (r, r)).zero_()
     identity.diagonal().fill_(1.0)
-    gram, lower, inverse = (take(name, (batch, r, r)) for name in ("gram", "lower", "inverse"))
-    broken = scratch.take("broken", (batch,), torch.int32, p.device)
-    a = p if p.dtype == dtype else take("second pass", p.shape).copy_(p)
-    for name in ("first pass", "second pass"):
-        torch.bmm(a.mT, a, out=gram)
-        if dtype == torch.float64:
-            # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes: a
-            # direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
-            # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
-            # An empty column gets a length of 1, so that Cholesky has something to stand on.
-            lengths = gram.diagonal(dim1=-2, dim2=-1)  # squared; a view
-            empty = torch.eq(lengths, 0.0, out=take("empty", lengths.shape))
-            lengths.mul_(1.0 + 16 * n * torch.finfo(dtype).eps).add_(empty)
+    gram, lower, first, second = (take(name, (sum(sizes), r, r)) for name in ("gram", "lower", "first", "second"))
+    broken = scratch.take("broken", (sum(sizes),), torch.int32, device)
+
+    def times(p: Tensor, *inverses: Tensor) -> Tensor:
+        """P L1^-T L2^-T, of as many as there are."""
+        a = p if p.dtype == dtype else take("wide", p.shape).copy_(p)
+        for number, inverse in enumerate(inverses):
+            # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
+            a = torch.bmm(a, inverse.mT, out=take(f"times {number}", p.shape))
+        return a
+
+    grams, firsts, seconds = (each.split(sizes) for each in (gram, first, second))
+    for inverse in (first, second):
+        for p, its_first, its_gram in zip(ps, firsts, grams, strict=True):
+            a = times(p) if inverse is first else times(p, its_first)
+            torch.bmm(a.mT, a, out=its_gram)
+            if dtype == torch.float64:
+                # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes:
+                # a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
+                # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
+                # An empty column gets a length of 1, so that Cholesky has something to stand on.
+                lengths = its_gram.diagonal(dim1=-2, dim2=-1)  # squared; a view
+                empty = torch.eq(lengths, 0.0, out=take("empty", lengths.shape))
+                lengths.mul_(1.0 + 16 * p.shape[1] * torch.finfo(dtype).eps).add_(empty)
         torch.linalg.cholesky_ex(gram, out=(lower, broken))
         torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, out=inverse)
-        # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
-        a = torch.bmm(a, inverse.mT, out=take(name, p.shape))
-    return a, gram
+    for p, out, *inverses in zip(ps, outs, firsts, seconds, strict=True):
+        out.copy_(times(p, *inverses))
+    return gram
 
 
 def _check(p: Tensor) -> None:

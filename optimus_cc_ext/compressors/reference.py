@@ -1,5 +1,7 @@
 """The paper's compressor, matrix by matrix, column by column: slow, short, the oracle of `FastLowRank`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,10 @@ class ReferenceLowRank:
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
         basis = gram_schmidt(p)
         return basis if out is None else out.copy_(basis)
+
+    def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        for p, out in zip(ps, outs, strict=True):
+            self.orthogonalize(p, out)
 
     @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:

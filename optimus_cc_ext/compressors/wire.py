@@ -54,10 +54,6 @@ class PackedFactors:
             return 1.0
         return 2.0 ** (1 + math.ceil(math.log2(self.n) / 2))
 
-    def new_buffer(self, device: torch.device | str) -> Tensor:
-        """An uninitialised message, (numel,)."""
-        return torch.empty(self.numel, dtype=self.dtype, device=device)
-
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """P (n, r) and Q (m, r) as views of `buffer`.
 

@@ -8,12 +8,14 @@ PyTorch and Megatron back.
 from __future__ import annotations
 
 import atexit
+import glob
 import os
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from optimus_cc_ext import shared_gpu
 from optimus_cc_ext.cpu_runtime import collectives, devices, megatron_patches, refusals, torch_cuda
 from optimus_cc_ext.cpu_runtime.megatron_patches import apply_cpu_defaults
 from optimus_cc_ext.cpu_runtime.patching import Patches
@@ -21,6 +23,8 @@ from optimus_cc_ext.cpu_runtime.patching import Patches
 __all__ = ["DEVICE_VARIABLE", "activate", "apply_cpu_defaults", "deactivate", "device_choice", "is_active"]
 
 DEVICE_VARIABLE = "OPTIMUS_CC_DEVICE"
+GPU_FILES = "/dev/nvidia[0-9]*"
+"""What NVIDIA's driver makes, one a GPU, whether or not PyTorch can use it."""
 
 # What is replaced in this process. Replacing attributes of torch is global by nature; this is its one record.
 _installed: list[Patches] = []
@@ -31,24 +35,33 @@ def is_active() -> bool:
     return bool(_installed)
 
 
-def device_choice() -> Literal["cpu", "cuda"]:
-    """The device to train on: OPTIMUS_CC_DEVICE (``cpu`` or ``cuda``) if set, else CUDA if there is any.
+def device_choice() -> shared_gpu.Device:
+    """The device to train on: OPTIMUS_CC_DEVICE (``cpu``, ``cuda``, ``shared-gpu``) if set, else CUDA if there is any.
 
     Raises:
         ValueError: the variable has another value.
-        RuntimeError: it is ``cuda``, and PyTorch sees no CUDA device.
+        RuntimeError: it is ``cuda`` or ``shared-gpu``, and PyTorch sees no CUDA device; or it is not set, and there is
+            one all the same.
     """
     wanted = os.environ.get(DEVICE_VARIABLE, "")
     if is_active() or wanted == "cpu":
         return "cpu"
-    if wanted not in ("", "cuda"):
-        raise ValueError(f"{DEVICE_VARIABLE}={wanted!r} is not a device: set it to cpu or cuda, or unset it")
+    if wanted not in ("", "cuda", shared_gpu.NAME):
+        raise ValueError(
+            f"{DEVICE_VARIABLE}={wanted!r} is not a device: set it to cpu, cuda or {shared_gpu.NAME}, or unset it"
+        )
     if torch.cuda.is_available():
-        return "cuda"
-    if wanted == "cuda":
+        return "shared-gpu" if wanted == shared_gpu.NAME else "cuda"
+    if wanted:
         raise RuntimeError(
-            f"{DEVICE_VARIABLE}=cuda, but PyTorch {torch.__version__} sees no CUDA device: unset the "
+            f"{DEVICE_VARIABLE}={wanted}, but PyTorch {torch.__version__} sees no CUDA device: unset the "
             "variable to run on the CPU, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        )
+    if gpus := glob.glob(GPU_FILES):
+        raise RuntimeError(
+            f"this machine has a GPU ({min(gpus)}), but PyTorch {torch.__version__}, made for CUDA "
+            f"{torch.version.cuda or 'no version of it'}, sees none: check that the driver is new enough (nvidia-smi "
+            f"says for which CUDA) and CUDA_VISIBLE_DEVICES, or set {DEVICE_VARIABLE}=cpu to train on the CPU"
         )
     return "cpu"
 
@@ -60,9 +73,16 @@ def activate() -> str:
 
     Raises:
         ValueError: as :func:`device_choice`.
-        RuntimeError: likewise, or Megatron was imported before.
+        RuntimeError: likewise, or Megatron was imported before, or this rank's GPU cannot be used.
+        OptimusError: as :func:`optimus_cc_ext.shared_gpu.activate`.
     """
-    if device_choice() == "cuda":
+    choice = device_choice()
+    if choice != "cpu":
+        megatron_patches.use_compiled_helpers()
+    if choice == "shared-gpu":
+        return shared_gpu.activate()
+    if choice == "cuda":
+        _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         return f"optimus-cc: running on CUDA ({torch.cuda.device_count()} devices visible)"
     if not is_active():
         with Patches() as patches:
@@ -71,6 +91,18 @@ def activate() -> str:
         atexit.register(_leave_in_order)
     forced = os.environ.get(DEVICE_VARIABLE) == "cpu"
     return f"optimus-cc: running on CPU over gloo ({f'{DEVICE_VARIABLE}=cpu' if forced else 'no CUDA device found'})"
+
+
+def _take_gpu(number: int) -> None:
+    """As Megatron will; one that is lost or broken is better known before any rank waits for this one."""
+    try:
+        torch.cuda.set_device(number)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"GPU {number}, of {torch.cuda.device_count()} that PyTorch sees here, cannot be used "
+            f"({str(error).splitlines()[0]}): look at nvidia-smi and CUDA_VISIBLE_DEVICES, start no more ranks than "
+            f"there are GPUs, or set {DEVICE_VARIABLE}={shared_gpu.NAME} to share them"
+        ) from error
 
 
 def deactivate() -> None:

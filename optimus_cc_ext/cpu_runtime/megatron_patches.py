@@ -19,7 +19,7 @@ import torch
 from optimus_cc_ext.cpu_runtime import adam, devices, torch_cuda
 from optimus_cc_ext.cpu_runtime.patching import Patches
 
-__all__ = ["CPU_DEFAULTS", "apply_cpu_defaults", "checkpoint_writer", "install"]
+__all__ = ["CPU_DEFAULTS", "apply_cpu_defaults", "checkpoint_writer", "install", "use_compiled_helpers"]
 
 RNG_MODULE = "megatron.core.tensor_parallel.random"
 ASYNC_CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
@@ -135,6 +135,13 @@ def install(patches: Patches) -> None:
         patches.wrap(resolve_name(target), name, around)
     # --async-save writes from a second process, which starts without the runtime.
     patches.replace(resolve_name(ASYNC_CALLER), "async_loop", staticmethod(checkpoint_writer))
+
+
+def use_compiled_helpers() -> None:
+    """Also on a GPU: let Megatron's wheel not run make. Imports Megatron's core; a second call changes nothing."""
+    datasets = resolve_name("megatron.core.datasets.utils:")
+    if not hasattr(datasets.compile_helpers, "__wrapped__"):
+        Patches().wrap(datasets, "compile_helpers", _compile_unless_importable)
 
 
 def checkpoint_writer(*args: Any, **kwargs: Any) -> None:

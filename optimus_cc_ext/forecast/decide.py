@@ -1,7 +1,7 @@
 """What compression will gain on this run's links, from what every rank measured: rules only, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
@@ -14,12 +14,13 @@ from optimus_cc_ext.forecast.timeline import (
     left_after_backward,
     smallest_useful,
 )
-from optimus_cc_ext.techniques.schedule import Schedule
+from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["EmbeddingBytes", "Forecast", "Measured", "forecast"]
 
 _FREE = Rate(0.0, float("inf"))
 _TITLES = {
+    "--pipeline-forward-format": "pipeline forward, compressed",
     "--compressed-backprop": "pipeline backward, compressed",
     "--fused-embedding-sync": "embedding, fused",
     "--dp-compression": "DP gradients, compressed",
@@ -39,6 +40,9 @@ class EmbeddingBytes:
 
     fused: int = 0
     """Instead of both, or, with the distributed optimizer, instead of the second."""
+
+    fused_with_replicas: int = 0
+    """With the distributed optimizer, instead of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Measured:
     """An activation, or its gradient as it is."""
 
     compressed_message_bytes: int = 0
-    """The same gradient as P and Q; that of `message_bytes` where nothing would be saved."""
+    """The same gradient, compressed; that of `message_bytes` where nothing would be saved."""
 
     compress: float = 0.0
     """One message, before it leaves."""
@@ -72,11 +76,21 @@ class Measured:
     remember: float = 0.0
     """What the sender does once it has left."""
 
+    compressed_activation_bytes: int = 0
+    """The activation, compressed."""
+
+    encode: float = 0.0
+    """One activation, before it leaves."""
+
+    decode: float = 0.0
     dense_bytes: int = 0
     """The gradients, without the tied embedding, as vanilla Megatron reduces them."""
 
     compressed_bytes: int = 0
     """The same, compressed."""
+
+    second_phase: float = 0.5
+    """The share of these that is sent when what was sent first has arrived: Q, or sums."""
 
     compress_gradients: float = 0.0
     """Compressing and decompressing all of them."""
@@ -85,7 +99,11 @@ class Measured:
     """How many buckets are reduced while the backward pass goes on; 1: the reduction begins after it."""
 
     embedding: EmbeddingBytes = EmbeddingBytes()
-    embedding_is_sharded: bool = False
+    gather_bytes: int = 0
+    """The parameters that the distributed optimizer gathers after its step."""
+
+    lacking: int = 0
+    """Of the memory that residuals and factors of its gradients would take, what this rank's GPU has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +127,14 @@ class Forecast:
     replicas: float
     """Bytes per second of sums over replicas; 0 with one replica."""
 
+    gather: float
+    """Seconds that the distributed optimizer's gather of the parameters takes, dense; 0 without it."""
+
     warmups: Mapping[str, float]
     """The share of the iterations in which a technique waits, by the name of its flag: not in the predicted ones."""
+
+    lacking: Mapping[int, int] = field(default_factory=dict)
+    """By stage that could not be chosen: bytes that one of its GPUs lacks for residuals and factors."""
 
     def lines(self) -> list[str]:
         """For the terminal: the links, what is gained, class by class, and what does not pay."""
@@ -121,6 +145,13 @@ class Forecast:
             f"{1e3 * self.ours:.0f} ms instead of {1e3 * self.plain:.0f} ms ({_change(self.ours, self.plain)})",
             *(f"forecast: {_TITLES[flag]}: {self._verdict(flag)}" for flag in self.without),
         ]
+        if self.gather:
+            lines.append(f"forecast: parameter gather: {1e3 * self.gather:.0f} ms beside that, as in vanilla Megatron")
+        for stage, nbytes in sorted(self.lacking.items()):
+            lines.append(
+                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
+                "--compression-state-dtype bf16 halves them, and --dp-compression-format int4 has none"
+            )
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
             lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
@@ -152,10 +183,14 @@ def forecast(
     grid = [[m for m in everyone if m.stage == stage] for stage in range(schedule.stages)]
     costs = [_stage_cost(ranks) for ranks in grid]
     all_messages = config.compressed_backprop_messages == "all"
-    backprop, fused = config.compressed_backprop, config.fused_embedding_sync
+    forward, backprop = config.pipeline_forward_format != "dense", config.compressed_backprop
+    fused = config.fused_embedding_sync
 
-    def ends(backprop: bool) -> list[float]:
-        return last_backward_ends(schedule, costs, lambda message: backprop and (all_messages or message.epilogue))
+    def ends(forward: bool, backprop: bool) -> list[float]:
+        def compressed(message: Message) -> bool:
+            return backprop and (all_messages or message.epilogue)
+
+        return last_backward_ends(schedule, costs, compressed, compressed_activations=forward)
 
     def reductions(compressed: bool, fused: bool) -> list[float]:
         """By stage: what its slowest rank takes after its last backward pass."""
@@ -168,32 +203,40 @@ def forecast(
             for m in everyone
         )
 
-    def seconds(backprop: bool, fused: bool, compressed: frozenset[int]) -> float:
+    def seconds(forward: bool, backprop: bool, fused: bool, compressed: frozenset[int]) -> float:
         by_stage = zip(reductions(False, fused), reductions(True, fused), strict=True)
         chosen = [small if stage in compressed else dense for stage, (dense, small) in enumerate(by_stage)]
-        return iteration_seconds(ends(backprop), chosen, embedding(fused))
+        return iteration_seconds(ends(forward, backprop), chosen, embedding(fused))
 
+    lacking: dict[int, int] = {}
     if not config.dp_compression:
         stages = frozenset()
     elif stages is None:
-        stages = smallest_useful(ends(backprop), reductions(False, fused), reductions(True, fused), embedding(fused))
+        by_stage = reductions(False, fused), reductions(True, fused)
+        stages = smallest_useful(ends(forward, backprop), *by_stage, embedding(fused))
+        most = {stage: max(m.lacking for m in grid[stage]) for stage in stages}
+        lacking = {stage: nbytes for stage, nbytes in most.items() if nbytes}
+        stages -= lacking.keys()
     without = {
-        "--compressed-backprop": (backprop, seconds(False, fused, stages)),
-        "--fused-embedding-sync": (fused, seconds(backprop, False, stages)),
-        "--dp-compression": (config.dp_compression, seconds(backprop, fused, frozenset())),
+        "--pipeline-forward-format": (forward, seconds(False, backprop, fused, stages)),
+        "--compressed-backprop": (backprop, seconds(forward, False, fused, stages)),
+        "--fused-embedding-sync": (fused, seconds(forward, backprop, False, stages)),
+        "--dp-compression": (config.dp_compression, seconds(forward, backprop, fused, frozenset())),
     }
     warmups = {
         "--compressed-backprop-warmup": (backprop, config.compressed_backprop_warmup),
         "--dp-compression-warmup": (config.dp_compression, config.dp_compression_warmup),
     }
     return Forecast(
-        plain=seconds(False, False, frozenset()),
-        ours=seconds(backprop, fused, stages),
+        plain=seconds(False, False, False, frozenset()),
+        ours=seconds(forward, backprop, fused, stages),
         without={flag: found for flag, (is_on, found) in without.items() if is_on},
         compressed_stages=stages,
         stages=schedule.stages,
         link=_mean_rate([m.link for m in everyone]),
         replicas=_mean_rate([m.factor_sum for m in everyone]),
+        gather=max((m.factor_sum or _FREE).seconds(m.gather_bytes) for m in everyone),
+        lacking=lacking,
         warmups={flag: share for flag, (is_on, share) in warmups.items() if is_on and share},
     )
 
@@ -211,20 +254,24 @@ def _stage_cost(ranks: Sequence[Measured]) -> StageCost:
         activation=slowest("message_bytes"),
         gradient=slowest("message_bytes"),
         compressed_gradient=slowest("compressed_message_bytes"),
-        **{name: mean(name) for name in ("forward", "backward", "compress", "decompress", "remember")},
+        compressed_activation=slowest("compressed_activation_bytes"),
+        **{
+            name: mean(name)
+            for name in ("forward", "backward", "compress", "decompress", "remember", "encode", "decode")
+        },
     )
 
 
 def _left_to_reduce(m: Measured, compressed: bool, fused: bool) -> float:
     """What is left of a rank's reduction over its replicas after its last backward pass, in seconds."""
     dense, factors = m.dense_sum or _FREE, m.factor_sum or _FREE
-    apart = fused and not m.embedding_is_sharded
-    embedding = 0.0 if apart else dense.seconds(m.embedding.with_replicas)
+    embedding = dense.seconds(m.embedding.fused_with_replicas if fused else m.embedding.with_replicas)
     if not compressed:
         return left_after_backward(dense.seconds(m.dense_bytes) + embedding, m.backward, m.buckets)
-    # Two phases, P and Q, of much the same size. A bucket's second one begins when it is waited for.
-    phase = (factors.seconds(m.compressed_bytes) + m.compress_gradients) / 2
-    return left_after_backward(phase + embedding, m.backward, m.buckets) + phase
+    # A bucket's second phase begins when it is waited for.
+    both = factors.seconds(m.compressed_bytes) + m.compress_gradients
+    second = m.second_phase * both
+    return left_after_backward(both - second + embedding, m.backward, m.buckets) + second
 
 
 def _mean_rate(rates: Sequence[Rate | None]) -> float:

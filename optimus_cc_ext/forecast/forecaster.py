@@ -5,21 +5,25 @@ they found, and reach the same forecast from it. With `--dp-compression-stages a
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.compressors import BLOCK, BlockLayout, fast_compressor
 from optimus_cc_ext.forecast.decide import EmbeddingBytes, Forecast, Measured, forecast
-from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message
+from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
-__all__ = ["Forecaster"]
+__all__ = ["Forecaster", "embedding_bytes", "second_phase"]
 
 _TIMED_PASS = 1
 """Counted from 0. The one before allocates, compiles and connects."""
@@ -66,6 +70,7 @@ class Forecaster:
             _say(session, found)
 
     def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
+        # What is tried has memory of its own: buckets' is used on their own stream.
         session, gradients = self._session, self._session.gradients
         assert session.grid is not None, "the session has no place in the grid yet"
         sharded = session.layout is not None and session.layout.distributed_optimizer
@@ -78,15 +83,25 @@ class Forecaster:
         message_bytes = compressed_bytes = gradient.nbytes if gradient is not None else 0
         ends = session.backprop.sending or session.backprop.receiving
         if gradient is not None and ends and ends.plan.compresses(Message(0, epilogue=True), gradient.shape):
-            compressed_bytes = ends.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
-            compress, decompress, remember = time_message(ends.plan, gradient, session.backprop.compressor)
+            compressed_bytes = ends.message_bytes(gradient)
+            plan = replace(ends.plan, codec=session.new_codec(session.config.compressed_backprop_format))
+            compress, decompress, remember = time_message(plan, gradient, fast_compressor())
+        encode = decode = 0.0
+        activation_bytes, forward = message_bytes, session.forward.messages
+        if gradient is not None and forward is not None:
+            activation_bytes = forward.nbytes(gradient)
+            codec = session.new_codec(session.config.pipeline_forward_format)
+            assert codec is not None
+            encode, decode = time_activation(BlockMessages(codec), gradient)
         if session.config.dp_compression and session.alone is not None:
             compress_gradients = time_gradients(
                 [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
                 alone=session.alone,
-                compressor=gradients.compressor,
+                compressor=fast_compressor(),
                 config=session.config,
                 state_dtype=gradients.state_dtype,
+                codecs=session.new_codecs(session.config.dp_compression_format),
+                sharded=sharded,
             )
         return Measured(
             stage=session.grid.place.stage,
@@ -100,25 +115,62 @@ class Forecaster:
             compress=compress,
             decompress=decompress,
             remember=remember,
+            compressed_activation_bytes=activation_bytes,
+            encode=encode,
+            decode=decode,
             dense_bytes=sum(buckets.dense_bytes for buckets in gradients.buckets),
             compressed_bytes=sum(buckets.compressed_bytes for buckets in gradients.buckets),
+            second_phase=second_phase(gradients.codecs, sharded),
             compress_gradients=compress_gradients,
             buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
-            embedding_is_sharded=sharded,
+            gather_bytes=sum(buckets.gather_bytes for buckets in gradients.buckets),
+            lacking=_lacking(gradients.state_bytes, device),
         )
+
+
+def _lacking(nbytes: int, device: torch.device) -> int:
+    """Of `nbytes`, what a GPU has not at the time when training needs most of it; a CPU's memory is not asked for."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(0, nbytes - room)
+
+
+def second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
+    """The share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
+    if codecs is None:
+        return 0.5  # P and Q are of much the same size
+    if sharded:
+        return 0.0
+    block = BlockLayout.of_one(BLOCK)
+    there, back = (codec.message_bytes(block, torch.float32) for codec in codecs)
+    return back / (there + back)
 
 
 def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
     assert session.grid is not None
     nbytes, replicas = sum(buckets.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
+    codecs = session.embedding.codecs if session.embedding is not None else None
+    return embedding_bytes(nbytes, replicas, sharded=sharded, codecs=codecs, has_pair=session.grid.stages > 1)
+
+
+def embedding_bytes(
+    nbytes: int, replicas: int, *, sharded: bool, codecs: BlockCodecs | None, has_pair: bool
+) -> EmbeddingBytes:
+    """What the reduction of a tied embedding of `nbytes` moves; `codecs` are those of its format."""
     with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
-    if not nbytes or session.grid.stages == 1:
-        return EmbeddingBytes(with_replicas=with_replicas)
+    if not nbytes or not has_pair:
+        return EmbeddingBytes(with_replicas=with_replicas, fused_with_replicas=with_replicas)
+    fused = fused_bytes(nbytes, replicas, sharded=sharded, codecs=codecs)
+    # Of the shards alone: what the pair sums when the replicas have.
+    of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, codecs=codecs) if sharded else fused
     return EmbeddingBytes(
         with_replicas=with_replicas,
         with_pair=unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas,
-        fused=fused_bytes(nbytes, replicas, sharded=sharded) - (with_replicas if sharded else 0),
+        fused=of_pair,
+        fused_with_replicas=fused - of_pair,
     )
 
 

@@ -1,5 +1,6 @@
 """How long compression takes on this device, tried on tensors of its own before anything depends on it."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -8,14 +9,21 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors import LowRank, private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.reducer import Reducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 
-__all__ = ["time_gradients", "time_message"]
+__all__ = ["extrapolated", "time_activation", "time_gradients", "time_message"]
 
 _SAMPLE_BYTES = 1 << 26
-"""Gradients that a microbenchmark copies at most; what it did not try takes as long as the rest, byte for byte."""
+"""Gradients that a microbenchmark copies at most, unless one matrix is larger."""
+
+_TRIES = 2
+"""Each may be disturbed; the shortest counts."""
 
 
 @torch.no_grad()
@@ -40,6 +48,22 @@ def time_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tup
 
 
 @torch.no_grad()
+def time_activation(messages: BlockMessages, like: torch.Tensor) -> tuple[float, float]:
+    """Seconds to encode and to decode an activation of the shape, dtype and device of `like`."""
+    activation, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
+    for _ in range(2):  # the first time allocates
+        stopwatch.clear()
+        with stopwatch.timed("encode", like.device):
+            sent = messages.send(activation)
+        arriving = messages.receive(torch.empty_like(activation))
+        arriving.tensor.copy_(sent.tensor)
+        sent.after_wait()
+        with stopwatch.timed("decode", like.device):
+            arriving.after_wait()
+    return stopwatch.total("encode"), stopwatch.total("decode")
+
+
+@torch.no_grad()
 def time_gradients(
     matrices: Sequence[torch.Tensor],
     *,
@@ -47,36 +71,71 @@ def time_gradients(
     compressor: LowRank,
     config: DataParallelCompressionConfig,
     state_dtype: torch.dtype,
+    codecs: BlockCodecs | None,
+    sharded: bool,
 ) -> float:
     """Seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
 
     Args:
         matrices: what would be compressed, unchanged.
         alone: a group of this rank alone.
+        codecs: of blocks; None: P and Q.
+        sharded: whether a replica reads its shard only.
     """
     if not matrices:
         return 0.0
-    shapes: list[torch.Size] = []
-    nbytes = 0
-    for matrix in matrices:
-        if nbytes + matrix.nbytes <= _SAMPLE_BYTES or not shapes:
-            shapes.append(matrix.shape)
-            nbytes += matrix.nbytes
-    like, sizes = matrices[0], [shape.numel() for shape in shapes]
-    # One after the other in one storage, as in a bucket.
-    pieces = _noise((sum(sizes),), like).split(sizes)
-    sample = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-    reducer = BucketReducer(
-        sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="microbenchmark",
-        state_dtype=state_dtype,
-    )  # fmt: skip
-    stopwatch = Stopwatch(on=True)
-    for _ in range(2):  # the first time allocates
-        stopwatch.clear()
-        with stopwatch.timed("gradients", like.device):
-            reducer.reduce()
-            reducer.states.commit({})
-    return stopwatch.total("gradients") * sum(matrix.nbytes for matrix in matrices) / nbytes
+    few, many = _samples([matrix.shape for matrix in matrices], matrices[0].element_size())
+
+    def tried(shapes: Sequence[torch.Size]) -> tuple[int, float]:
+        """Bytes, and the seconds that they take."""
+        like, sizes = matrices[0], [shape.numel() for shape in shapes]
+        # One after the other in one storage, as in a bucket.
+        flat = _noise((sum(sizes),), like)
+        sample = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+        states = FactorStates(config.dp_compression_rank)
+        reducer: Reducer
+        if codecs is not None:
+            reducer = BlockReducer(flat, sample, [], sharded=sharded, group=alone, codecs=codecs)
+        else:
+            reducer = BucketReducer(
+                sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="microbenchmark",
+                state_dtype=state_dtype, states=states,
+            )  # fmt: skip
+        seconds = []
+        for _ in range(1 + _TRIES):  # the first time allocates
+            stopwatch = Stopwatch(on=True)
+            with stopwatch.timed("gradients", like.device):
+                reducer.start()
+                reducer.finish()
+                states.commit({})
+            seconds.append(stopwatch.total("gradients"))
+        return flat.nbytes, min(seconds[1:])
+
+    large = tried(many)
+    small = tried(few) if few != many else large
+    return extrapolated(small, large, sum(matrix.nbytes for matrix in matrices))
+
+
+def _samples(shapes: Sequence[torch.Size], itemsize: int) -> tuple[list[torch.Size], list[torch.Size]]:
+    """Each shape once, and as often as there are any: a few launches do for all matrices of a shape."""
+    counts = Counter(shapes)
+    once: list[torch.Size] = []
+    for shape in counts:
+        if not once or sum(each.numel() for each in (*once, shape)) * itemsize <= _SAMPLE_BYTES:
+            once.append(shape)
+    copies = _SAMPLE_BYTES // (sum(shape.numel() for shape in once) * itemsize)
+    return once, once * max(1, min(copies, max(counts.values())))
+
+
+def extrapolated(few: tuple[int, float], many: tuple[int, float], nbytes: int) -> float:
+    """Seconds for `nbytes`, on the line through two samples of (bytes, seconds): a fixed part, and what bytes take.
+
+    Of one sample, or where noise makes the larger one the faster one, all is taken to be the bytes'.
+    """
+    (low, quick), (high, slow) = few, many
+    if high == low or slow <= quick:
+        return slow * nbytes / high
+    return max(slow + (slow - quick) * (nbytes - high) / (high - low), 0.0)
 
 
 def _noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,13 @@ class StageCost:
 
     backward: float
     activation: float
-    """One activation on its way to the next stage."""
+    """One activation on its way to the next stage, as it is."""
 
     gradient: float
     """A gradient on its way to the stage before, as it is."""
 
     compressed_gradient: float
-    """The same gradient as P and Q."""
+    """The same gradient, compressed."""
 
     compress: float = 0.0
     """What its sender computes before it leaves."""
@@ -48,9 +48,23 @@ class StageCost:
     remember: float = 0.0
     """What its sender computes once it has left."""
 
+    compressed_activation: float = 0.0
+    """The same activation, compressed."""
+
+    encode: float = 0.0
+    """What its sender computes before it leaves."""
+
+    decode: float = 0.0
+    """What its receiver computes before it is of use."""
+
 
 def last_backward_ends(
-    schedule: Schedule, costs: Sequence[StageCost], compressed: Callable[[Message], bool]
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    compressed: Callable[[Message], bool],
+    *,
+    compressed_activations: bool = False,
+    observe: Callable[[int, Pass | None, float, float], None] | None = None,
 ) -> list[float]:
     """When each stage's last backward pass is over, in seconds since the iteration began.
 
@@ -59,7 +73,9 @@ def last_backward_ends(
     Args:
         schedule: whose passes they are; ValueError where they wait for each other in a circle.
         costs: by stage.
-        compressed: whether a message travels as P and Q.
+        compressed: whether a gradient travels compressed.
+        compressed_activations: whether activations do.
+        observe: is told of everything as it happens: stage, pass (None: a message leaves it), begin and end.
     """
     stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
     free, link_free = [0.0] * stages, [0.0] * stages
@@ -69,7 +85,10 @@ def last_backward_ends(
     arrived = {(True, -1, work.micro_batch): 0.0 for work in todo[0]}
 
     def travel(stage: int, seconds: float) -> float:
-        link_free[stage] = max(link_free[stage], free[stage]) + seconds
+        begin = max(link_free[stage], free[stage])
+        link_free[stage] = begin + seconds
+        if observe:
+            observe(stage, None, begin, link_free[stage])
         return link_free[stage]
 
     def run(stage: int, work: Pass) -> bool:
@@ -79,10 +98,18 @@ def last_backward_ends(
         ready = arrived.get((work.forward or from_the_loss, source, work.micro_batch))
         if ready is None:
             return False
-        free[stage] = max(free[stage], ready) + (cost.forward if work.forward else cost.backward)
+        begin = max(free[stage], ready)
+        free[stage] = begin + (cost.forward if work.forward else cost.backward)
+        if observe:
+            observe(stage, work, begin, free[stage])
         result = work.forward, place, work.micro_batch
-        if work.forward:
-            arrived[result] = free[stage] if place == last else travel(stage, cost.activation)
+        if work.forward and place == last:
+            arrived[result] = free[stage]
+        elif work.forward and compressed_activations:
+            free[stage] += cost.encode
+            arrived[result] = travel(stage, cost.compressed_activation) + cost.decode
+        elif work.forward:
+            arrived[result] = travel(stage, cost.activation)
         elif place > 0:
             if next(messages[stage - 1]):
                 free[stage] += cost.compress

@@ -1,12 +1,13 @@
 """Wraps megatron/training/arguments.py: our flags in Megatron's parser, and their validation after Megatron's own."""
 
 import argparse
+import difflib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from optimus_cc_ext import cpu_runtime
+from optimus_cc_ext import cpu_runtime, shared_gpu
 from optimus_cc_ext.artifact import add_gone_flags, take_notes
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
 from optimus_cc_ext.flags import add_flags, request_from
@@ -47,7 +48,11 @@ def wraps(
         @functools.wraps(original)
         def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
             notes = take_notes(args)
-            result = original(args, *rest, **kwargs)
+            try:
+                result = original(args, *rest, **kwargs)
+            except SystemExit as ended:
+                # Megatron leaves with exit() where a flag is no longer valid: status 0, and nothing was trained.
+                raise SystemExit(ended.code or 2) from None
             try:
                 resolution, layout = resolution_from(args)
             except FlagError as error:
@@ -68,12 +73,16 @@ def wraps(
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's parser, and on a CPU the defaults that it needs there."""
+    """Add our flags to Megatron's parser, and the defaults that the device needs."""
     if cpu_runtime.is_active():
         cpu_runtime.apply_cpu_defaults(parser)
+    elif shared_gpu.is_active():
+        parser.set_defaults(distributed_backend=shared_gpu.NAME)
     _repair_help(parser)
     add_gone_flags(parser)
-    return add_flags(parser)
+    add_flags(parser)
+    _suggest(parser)
+    return parser
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +93,24 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
             formatter._expand_help(action)
         except (ValueError, TypeError, KeyError):
             action.help = (action.help or "").replace("%", "%%")
+
+
+def _suggest(parser: argparse.ArgumentParser) -> None:
+    """Let errors of the parser name the nearest flags, and leave out a usage of several hundred lines."""
+    original = parser.error
+    parser.usage = "%(prog)s <Megatron's flags> <Optimus-CC's flags>; --help lists them"
+
+    def error(message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = {
+            word: difflib.get_close_matches(word.split("=")[0], parser._option_string_actions, 2)
+            for word in unknown
+            if word.startswith("--")
+        }
+        hints = [f"{word}: did you mean {' or '.join(flags)}?" for word, flags in near.items() if flags]
+        original(". ".join([message, *hints]))
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
@@ -105,6 +132,14 @@ def layout_from(args: argparse.Namespace) -> Layout:
         data_parallel=args.data_parallel_size,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         distributed_optimizer=args.use_distributed_optimizer,
-        train_iters=args.train_iters,
+        train_iters=_train_iters(args),
         seed=args.seed,
     )
+
+
+def _train_iters(args: argparse.Namespace) -> int | None:
+    """Iterations of the run, as Megatron's `update_train_iters` will count them; None: a batch size that grows."""
+    grows = getattr(args, "step_batch_size_schedule", None) or getattr(args, "rampup_batch_size", None)
+    if args.train_iters or not getattr(args, "train_samples", None) or grows:
+        return args.train_iters  # type: ignore[no-any-return]
+    return args.train_samples // args.global_batch_size  # type: ignore[no-any-return]

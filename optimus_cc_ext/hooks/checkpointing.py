@@ -1,9 +1,9 @@
 """Wraps megatron/training/checkpointing.py: what the techniques remember is saved and loaded with every checkpoint.
 
 Saving: each rank writes its state beside the checkpoints before Megatron saves; between Megatron's files and its
-tracker file (with --async-save: before the background writer is done) all of it is moved there. Megatron's own
-files carry a mark of the save that ours belong to. Loading: after Megatron's, all ranks agree about what they found
-before any of them uses it.
+tracker file all of it is moved there. With --async-save training waits for a copy to the host's memory only: a thread
+writes that, and Megatron moves it when every rank's writer is done. Megatron's own files carry a mark of the save that
+ours belong to. Loading: after Megatron's, all ranks agree about what they found before any of them uses it.
 """
 
 import functools
@@ -11,7 +11,9 @@ import inspect
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ import torch.distributed as dist
 
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.resuming import Resumption, decide, settings_of
-from optimus_cc_ext.checkpoint.state_files import DamagedState, Manifest
+from optimus_cc_ext.checkpoint.state_files import DamagedState, Manifest, RankFile
 from optimus_cc_ext.errors import OptimusError, exit_with
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.session import Session
 
-__all__ = ["wraps"]
+__all__ = ["resume_beside", "save_beside", "wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
@@ -61,6 +63,8 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
         (Seam(f"{_MODULE}:save_checkpoint", _SAVE), _around(saving.save)),
         (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), _around(saving.save)),
         (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), _around(saving.before_tracker)),
+        (Seam(f"{_MODULE}:schedule_async_save", ("async_request",)), _around(saving.schedule)),
+        (Seam(f"{_CALLERS}:maybe_finalize_async_save", ("blocking",)), _around(saving.finalize)),
         (Seam(f"{_MODULE}:load_checkpoint", _LOAD), _around(loading.load)),
         (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), _around(loading.load)),
         (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), _around(loading.note)),
@@ -80,6 +84,40 @@ def _around(call: Callable[..., Any]) -> Callable[[Any], Any]:
     return factory
 
 
+@dataclass(frozen=True)
+class _Files:
+    """The files of one save."""
+
+    staging: Path
+    """The folder in which they wait to be moved into the checkpoint."""
+
+    write: Callable[[], RankFile]
+    """This rank's."""
+
+    manifest: Manifest
+    """Without them."""
+
+    def describe(self, written: Callable[[], RankFile]) -> None:
+        """Have every rank's be `written`, and write the last of them. Collective over all ranks.
+
+        Raises:
+            OptimusError: on all ranks, if one of them could not write; says which one, and why.
+        """
+        failed = "writing the state of compression failed: "
+        manifest = replace(self.manifest, files=tuple(_on_all_ranks(written, failed)))
+        first = dist.get_rank() == 0
+        _on_all_ranks(lambda: state_files.write_manifest(self.staging, manifest) if first else None, failed)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A save whose files a thread writes."""
+
+    files: _Files
+    file: Future[RankFile]
+    iteration_folder: Path
+
+
 @dataclass
 class _Saving:
     session: Session
@@ -87,59 +125,123 @@ class _Saving:
     """On the first rank, while Megatron saves: the folder of checkpoints, that of the files that wait to be moved into
     the checkpoint (None: there is nothing to remember), and the checkpoint's."""
 
+    under_way: _UnderWay | None = None
+    """With --async-save; on all ranks or none."""
+
+    thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
         from megatron.training.checkpointing import get_checkpoint_name
 
+        # Megatron, too, warns of a save before the last one is done. Two copies of the state are one too many.
+        self.finish()
         given, megatron_args = _arguments(original, args, kwargs), get_args()
         iteration = given["iteration"]
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
-        iteration_folder = get_checkpoint_name(folder, iteration, given["release"], return_base_dir=True)
+        iteration_folder = Path(get_checkpoint_name(folder, iteration, given["release"], return_base_dir=True))
         vars(megatron_args).pop(_MARK, None)
-        staging = None
+        files, in_background = None, bool(megatron_args.async_save)
         if settings := settings_of(self.session.config, _words(megatron_args, _MESSAGES)):
-            staging, mark = self._stage(Path(folder), iteration, settings, _words(megatron_args, _TOPOLOGY))
-            setattr(megatron_args, _MARK, mark)
-        if dist.get_rank() == 0:
-            self.staged = folder, staging, Path(iteration_folder)
+            topology = _words(megatron_args, _TOPOLOGY)
+            files = self.start(Path(folder), iteration, settings, topology, copied=in_background)
+            setattr(megatron_args, _MARK, files.manifest.checkpoint)
+            if not in_background:
+                files.describe(files.write)
+        if dist.get_rank() == 0 and not (files and in_background):
+            self.staged = folder, files.staging if files else None, iteration_folder
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             self.staged = None
+        if files and in_background:  # now, because Megatron may just have forked
+            self.under_way = _UnderWay(files, self.thread.submit(files.write), iteration_folder)
+        return result
 
-    def _stage(
-        self, save_folder: Path, iteration: int, settings: dict[str, dict[str, Any]], topology: dict[str, Any]
-    ) -> tuple[Path, str]:
-        """Write every rank's state beside the checkpoints; where, and the mark of this save. Collective over all ranks.
+    def start(
+        self, save_folder: Path, iteration: int, settings: dict[str, Any], topology: dict[str, Any], *, copied: bool
+    ) -> _Files:
+        """What is to be written beside the checkpoints. Collective over all ranks.
+
+        Args:
+            copied: the state is written later, as it is now.
 
         Raises:
-            OptimusError: on all ranks, if one of them could not write; says which one, and why.
+            OptimusError: on all ranks, if there is no folder to write to, or no memory for a copy.
         """
-        rank, staging = dist.get_rank(), state_files.staging_folder(save_folder)
+        rank, staging, state = dist.get_rank(), state_files.staging_folder(save_folder), dict[str, Any]()
 
-        def start() -> str:
+        def begin() -> str:
             if rank == 0:
                 state_files.start_staging(save_folder)
+            now = self.session.state_dict()
+            state.update(state_files.copy_on_host(now) if copied else now)
             return uuid.uuid4().hex
 
-        mark = _on_all_ranks(start, "making a folder for the state of compression failed: ")[0]
-        failed = "writing the state of compression failed: "
-        files = _on_all_ranks(
-            lambda: state_files.write_rank_file(staging, rank, iteration, self.session.state_dict()), failed
+        mark = _on_all_ranks(begin, "preparing to save the state of compression failed: ")[0]
+        write = partial(state_files.write_rank_file, staging, rank, iteration, state)
+        return _Files(
+            staging, write, Manifest(iteration=iteration, checkpoint=mark, topology=topology, techniques=settings)
         )
-        manifest = Manifest(
-            iteration=iteration, checkpoint=mark, topology=topology, techniques=settings, files=tuple(files)
-        )
-        _on_all_ranks(lambda: state_files.write_manifest(staging, manifest) if rank == 0 else None, failed)
-        return staging, mark
+
+    def schedule(self, original: Callable[..., Any], async_request: Any) -> Any:
+        from megatron.training import get_args
+
+        # All ranks call what is in there once their writers are done; the last of it writes the tracker file.
+        async_request.finalize_fns.insert(0, partial(self.finish, getattr(get_args(), _MARK, None)))
+        return original(async_request)
+
+    def finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        blocking = _arguments(original, args, kwargs)["blocking"]
+        if self.under_way and not blocking and not all(_on_all_ranks(self.under_way.file.done, "")):
+            return None  # the loop asks again after each iteration
+        return original(*args, **kwargs)
+
+    def finish(self, mark: str | None = None) -> None:
+        """Put what a thread writes into its checkpoint: of the save with this mark, or of any. Collective.
+
+        Raises:
+            OptimusError: on all ranks, if one of them could not write.
+        """
+        this = self.under_way
+        if this is None or mark not in (None, this.files.manifest.checkpoint):
+            return
+        self.under_way = None
+        this.files.describe(this.file.result)
+        if dist.get_rank() == 0:
+            state_files.publish(this.files.staging, this.iteration_folder)
 
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
-        # The first rank asks for the tracker file's name when every rank's part of the checkpoint is written, or handed
-        # to the background writer.
+        # The first rank asks for the tracker file's name when every rank's part of the checkpoint is written.
         if self.staged is not None and str(checkpoints_path) == self.staged[0]:
             state_files.publish(*self.staged[1:])
             self.staged = None
         return original(checkpoints_path)
+
+
+def save_beside(session: Session, iteration_folder: Path, iteration: int, args: Any) -> None:
+    """Put the state beside a checkpoint that another program than Megatron's loop has saved. Collective over all ranks.
+
+    Raises:
+        OptimusError: on all ranks, if one of them could not write.
+    """
+    if settings := settings_of(session.config, _words(args, _MESSAGES)):
+        topology = _words(args, _TOPOLOGY)
+        files = _Saving(session).start(iteration_folder.parent, iteration, settings, topology, copied=False)
+        files.describe(files.write)
+        if dist.get_rank() == 0:
+            state_files.publish(files.staging, iteration_folder)
+
+
+def resume_beside(session: Session, iteration_folder: Path, iteration: int, args: Any) -> None:
+    """Restore what `save_beside` put there, and say what does not fit. Collective over all ranks.
+
+    Raises:
+        OptimusError: on all ranks: a file is missing or damaged, or ranks found different ones.
+    """
+    manifest = state_files.read_manifest(iteration_folder)
+    mark = None if manifest is None else manifest.checkpoint
+    _resume(session, _Found(iteration_folder, iteration, mark, release=False), args)
 
 
 def _save_folder(args: Any, non_persistent: bool) -> str:

@@ -17,7 +17,7 @@ __all__ = ["wraps"]
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(session: Session, ensure_placed: Callable[[bool], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session, ensure_placed: Callable[[Any, bool], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,10 +25,10 @@ def wraps(session: Session, ensure_placed: Callable[[bool], None]) -> list[tuple
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             refuse_unsupported(_facts(self), session.config)
-            ensure_placed(self.ddp_config.use_distributed_optimizer)
+            ensure_placed(self.config, self.ddp_config.use_distributed_optimizer)
             experts = _expert_parameters(self.module)
             for bucket_group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
-                attach(session, bucket_group, never_compressed=experts)
+                attach(session, bucket_group, experts=experts)
 
         return __init__
 
@@ -36,7 +36,7 @@ def wraps(session: Session, ensure_placed: Callable[[bool], None]) -> list[tuple
 
 
 def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
-    """The weights of a mixture's routed experts: they stay dense, whatever the expert parallelism.
+    """The weights of a mixture's routed experts: low rank leaves them dense, whatever the expert parallelism.
 
     An expert's gradient comes from the few tokens that were routed to it, on some replicas from none: what one step
     leaves out is not what a later step lacks. Only with expert parallelism does Megatron give them buckets (and a

@@ -49,7 +49,7 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
                 session.embedding.reduce(_to_reduce(session.embedding, chunk, embedding))
             else:
                 original(model, config, *args, **kwargs)
-            _count(session, embedding.main_grad.nbytes, chunk.ddp_config.use_distributed_optimizer)
+            _count(session, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
 
         return _allreduce_word_embedding_grads
 
@@ -70,10 +70,13 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
     return own_shard(bucket_group, bucket)
 
 
-def _count(session: Session, nbytes: int, sharded: bool) -> None:
+def _count(session: Session, gradient: torch.Tensor, sharded: bool) -> None:
     """The embedding's whole way: over the replicas (else a part of its bucket) and over the pair of stages."""
     assert session.grid is not None
-    replicas = session.grid.data_parallel
+    nbytes, replicas, fused = gradient.nbytes, session.grid.data_parallel, session.embedding
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)
-    sent = raw if session.embedding is None else fused_bytes(nbytes, replicas, sharded=sharded)
+    if fused is not None:
+        sent = fused_bytes(nbytes, replicas, sharded=sharded, codecs=fused.codecs, dtype=gradient.dtype)
+    else:
+        sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
     session.traffic.add(TrafficClass.EMBEDDING, raw=raw, sent=sent)

@@ -39,11 +39,12 @@ class Installation:
         self._applied = AppliedWraps()
         self.session: Session | None = None
 
-    def start(self, config: OptimusConfig | None) -> None:
+    def start(self, config: OptimusConfig | None, train_iters: int | None = None) -> None:
         """Check Megatron, and wrap what is needed first.
 
         Args:
             config: what to do; None: read it from Megatron's command line.
+            train_iters: iterations of the run, where no command line says it.
 
         Raises:
             UnsupportedMegatron: of another version, or with a seam that does not hold.
@@ -52,13 +53,13 @@ class Installation:
         if config is None:
             self._applied.apply(arguments.wraps(self._resolved))
         else:
-            self.activate(config, None)
+            self.activate(config, None, train_iters)
 
-    def activate(self, config: OptimusConfig, layout: Layout | None) -> None:
+    def activate(self, config: OptimusConfig, layout: Layout | None, train_iters: int | None = None) -> None:
         """Wrap what `config` needs: nothing at all where it asks for nothing."""
         if self.session is not None:
             return
-        self.session = Session(config, layout)
+        self.session = Session(config, layout, train_iters)
         self._applied.apply(_training_wraps(self.session))
 
     def remove(self) -> None:
@@ -75,20 +76,28 @@ class Installation:
 def describe(config: OptimusConfig) -> str:
     """What is switched on, in one line."""
     parts = []
+    if config.pipeline_forward_format != "dense":
+        parts.append(f"compressed activations ({config.pipeline_forward_format})")
     if config.compressed_backprop:
         lep = "with" if config.lazy_error_propagation else "without"
         parts.append(
-            f"compressed backpropagation (rank {config.compressed_backprop_rank}, "
+            f"compressed backpropagation ({_format_of(config, 'compressed_backprop')}, "
             f"{config.compressed_backprop_messages} messages, {lep} lazy error propagation)"
         )
     if config.fused_embedding_sync:
-        parts.append("fused embedding sync")
+        dense = config.fused_embedding_sync_format == "dense"
+        parts.append("fused embedding sync" + ("" if dense else f" ({config.fused_embedding_sync_format})"))
     if config.dp_compression:
         stages = config.dp_compression_stages
         named = {"all": "all stages", "auto": "the stages where measured times say that it pays"}
-        where = named.get(str(stages), f"the first {stages} stages")
-        parts.append(f"data-parallel compression (rank {config.dp_compression_rank}, {where})")
+        where = named.get(str(stages), "the first stage" if stages == 1 else f"the first {stages} stages")
+        parts.append(f"data-parallel compression ({_format_of(config, 'dp_compression')}, {where})")
     return ", ".join(parts) or "every technique is off"
+
+
+def _format_of(config: OptimusConfig, technique: str) -> str:
+    chosen: str = getattr(config, f"{technique}_format")
+    return f"rank {getattr(config, f'{technique}_rank')}" if chosen == "low-rank" else chosen
 
 
 def all_seams() -> list[Seam]:
@@ -102,9 +111,11 @@ def _training_wraps(session: Session) -> _Wraps:
     if not (session.config.any_technique or session.config.compression_metrics):
         return []
 
-    def ensure_placed(distributed_optimizer: bool = False) -> None:
+    def ensure_placed(model_config: Any, distributed_optimizer: bool = False) -> None:
         if session.grid is None:
-            session.place(*_grid_and_layout(session, distributed_optimizer))
+            note = session.place(*_grid_and_layout(session, model_config.params_dtype, distributed_optimizer))
+            if note is not None and torch.distributed.get_rank() == 0:
+                print(f"optimus-cc: {note}", flush=True)
 
     wraps: _Wraps = [
         *p2p_communication.wraps(session),
@@ -122,7 +133,7 @@ def _importable(seam: Seam) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _grid_and_layout(session: Session, distributed_optimizer: bool) -> tuple[Grid, Layout]:
+def _grid_and_layout(session: Session, dtype: torch.dtype, distributed_optimizer: bool) -> tuple[Grid, Layout]:
     from megatron.core import parallel_state
 
     grid = Grid(
@@ -136,6 +147,7 @@ def _grid_and_layout(session: Session, distributed_optimizer: bool) -> tuple[Gri
         data_parallel=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         embedding_group=_embedding_group(parallel_state),
+        dtype=dtype,
         timeout=_timeout(),
     )
     # In a custom training loop nothing says whether the embeddings are tied; the model will, by having one or not.
@@ -144,6 +156,7 @@ def _grid_and_layout(session: Session, distributed_optimizer: bool) -> tuple[Gri
         data_parallel=grid.data_parallel,
         tied_embeddings=True,
         distributed_optimizer=distributed_optimizer,
+        train_iters=session.train_iters,
     )
     return grid, layout
 

@@ -1,4 +1,4 @@
-"""Wraps megatron/core/pipeline_parallel/p2p_communication.py: gradients between stages travel compressed.
+"""Wraps megatron/core/pipeline_parallel/p2p_communication.py: what passes between stages travels compressed.
 
 `_batched_p2p_ops` returns a list of requests that are waited for in order, `_p2p_ops` a dict of them by role. Both are
 given other tensors in place of some (`Transfer`); what is to be done once these have travelled becomes a request.
@@ -48,7 +48,7 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
             if not session.active or session.grid is None or group is not session.grid.pipeline_group:
                 return original(group=group, **rest)
             tensors = {role: rest[f"tensor_{role}"] for role in _ROLES}
-            transfers = session.backprop.transfers(tensors)
+            transfers = session.transfers(tensors)
             _count(session, tensors, transfers)
             posted = {f"tensor_{role}": transfer.tensor for role, transfer in transfers.items()}
             requests = original(group=group, **rest | posted)

@@ -16,32 +16,49 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer, reduced_bytes, worth_compressing
+from optimus_cc_ext.techniques.block_reducer import ExchangePlan, range_in, sent_alone
+from optimus_cc_ext.techniques.bucket_reducer import reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.reducer import Reducer
 from optimus_cc_ext.techniques.side_stream import SideStream
 
 __all__ = ["attach", "own_shard"]
 
 
-def attach(session: Session, bucket_group: Any, never_compressed: Collection[Any] = ()) -> None:
-    """Take over, or at least count, the gradient reduction of one `_ParamAndGradBucketGroup`.
+def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -> None:
+    """Take over, or at least count, the reductions of one `_ParamAndGradBucketGroup`, and count its gathers.
 
-    `never_compressed` holds parameters whose gradients stay dense.
+    `experts` holds the weights of routed experts, whose gradients low rank does not compress.
     """
-    buckets = _Buckets(session, bucket_group, never_compressed)
+    buckets = _Buckets(session, bucket_group, experts)
     session.gradients.add_buckets(buckets)
     bucket_group.start_grad_sync = buckets.start_grad_sync
+    if buckets.gather_bytes:
+        _count_gathers(session, bucket_group, buckets.gather_bytes)
+
+
+def _count_gathers(session: Session, bucket_group: Any, nbytes: int) -> None:
+    """The optimizer's step starts them, or the forward pass that needs the parameters."""
+    original = bucket_group.start_param_sync
+
+    def start_param_sync(force_sync: bool = False) -> None:
+        # Forced while one is under way, it waits for that one.
+        waits_only = force_sync and bucket_group.param_gather_handle is not None
+        original(force_sync)
+        if session.grid is not None and not waits_only:
+            session.traffic.add(TrafficClass.PARAM_GATHER, raw=nbytes, sent=nbytes)
+
+    bucket_group.start_param_sync = start_param_sync
 
 
 class _Buckets:
     """A bucket group of Megatron's, and how its gradients are reduced; see `selective_stage_compression.Buckets`."""
 
-    def __init__(self, session: Session, bucket_group: Any, never_compressed: Collection[Any]) -> None:
-        self._session, self._bucket_group, self._never_compressed = session, bucket_group, never_compressed
+    def __init__(self, session: Session, bucket_group: Any, experts: Collection[Any]) -> None:
+        self._session, self._bucket_group, self._experts = session, bucket_group, experts
         self._original: Callable[..., None] = type(bucket_group).start_grad_sync.__get__(bucket_group)
         self._sharded = bucket_group.ddp_config.use_distributed_optimizer
         overlapped = bucket_group.ddp_config.overlap_grad_reduce
@@ -49,15 +66,27 @@ class _Buckets:
         self.overlapping = len(bucket_group.buckets) if overlapped else 0
         self.group = _group(bucket_group)
         self.tied_bytes = _tied_bytes(bucket_group)
+        self.tied_saved = 0
+        self.gather_bytes = 0
+        if self._sharded:
+            parameters = (bucket.param_data.nbytes for bucket in bucket_group.buckets)
+            self.gather_bytes = sum(reduce_scatter_bytes(nbytes, self.group.size()) for nbytes in parameters)
+        self._grad_dtype: torch.dtype = bucket_group.buckets[0].grad_data.dtype
         # The tied embedding is a traffic class of its own, also where it travels with its bucket.
+        self._dense = reduce_scatter_bytes if self._sharded else all_reduce_bytes
         nbytes = sum(bucket.grad_data.nbytes for bucket in bucket_group.buckets) - self.tied_bytes
-        self.dense_bytes = (reduce_scatter_bytes if self._sharded else all_reduce_bytes)(nbytes, self.group.size())
-        # The distributed optimizer reduces a tied embedding over the replicas as ever, and its shard over the stages.
-        self._left_out = session.embedding is not None and self.tied_bytes > 0 and not self._sharded
-        self._uncompressed: list[BucketReducer] = []
-        self._compressed: list[BucketReducer] = []
-        if self._left_out:
-            self._uncompressed = _reducers(session, bucket_group, _none, leave_out_tied=True)
+        self.dense_bytes = self._dense(nbytes, self.group.size())
+        # The distributed optimizer reduces a tied embedding over the replicas as ever, and its shard over the stages:
+        # in a bucket of its own, in the format of fused embedding synchronisation.
+        self._fused = session.embedding if self.tied_bytes else None
+        self._left_out = self._fused is not None and not self._sharded
+        if self._fused is not None:
+            bucket, tied = next((bucket, p) for bucket in bucket_group.buckets for p in bucket.params if _is_tied(p))
+            self._fused.preallocate(own_shard(bucket_group, bucket) if self._is_fused(bucket) else tied.main_grad)
+        self._uncompressed: list[Reducer] = []
+        self._compressed: list[Reducer] = []
+        if self._left_out or (self._fused is not None and self._fused.codecs is not None):
+            self._uncompressed = [self._reducer(bucket, compressing=False) for bucket in bucket_group.buckets]
 
     @property
     def matrices(self) -> list[torch.Tensor]:
@@ -67,19 +96,33 @@ class _Buckets:
     @property
     def compressed_bytes(self) -> int:
         """What is moved to reduce all gradients but a tied embedding's, if they are compressed."""
-        matrices = self.matrices
+        codecs, ranks, matrices = self._session.gradients.codecs, self.group.size(), self.matrices
         if not matrices:
             return self.dense_bytes
-        dense = [p.main_grad for p in self._bucket_group.params if not self._compressible(p) and not _is_tied(p)]
-        nbytes = reduced_bytes(matrices, dense, self._session.config.dp_compression_rank)
-        return all_reduce_bytes(nbytes, self.group.size())
+        if codecs is None:
+            dense = [p.main_grad for p in self._bucket_group.params if not self._compressible(p) and not _is_tied(p)]
+            return all_reduce_bytes(reduced_bytes(matrices, dense, self._session.config.dp_compression_rank), ranks)
+        sent = 0
+        for bucket in self._bucket_group.buckets:
+            if not _is_all_tied(bucket):
+                flat = bucket.grad_data
+                coded, plain = ([range_in(flat, p.main_grad) for p in ps] for ps in self._split(bucket, True))
+                plan = ExchangePlan(flat.numel(), coded, plain, flat.dtype, ranks, self._sharded, codecs)
+                tied = self._part_of_tied() if _is_partly_tied(bucket) and not self._left_out else 0
+                sent += plan.sent_bytes() - tied
+        return sent
 
     def compress(self) -> None:
         """From now on, and after the warm-up of compression, gradients that can be compressed are."""
         if self.matrices:
-            self._compressed = _reducers(
-                self._session, self._bucket_group, self._compressible, leave_out_tied=self._left_out
-            )
+            buckets = self._bucket_group.buckets
+            # What fused embedding synchronisation reduces is the same in the warm-up.
+            self._compressed = [
+                self._uncompressed[index]
+                if self._uncompressed and self._is_fused(bucket)
+                else self._reducer(bucket, compressing=True)
+                for index, bucket in enumerate(buckets)
+            ]
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """In place of `_ParamAndGradBucketGroup.start_grad_sync`."""
@@ -90,6 +133,7 @@ class _Buckets:
         if not session.active or not reducers or started_already:
             self._original(force_all_reduce)
             if session.active and not started_already:
+                self.tied_saved = 0
                 session.traffic.add(TrafficClass.DP_GRADIENTS, raw=self.dense_bytes, sent=self.dense_bytes)
             return
         assert session.alone is not None, "the session was placed without a group of its own"
@@ -98,18 +142,74 @@ class _Buckets:
         if bucket_group.grad_reduce_handle is not None:
             # Alone as it is, the collective may still write what it read; ours must not run beside it.
             bucket_group.grad_reduce_handle.wait()
-        handle = _Reduction(reducers, session.gradients.reducers, self._side, whole=bool(force_all_reduce))
+        whole = bool(force_all_reduce)
+        handle = _Reduction(reducers, session.gradients.reducers, self._side, whole=whole)
         if self._side is not None:
             bucket_group.grad_reduce_handle = handle
         else:
             handle.wait()
-        nbytes = sum(r.reduced_bytes for r in reducers) - (0 if self._left_out else self.tied_bytes)
-        session.traffic.add(
-            TrafficClass.DP_GRADIENTS, raw=self.dense_bytes, sent=all_reduce_bytes(nbytes, self.group.size())
-        )
+        session.traffic.add(TrafficClass.DP_GRADIENTS, raw=self.dense_bytes, sent=self._sent_bytes(reducers, whole))
+
+    def _sent_bytes(self, reducers: list[Reducer], whole: bool) -> int:
+        """What they send but for a tied embedding, which is counted with its own class."""
+        sent = tied = 0
+        for bucket, reducer in zip(self._bucket_group.buckets, reducers, strict=True):
+            sent += reducer.sent_bytes(whole)
+            if _is_all_tied(bucket):
+                tied += reducer.sent_bytes(whole)
+            elif _is_partly_tied(bucket) and not self._left_out:
+                tied += self._part_of_tied(whole)
+        self.tied_saved = self._dense(self.tied_bytes, self.group.size()) - tied
+        return sent - tied
+
+    def _part_of_tied(self, whole: bool = False) -> int:
+        """Of the bytes that are sent of a bucket, those of a tied embedding in it."""
+        codecs, ranks, dtype = self._session.gradients.codecs, self.group.size(), self._grad_dtype
+        if codecs is None:
+            return all_reduce_bytes(self.tied_bytes, ranks)
+        numel = self.tied_bytes // dtype.itemsize
+        return sent_alone(numel, dtype, ranks, self._sharded, codecs, whole)
+
+    def _is_fused(self, bucket: Any) -> bool:
+        """Whether it is a tied embedding's own, reduced in the format of fused embedding synchronisation."""
+        return self._fused is not None and self._sharded and _is_all_tied(bucket)
 
     def _compressible(self, parameter: Any) -> bool:
-        return parameter not in self._never_compressed and _compressible(parameter, self._session.config)
+        gradients, config = self._session.gradients, self._session.config
+        if self._fused is not None and _is_tied(parameter):
+            return False
+        if gradients.codecs is not None:
+            return bool(parameter.main_grad.dim() >= 2)
+        # Word embeddings and output layers stay dense: their gradients have a row per word, and a high rank.
+        if parameter in self._experts or getattr(parameter, "is_embedding_or_output_parameter", False):
+            return False
+        return worth_compressing(parameter.main_grad, config.dp_compression_rank, config.force_compression)
+
+    def _split(self, bucket: Any, compressing: bool) -> tuple[list[Any], list[Any]]:
+        """The parameters of a bucket that are compressed, and the others; a tied embedding may be neither."""
+        parameters = [p for p in bucket.params_list if not (self._left_out and _is_tied(p))]
+        fused = self._fused.codecs is not None if self._fused is not None and self._is_fused(bucket) else None
+        compressed = [p for p in parameters if (compressing and self._compressible(p) if fused is None else fused)]
+        return compressed, [p for p in parameters if all(p is not other for other in compressed)]
+
+    def _reducer(self, bucket: Any, *, compressing: bool) -> Reducer:
+        """What is compressible in a bucket compressed, or nothing; a tied embedding left out or not."""
+        if bucket.params_with_extra_main_grads:
+            raise FlagError(
+                "--ddp-param-name-patterns-for-fp32-local-accumulation",
+                "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
+                "Leave it out",
+            )
+        compressed, others = self._split(bucket, compressing)
+        return self._session.gradients.add_reducer(
+            bucket.grad_data,
+            [p.main_grad for p in compressed],
+            [p.main_grad for p in others],
+            norm_groups=[getattr(p, "grad_norm_group", None) or MAIN_NORM_GROUP for p in compressed],
+            sharded=self._sharded,
+            group=self.group,
+            fused=self._fused if self._is_fused(bucket) else None,
+        )
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
@@ -123,26 +223,26 @@ class _Reduction:
 
     Args:
         everyones: the reducers of all buckets of this rank. The first reduction that is waited for lets all that were
-            started `all_reduce_q`, so that their second phases travel one behind the other; bucket by bucket, each
-            would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
+            started go on to the `second_phase`, so that what follows travels one behind the other; bucket by bucket,
+            each would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
         side: where it runs, if the backward pass goes on meanwhile.
         whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
     """
 
     def __init__(
-        self, reducers: list[BucketReducer], everyones: list[BucketReducer], side: SideStream | None, *, whole: bool
+        self, reducers: list[Reducer], everyones: list[Reducer], side: SideStream | None, *, whole: bool
     ) -> None:
-        self._reducers, self._everyones, self._side, self._whole = reducers, everyones, side, whole
+        self._reducers, self._everyones, self._side = reducers, everyones, side
         with self._beside():
             for reducer in reducers:
-                reducer.start()
+                reducer.start(whole)
 
     def wait(self) -> None:
         with self._beside():
             for reducer in self._everyones:
-                reducer.all_reduce_q()
+                reducer.second_phase()
             for reducer in self._reducers:
-                reducer.finish(self._whole)
+                reducer.finish()
         if self._side is not None:
             self._side.join()
 
@@ -150,50 +250,16 @@ class _Reduction:
         return nullcontext() if self._side is None else self._side.work()
 
 
-def _none(parameter: Any) -> bool:
-    return False
-
-
-def _reducers(
-    session: Session, bucket_group: Any, compressible: Callable[[Any], bool], *, leave_out_tied: bool
-) -> list[BucketReducer]:
-    """One reducer per bucket: what is `compressible` compressed, a tied embedding left out or not."""
-    sharded = bucket_group.ddp_config.use_distributed_optimizer
-    reducers = []
-    for bucket in bucket_group.buckets:
-        if bucket.params_with_extra_main_grads:
-            raise FlagError(
-                "--ddp-param-name-patterns-for-fp32-local-accumulation",
-                "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
-                "Leave it out",
-            )
-        matrices, norm_groups, dense = [], [], []
-        for parameter in bucket.params_list:
-            if leave_out_tied and _is_tied(parameter):
-                continue
-            if compressible(parameter):
-                matrices.append(parameter.main_grad)
-                norm_groups.append(getattr(parameter, "grad_norm_group", None) or MAIN_NORM_GROUP)
-            else:
-                dense.append(parameter.main_grad.view(-1))
-        shard = own_shard(bucket_group, bucket) if sharded else None
-        reducers.append(
-            session.gradients.add_reducer(
-                matrices, dense, norm_groups=norm_groups, shard=shard, group=_group(bucket_group)
-            )
-        )
-    return reducers
-
-
-def _compressible(parameter: Any, config: OptimusConfig) -> bool:
-    """Word embeddings and output layers stay dense: their gradients have a row per word, and a high rank."""
-    if getattr(parameter, "is_embedding_or_output_parameter", False):
-        return False
-    return worth_compressing(parameter.main_grad, config.dp_compression_rank, config.force_compression)
-
-
 def _is_tied(parameter: Any) -> bool:
     return getattr(parameter, "shared_embedding", False)
+
+
+def _is_all_tied(bucket: Any) -> bool:
+    return all(_is_tied(parameter) for parameter in bucket.params)
+
+
+def _is_partly_tied(bucket: Any) -> bool:
+    return any(_is_tied(parameter) for parameter in bucket.params)
 
 
 def _tied_bytes(bucket_group: Any) -> int:

@@ -15,8 +15,8 @@ def _any(config: OptimusConfig) -> bool:
     return config.any_technique
 
 
-def _backprop(config: OptimusConfig) -> bool:
-    return config.compressed_backprop
+def _messages(config: OptimusConfig) -> bool:
+    return config.compressed_backprop or config.pipeline_forward_format != "dense"
 
 
 def _embedding(config: OptimusConfig) -> bool:
@@ -28,7 +28,7 @@ def _gradients(config: OptimusConfig) -> bool:
 
 
 def _remembers(config: OptimusConfig) -> bool:
-    return config.compressed_backprop or config.dp_compression
+    return config.backprop_remembers or config.gradients_remember
 
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
@@ -51,6 +51,14 @@ def _set(name: str) -> Callable[[argparse.Namespace], Any]:
 
 def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
     return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+def _graph_of_everything(args: argparse.Namespace) -> bool:
+    # Megatron 0.17 has it as a scope of "local", a member of an enumeration; later ones have turned it into their own.
+    scopes = getattr(args, "cuda_graph_scope", None) or ()
+    return getattr(args, "cuda_graph_impl", "none") == "full_iteration" or any(
+        getattr(scope, "name", scope) == "full_iteration" for scope in scopes
+    )
 
 
 _QUANTISED = "quantised parameter buffers are not supported with --fused-embedding-sync and --dp-compression"
@@ -104,11 +112,11 @@ REFUSALS = (
         "layer-wise optimizers (Muon and others) lay their gradients out differently", "Use --optimizer adam or sgd",
     ),
     Refusal(
-        "--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") == "full_iteration", _any,
+        "--cuda-graph-impl", _graph_of_everything, _any,
         "a graph of the whole iteration would replay one iteration's decisions for ever",
     ),
     Refusal(
-        "--use-ring-exchange-p2p", _set("use_ring_exchange_p2p"), _backprop,
+        "--use-ring-exchange-p2p", _set("use_ring_exchange_p2p"), _messages,
         "ring exchange does not pass through the calls that compression wraps",
     ),
     Refusal(

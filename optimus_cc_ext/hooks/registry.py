@@ -24,9 +24,10 @@ __all__ = [
     "megatron_version",
 ]
 
-SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.1", "0.19.2")
-"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.1 is what Megatron-LM
-calls itself at the tag core_v0.19.0; the wheel of that number was withdrawn for it."""
+SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.0 is the wheel
+that Megatron-Bridge 0.6 takes; 0.19.1 is what Megatron-LM calls itself at the tag core_v0.19.0, and its wheel was
+withdrawn."""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
 

@@ -9,7 +9,7 @@ import torch
 
 from optimus_cc_ext.forecast.forecaster import Forecaster
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.hooks.training import device_of_collectives
+from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 
@@ -20,7 +20,7 @@ _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_pipelining_without_interleaving")
 
 
-def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session, ensure_placed: Callable[[Any], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
 
     forecaster = Forecaster(session)
@@ -33,9 +33,9 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
                     return original(num_microbatches=num_microbatches, forward_only=True, **rest)
                 from megatron.core.utils import get_model_config
 
-                ensure_placed()
-                assert session.grid is not None
                 model_config = get_model_config(_chunks(rest["model"])[0])
+                ensure_placed(model_config)
+                assert session.grid is not None
                 schedule: Schedule = NonInterleaved(session.grid.stages, num_microbatches)
                 if name == _INTERLEAVED:
                     group_size = model_config.microbatch_group_size_per_vp_stage
@@ -46,7 +46,7 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
                 if session.preallocate(schedule, gradient):
                     _announce_memory(session)
                 undecided = session.gradients.stages_are_open
-                forecaster.before_pass(schedule, gradient, device_of_collectives())
+                forecaster.before_pass(schedule, gradient, training_device())
                 if undecided and session.gradients.compressed_stages:
                     _announce_memory(session)  # what was said first knew nothing of the stages just chosen
                 with session.iteration(schedule, _loss_scale(model_config)):
@@ -60,7 +60,7 @@ def wraps(session: Session, ensure_placed: Callable[[], None]) -> list[tuple[Sea
         def factory(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def step(*args: Any, **kwargs: Any) -> Any:
-                with forecaster.computing(kind, device_of_collectives()):
+                with forecaster.computing(kind, training_device()):
                     return original(*args, **kwargs)
 
             return step
@@ -85,28 +85,58 @@ def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor |
         return None
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
     shape = (sequence // split, micro_batch, config.hidden_size)
-    return torch.empty(1, dtype=config.pipeline_dtype, device=device_of_collectives()).expand(shape)
+    return torch.empty(1, dtype=config.pipeline_dtype, device=training_device()).expand(shape)
 
 
 def _loss_scale(config: Any) -> torch.Tensor | None:
     """What this iteration's loss is multiplied by, 0-dim, still on the device; None without loss scaling."""
     if not config.fp16 or config.grad_scale_func is None:
         return None
-    return config.grad_scale_func(torch.ones((), device=device_of_collectives())).reshape(())
+    return config.grad_scale_func(torch.ones((), device=training_device())).reshape(())
 
 
 def _announce_memory(session: Session) -> None:
-    """Say what residuals and factors take, on the rank where they take most."""
+    """Say what residuals, factors and messages take, on the rank where they take most."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, [technique.states.nbytes for technique in session.techniques])
-    if torch.distributed.get_rank() == 0:
-        link, buckets = max(everyone, key=sum)
-        dtype = session.config.compression_state_dtype
+    torch.distributed.all_gather_object(
+        everyone,
+        (
+            (session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes),
+            session.gradients.state_bytes if session.gradients.stages_are_open else 0,
+            _free_bytes(),
+        ),
+    )
+    if torch.distributed.get_rank() > 0:
+        return
+    taken, later, free = zip(*everyone, strict=True)
+    link, buckets, _ = max(taken, key=sum)
+    messages = max(messages for *_, messages in taken)
+    if any(technique.on for technique in session.techniques):
         print(
-            f"optimus-cc: compressor state in {dtype}: up to {(link + buckets) / 1e6:.1f} MB on a rank "
-            f"({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB gradient buckets)",
+            f"optimus-cc: compressor state in {session.config.compression_state_dtype}: up to "
+            f"{(link + buckets) / 1e6:.1f} MB on a rank ({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB "
+            "gradient buckets)",
             flush=True,
         )
+    if messages:
+        print(f"optimus-cc: messages of gradients: up to {messages / 1e6:.1f} MB on a rank", flush=True)
+    if any(later):
+        print(
+            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, where there "
+            "is room for it",
+            flush=True,
+        )
+    if None not in free:
+        print(f"optimus-cc: GPU memory that is left, at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
+
+
+def _free_bytes() -> int | None:
+    """Of this rank's GPU, without what PyTorch's allocator holds unused; None on a CPU."""
+    device = training_device()
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @functools.lru_cache

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.metrics.alarm import ErrorAlarm
 from optimus_cc_ext.metrics.report import collect
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
-__all__ = ["device_of_collectives", "wraps"]
+__all__ = ["training_device", "wraps"]
 
 _MODULE = "megatron.training.training"
 _SKIPPED = 1
@@ -40,7 +42,7 @@ def _train_step(session: Session, original: Callable[..., Any]) -> Callable[...,
     def train_step(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         iteration = given.get("iteration")
-        measured = session.config.compression_metrics and iteration is not None and any(_due(iteration + 1))
+        measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
         session.begin_step(iteration, measured=measured)
         result = original(*args, **kwargs)
         session.end_step(applied=not result[_SKIPPED], clip=_clip(given["optimizer"], result[_GRADIENT_NORM]))
@@ -71,40 +73,40 @@ def _training_log(session: Session, original: Callable[..., Any]) -> Callable[..
     return training_log
 
 
-def _due(iteration: int) -> tuple[bool, bool]:
-    """Whether Megatron writes to the terminal, and to TensorBoard or W&B, after this iteration (the first is 1)."""
+def _due(iteration: int) -> bool:
+    """Whether Megatron writes its log's line after this iteration (the first is 1).
+
+    TensorBoard and W&B have every iteration by default: each would pay for copies of all that is compressed, a
+    collective of all ranks and reads from the device.
+    """
     from megatron.training import get_args
 
-    args = get_args()
-    has_writer = args.tensorboard_dir is not None or bool(getattr(args, "wandb_project", ""))
-    return iteration % args.log_interval == 0, has_writer and iteration % args.tensorboard_log_interval == 0
+    return iteration % get_args().log_interval == 0
 
 
 class _Reporter:
     """Collects what all ranks measured, at the logging intervals only, and writes it where Megatron writes."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session, self._alarm = session, ErrorAlarm()
         self._reported = [0] * len(session.traffic.as_list())
         self._last_iteration: int | None = None
 
     def log(self, iteration: int) -> None:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-        to_terminal, to_writers = _due(iteration)
         if self._last_iteration is None:
             self._last_iteration = iteration - 1
-        if not (to_terminal or to_writers) or iteration == self._last_iteration:
+        if not _due(iteration) or iteration == self._last_iteration:
             return
         counts = self._session.traffic.as_list()
         fresh = [now - before for now, before in zip(counts, self._reported, strict=True)]
-        report = collect(self._session, fresh, iteration - self._last_iteration, device_of_collectives())
+        report = collect(self._session, fresh, iteration - self._last_iteration, training_device())
         self._reported, self._last_iteration = counts, iteration
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
-        if to_terminal:
-            for line in report.lines():
-                print(f"  optimus-cc {line}", flush=True)
+        for line in (*report.lines(), *self._alarm.lines(report)):
+            print(f"  optimus-cc {line}", flush=True)
         scalars = report.scalars()
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
@@ -113,7 +115,7 @@ class _Reporter:
             wandb.log(scalars, iteration)
 
 
-def device_of_collectives() -> torch.device:
-    """Where the default group's collectives take their tensors."""
-    on_gpu = torch.distributed.get_backend() == "nccl"
+def training_device() -> torch.device:
+    """Where this rank's model is, and so the tensors of its collectives, whatever their backend is called."""
+    on_gpu = not cpu_runtime.is_active() and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -4,19 +4,28 @@ Each rank contributes one row of sums to a table of stages, one all-reduce adds 
 the same report from it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import sqrt
 
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
+from optimus_cc_ext.metrics.gauge import norm
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
+__all__ = ["TITLES", "Report", "StageMetrics", "TechniqueMetrics", "collect"]
+
+TITLES = {
+    "pipeline_forward": "forward",
+    "compressed_backprop": "CB",
+    "dp_compression": "SC",
+    "fused_embedding_sync": "FE",
+}
+"""What techniques are called in the log. CB's time covers what a stage receives, too, and so does that of forward."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class TechniqueMetrics:
     """Sum over the ranks of |error|^2, Frobenius, in units of the scaled loss."""
 
     compressed: float = 0.0
-    """The same of what was compressed: gradient plus residual."""
+    """The same of what was compressed: with low-rank, gradient plus residual."""
 
     residual: float = 0.0
     """The same of what is remembered, in units of the loss."""
@@ -37,7 +46,7 @@ class TechniqueMetrics:
 
     @property
     def relative_error(self) -> float:
-        """|error| / |gradient plus residual|."""
+        """|error| / |what was compressed|."""
         return sqrt(self.error / self.compressed) if self.compressed else 0.0
 
 
@@ -46,11 +55,8 @@ class StageMetrics:
     """Sums over the ranks of one stage."""
 
     ranks: int
-    links: TechniqueMetrics
-    """Compressed backpropagation: what this stage sends; its time covers what it receives, too."""
-
-    buckets: TechniqueMetrics
-    """Selective stage compression."""
+    techniques: Mapping[str, TechniqueMetrics]
+    """By title."""
 
     statistics: StatisticsSums
 
@@ -63,6 +69,18 @@ class Report:
     """(raw, sent) bytes per iteration by class, of all ranks."""
 
     stages: tuple[StageMetrics, ...]
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """By title, of what is compressed."""
+
+    def errors(self) -> dict[str, float]:
+        """By title, the relative error over all stages, of what was compressed in the measured iteration."""
+        sums = {
+            title: [
+                sum(getattr(stage.techniques[title], name) for stage in self.stages) for name in ("error", "compressed")
+            ]
+            for title in TITLES.values()
+        }
+        return {title: sqrt(error / of) for title, (error, of) in sums.items() if of != 0.0}
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
@@ -72,7 +90,7 @@ class Report:
             if raw
         ]
         yield f"traffic per iteration | {' | '.join(parts) or 'none'}"
-        parts = [part for name in ("links", "buckets") for part in self._technique(name)]
+        parts = [self._technique(title, error) for title, error in self.errors().items()]
         if parts:
             yield f"compression | {' | '.join(parts)}"
         parts = [
@@ -91,11 +109,12 @@ class Report:
             named[f"{traffic_class.value} raw bytes"] = raw
             named[f"{traffic_class.value} sent bytes"] = sent
         for number, stage in enumerate(self.stages):
-            for name, technique in (("CB", stage.links), ("SC", stage.buckets)):
+            for name, technique in stage.techniques.items():
                 if technique.seconds:
                     named[f"{name} milliseconds/stage {number}"] = 1e3 * technique.seconds / stage.ranks
                 if technique.compressed:
                     named[f"{name} relative error/stage {number}"] = technique.relative_error
+                if technique.residual:
                     named[f"{name} residual norm/stage {number}"] = sqrt(technique.residual / stage.ranks)
             if pairs := stage.statistics.pairs:
                 named[f"error cosine/stage {number}"] = stage.statistics.cosine / pairs
@@ -103,17 +122,13 @@ class Report:
                 named[f"activation difference mean/stage {number}"] = stage.statistics.difference_mean / pairs
         return {f"optimus-cc/{name}": value for name, value in named.items()}
 
-    def _technique(self, name: str) -> Iterator[str]:
+    def _technique(self, title: str, error: float) -> str:
         """One technique on all stages: its error over all of them, residual and time where they are largest."""
-        measured: list[tuple[int, TechniqueMetrics]] = [(stage.ranks, getattr(stage, name)) for stage in self.stages]
-        compressed = sum(technique.compressed for _, technique in measured)
-        if not compressed:
-            return
-        error = sqrt(sum(technique.error for _, technique in measured) / compressed)
+        measured = [(stage.ranks, stage.techniques[title]) for stage in self.stages]
         residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
         milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
-        title = {"links": "CB", "buckets": "SC"}[name]
-        yield f"{title}: error {100 * error:.2f} %, residual norm {residual:.3e}, {milliseconds:.2f} ms"
+        remembered = f", residual norm {residual:.3e}" if residual else ""
+        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{remembered}, {milliseconds:.2f} ms"
 
 
 def collect(session: Session, traffic: Sequence[int], iterations: int, device: torch.device) -> Report:
@@ -129,7 +144,7 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     statistics = session.backprop.statistics.sums()
     row = [
         1.0,
-        *(value for technique in session.techniques for value in _sums(technique, session.loss_scale)),
+        *(value for name in TITLES for value in _sums(session, name)),
         *(statistics.pairs, statistics.cosine, statistics.error_mean, statistics.difference_mean),
         *traffic,
     ]
@@ -138,20 +153,31 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     table = table.to(device)
     dist.all_reduce(table)
     sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
+    width = len(fields(TechniqueMetrics))
     stages = tuple(
         StageMetrics(
             int(values[0]),
-            TechniqueMetrics(*values[1:5]),
-            TechniqueMetrics(*values[5:9]),
-            StatisticsSums(int(values[9]), *values[10:13]),
+            {
+                title: TechniqueMetrics(*values[1 + index * width :][:width])
+                for index, title in enumerate(TITLES.values())
+            },
+            StatisticsSums(int(values[1 + len(TITLES) * width]), *values[2 + len(TITLES) * width :][:3]),
         )
         for values in table.tolist()
     )
-    return Report(dict(zip(TrafficClass, zip(sums[::2], sums[1::2], strict=True), strict=True)), stages)
+    return Report(
+        dict(zip(TrafficClass, zip(sums[::2], sums[1::2], strict=True), strict=True)),
+        stages,
+        {title: getattr(session.config, f"{name}_format") for name, title in TITLES.items()},
+    )
 
 
-def _sums(technique: Technique, loss_scale: float) -> tuple[float, ...]:
+def _sums(session: Session, name: str) -> tuple[float, ...]:
     """The fields of `TechniqueMetrics`."""
-    norms = (float(torch.linalg.vector_norm(r, dtype=torch.float64)) for r in technique.states.residuals())
-    residual = sum(norm**2 for norm in norms) / loss_scale**2
-    return (*technique.gauge.squares(), residual, technique.gauge.seconds())
+    gauge, states = session.gauges.get(name), session.states.get(name)
+    if gauge is None:
+        return (0.0,) * len(fields(TechniqueMetrics))
+    scratch = Scratch()
+    norms = (float(norm(residual, scratch)) for residual in (states.residuals() if states else ()))
+    residual = sum(norm**2 for norm in norms) / session.loss_scale**2
+    return (*gauge.squares(), residual, gauge.seconds())

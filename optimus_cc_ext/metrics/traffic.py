@@ -1,13 +1,13 @@
 """Bytes by traffic class: what vanilla Megatron would have sent, and what was sent.
 
 These are logical bytes per rank, by the usual formulas: a point-to-point message counts once, at its sender; a
-ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D, a reduce-scatter half of it. What a transport really
-moves can differ.
+ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D, a reduce-scatter or an all-gather half of it. What a
+transport really moves can differ.
 """
 
 import enum
 
-__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes", "reduce_scatter_bytes"]
+__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes", "exchanged_bytes", "reduce_scatter_bytes"]
 
 
 class TrafficClass(enum.Enum):
@@ -17,6 +17,8 @@ class TrafficClass(enum.Enum):
     PIPELINE_BACKWARD = "pipeline backward"
     DP_GRADIENTS = "DP gradients"
     EMBEDDING = "embedding"
+    PARAM_GATHER = "parameter gather"
+    """The distributed optimizer's all-gather of what its replicas updated. Megatron's own: sent as it is."""
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
@@ -27,6 +29,11 @@ def all_reduce_bytes(nbytes: int, ranks: int) -> int:
 def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
     """Bytes that one rank sends in a ring reduce-scatter of `nbytes` over `ranks` ranks."""
     return nbytes * (ranks - 1) // ranks
+
+
+def exchanged_bytes(message: int, ranks: int) -> int:
+    """Bytes that one rank sends where every other one gets a message of its: in an all-to-all, or an all-gather."""
+    return message * (ranks - 1)
 
 
 class Traffic:

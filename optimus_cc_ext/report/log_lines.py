@@ -16,7 +16,10 @@ _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$
 _SCALARS = {
     "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),
     "optimus-cc/{} raw bytes": re.compile(r"\| ([^|:]+): [\d.]+ of ([\d.]+) MB"),
-    "optimus-cc/{} milliseconds": re.compile(r"\b(CB|SC): error \S+ %, residual norm \S+, ([\d.]+) ms"),
+    "optimus-cc/{} milliseconds": re.compile(
+        r"\b(forward|CB|SC|FE)[\w -]*: error \S+ %(?:, residual norm \S+)?, ([\d.]+) ms"
+    ),
+    "optimus-cc/{} relative error": re.compile(r"\b(forward|CB|SC|FE)[\w -]*: error (\S+) %"),
     "optimus-cc/error cosine/stage {}": re.compile(r"stage (\d+): cosine ([^\s,]+)"),
     "optimus-cc/error mean/stage {}": re.compile(r"stage (\d+): cosine \S+ mean error ([^\s,]+)"),
     "optimus-cc/activation difference mean/stage {}": re.compile(
@@ -64,13 +67,14 @@ def parse_techniques(line: str) -> str | None:
 def parse_scalars(line: str) -> dict[str, float]:
     """Read what our metrics and the memory reports say, by the tags of the event file as far as it has them.
 
-    Bytes are those of all ranks per iteration, milliseconds those of the stage where they are most: the event file
-    has them of each.
+    Bytes are those of all ranks per iteration, errors those of all stages, milliseconds those of the stage where they
+    are most: the event file has both of each.
     """
     found: dict[str, float] = {}
     if "optimus-cc" in line or "memory (MB)" in line:
         for tag, pattern in _SCALARS.items():
-            scale = 1e6 if tag.endswith("bytes") else 1.0  # in the log they are MB
+            # In the log they are MB and percent.
+            scale = 1e6 if tag.endswith("bytes") else 1e-2 if tag.endswith("relative error") else 1.0
             found |= {tag.format(name): scale * float(value) for name, value in pattern.findall(line)}
     return found
 

@@ -4,13 +4,13 @@ import base64
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from optimus_cc_ext import __version__
 
-__all__ = ["alarm", "card", "document", "folded", "grid", "machine", "number", "picture", "points"]
+__all__ = ["alarm", "card", "document", "folded", "grid", "listed", "machine", "number", "picture", "points"]
 
 _STYLE = """
 :root { color-scheme: light; --ink: #24292f; --dim: #57606a; --line: #e3e7ec; }
@@ -82,6 +82,11 @@ def points(facts: Mapping[str, str], note: str = "") -> str:
     return f'<ul>{items}</ul><p class="note">{escape(note)}</p>'
 
 
+def listed(texts: Sequence[str]) -> str:
+    """Sentences, one below the other."""
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+
+
 def folded(summary: str, texts: Mapping[str, str]) -> str:
     """Long texts, to be unfolded."""
     parts = "".join(f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts.items())
@@ -96,8 +101,7 @@ def picture(path: Path) -> str:
 
 def alarm(heading: str, complaints: list[str]) -> str:
     """What must not be overlooked; nothing where there are no complaints."""
-    items = "".join(f"<li>{escape(complaint)}</li>" for complaint in complaints)
-    return card(heading, f"<ul>{items}</ul>", kind="alarm") if complaints else ""
+    return card(heading, listed(complaints), kind="alarm") if complaints else ""
 
 
 def machine() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """One palette and one look for all pictures, and the kinds of pictures that more than one report has."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from optimus_cc_ext.report.record import Curve, Share
 from optimus_cc_ext.report.table import Cell, Table
 
-__all__ = ["GRID", "INK", "PALETTE", "colour", "lines", "loss_curves", "panels", "save", "tidy", "traffic_bars"]
+__all__ = [
+    "GRID", "INK", "PALETTE", "colour", "curves", "gain", "lines", "loss_curves", "panels", "save", "tidy",
+    "traffic_bars",
+]  # fmt: skip
 
 PALETTE = ("#3b6fb6", "#e07b1f", "#2a9d8f", "#c2453d", "#7b5ea7", "#e0a21f", "#5f6b76", "#c66ba8", "#8c6d46")
 INK, GRID, _FAINT = "#24292f", "#e7eaee", "#c9d1da"
@@ -49,8 +52,8 @@ def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> 
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """`name`.png for slides and mails, `name`.svg for pages."""
-    for suffix in ("png", "svg"):
+    """`name`.png for mails, `name`.svg for pages, `name`.pdf for papers."""
+    for suffix in ("png", "svg", "pdf"):
         figure.savefig(folder / f"{name}.{suffix}", dpi=_DPI)
 
 
@@ -64,46 +67,117 @@ def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", l
         )  # fmt: skip
 
 
-def loss_curves(title: str, vanilla: Curve, compressed: Curve) -> Figure:
-    """Both curves, and below how far the compressed run's is above the other."""
-    figure, ((above,), (below,)) = panels(2, 1, 7.2, 2.3, sharex=True, height_ratios=(3, 1.15))
-    marker = "o" if len(vanilla.values) < 30 else ""
-    # The line below is wider, so that both can be seen where they coincide.
-    for name, curve, width, alpha in (("vanilla", vanilla, 3.2, 0.75), ("compressed", compressed, 1.4, 1.0)):
-        above.plot(
-            curve.iterations, curve.values, label=name, color=colour(name, 0), alpha=alpha,
-            lw=width, marker=marker, ms=2 * width,
-        )  # fmt: skip
-    above.set_ylabel("nats per token")
-    above.legend(frameon=False)
+def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = None) -> Figure:
+    """One curve, or two and below how far the second lies above the first.
 
-    old, new = (dict(zip(curve.iterations, curve.values, strict=True)) for curve in (vanilla, compressed))
-    steps = sorted(old.keys() & new.keys())
-    gaps = [new[step] / old[step] - 1 for step in steps]
-    below.axhline(0, color=INK, lw=0.8)
-    below.plot(steps, gaps, color=colour("compressed", 0), marker=marker, lw=1.4, ms=2.8)
-    # At least 1 % high: a difference of nothing must look like nothing.
-    below.set_ylim(1.15 * min(-0.005, *gaps), 1.15 * max(0.005, *gaps))
-    below.yaxis.set_major_formatter(PercentFormatter(1.0))
-    below.yaxis.set_major_locator(MaxNLocator(4))
-    below.set_ylabel("compressed\nagainst vanilla")
-    below.set_xlabel("iteration")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    tidy(above, title, "both")
-    tidy(below, grid="both")
+    Args:
+        band: how far other orders of the batches move the first's loss, as a fraction of it.
+    """
+    ratios = {"height_ratios": (3, 1.15)} if len(losses) == 2 else {}
+    figure, rows = panels(len(losses), 1, 7.2, 4.6 / len(losses), sharex=True, **ratios)
+    _draw_losses(rows[0][0], losses)
+    tidy(rows[0][0], title, "both")
+    if len(losses) == 2:
+        _draw_gap(rows[1][0], losses, band)
+        tidy(rows[1][0], grid="both")
+    rows[-1][0].set_xlabel("iteration")
     figure.align_ylabels()
     return figure
 
 
-def traffic_bars(shares: Sequence[Share]) -> Figure:
-    """Raw and sent bytes by class; the last of `shares` is their sum, and stands in the title."""
+def _draw_losses(axes: Axes, losses: Mapping[str, Curve]) -> None:
+    # The line below is wider, so that both can be seen where they coincide.
+    for place, (name, curve) in enumerate(losses.items()):
+        width, alpha = ((3.2, 0.75), (1.4, 1.0))[place or len(losses) == 1]
+        marker = "o" if len(curve.values) < 30 else ""
+        axes.plot(
+            curve.iterations, curve.values, label=name, color=PALETTE[place], alpha=alpha, lw=width, marker=marker,
+            ms=2 * width,
+        )  # fmt: skip
+    axes.set_ylabel("nats per token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+
+
+def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> None:
+    (first, base), (second, curve) = losses.items()
+    old, new = (dict(zip(c.iterations, c.values, strict=True)) for c in (base, curve))
+    steps = sorted(old.keys() & new.keys())
+    gaps = [new[step] / old[step] - 1 for step in steps]
+    axes.axhline(0, color=INK, lw=0.8)
+    if band is not None:
+        axes.axhspan(-band, band, color=PALETTE[0], alpha=0.15, lw=0, label=f"{first}, batches in another order")
+        axes.legend(frameon=False, fontsize="x-small", loc="upper right")
+    axes.plot(steps, gaps, color=PALETTE[1], marker="o" if len(steps) < 30 else "", lw=1.4, ms=2.8)
+    # At least 1 % high: a difference of nothing must look like nothing.
+    axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_ylabel(f"{second}\nagainst {first}")
+
+
+def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:
+    """Lines over the iterations, from 0 up."""
+    figure, ((axes,),) = panels(1, 1, 7.2, 3.2)
+    for place, (name, curve) in enumerate(drawn.items()):
+        marker = "o" if len(curve.values) < 30 else ""
+        shade = PALETTE[place % len(PALETTE)]
+        axes.plot(curve.iterations, curve.values, label=name, color=shade, lw=1.4, marker=marker, ms=3)
+    axes.set(xlabel="iteration", ylabel=label, ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize="small", ncols=2)
+    tidy(axes, title)
+    return figure
+
+
+def gain(
+    seconds: Mapping[str, Mapping[str, tuple[float, float, float]]], losses: Mapping[str, Curve],
+    traffic: Mapping[str, Sequence[Share]],
+) -> Figure:  # fmt: skip
+    """What it is for, in one picture: time, loss and bytes of two runs side by side.
+
+    Args:
+        seconds: where (such as the rate of the links) and run to quartiles of an iteration's seconds.
+        losses: of each run.
+        traffic: of each run, with the sum at the end.
+    """
+    figure, ((time, loss, sent),) = panels(1, 3, 4.2, 3.6)
+    for group, of_runs in enumerate(seconds.values()):
+        for place, (name, (lower, median, upper)) in enumerate(of_runs.items()):
+            x = group + 0.4 * (place - 0.5 * (len(of_runs) - 1))
+            time.bar(x, median, 0.36, color=PALETTE[place], label="" if group else name)
+            time.vlines(x, lower, upper, color=INK, lw=1.2)
+            time.text(x, upper, f"{median:.2f} s", ha="center", va="bottom", fontsize="small", color=INK)
+    time.set_xticks(range(len(seconds)), list(seconds))
+    time.set_ylim(0, 1.18 * max(upper for of_runs in seconds.values() for *_, upper in of_runs.values()))
+    time.legend(frameon=False, fontsize="small")
+    tidy(time, "Seconds per iteration")
+    _draw_losses(loss, losses)
+    loss.set_xlabel("iteration")
+    tidy(loss, "Validation loss", "both")
+    for place, shares in enumerate(traffic.values()):
+        foot = 0.0
+        for kind, share in enumerate(shares[:-1]):
+            shade = PALETTE[2 + kind % (len(PALETTE) - 2)]
+            sent.bar(place, share.sent / 1e6, 0.6, bottom=foot, color=shade, label="" if place else share.name)
+            foot += share.sent / 1e6
+        sent.text(place, foot, f"{foot:.1f} MB", ha="center", va="bottom", fontsize="small", color=INK)
+    sent.set_xticks(range(len(traffic)), list(traffic))
+    sent.set_ylim(0, 1.12 * max(shares[-1].sent for shares in traffic.values()) / 1e6)
+    sent.legend(frameon=False, fontsize="small")
+    tidy(sent, "Sent per iteration, all ranks")
+    return figure
+
+
+def traffic_bars(name: str, shares: Sequence[Share]) -> Figure:
+    """Raw and sent bytes of run `name` by class; the last of `shares` is their sum, and stands in the title."""
     *classes, everything = shares
     figure, ((axes,),) = panels(1, 1, 7.2, 4.2)
     margin = max(share.raw for share in classes) / 9e7
     for place, share in enumerate(classes):
         raw, sent = share.raw / 1e6, share.sent / 1e6
         raw_bar = axes.barh(place - 0.2, raw, height=0.36, color=_FAINT)
-        sent_bar = axes.barh(place + 0.2, sent, height=0.36, color=colour("compressed", 0))
+        sent_bar = axes.barh(place + 0.2, sent, height=0.36, color=PALETTE[1])
         axes.text(raw + margin, place - 0.2, f"{raw:.2f} MB", va="center", color="#57606a")
         axes.text(
             sent + margin, place + 0.2, f"{sent:.2f} MB  ({share.ratio:.1%})",
@@ -114,7 +188,7 @@ def traffic_bars(shares: Sequence[Share]) -> Figure:
     axes.set_xlim(0, 1.18 * 90 * margin)
     axes.set_xlabel("MB per iteration, all ranks together")
     # Where the pipeline's bars are short.
-    axes.legend((raw_bar, sent_bar), ("raw: what vanilla sends", "sent, compressed"), frameon=False, loc="upper right")
+    axes.legend((raw_bar, sent_bar), ("raw: what vanilla sends", f"sent, {name}"), frameon=False, loc="upper right")
     title = f"Traffic: {everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB sent ({everything.ratio:.1%})"
     tidy(axes, title, "x")
     return figure

@@ -3,16 +3,28 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, quantiles
 
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report import ReportError
 from optimus_cc_ext.report.log_lines import parse_progress, parse_scalars
 
-__all__ = ["SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "Share", "read_events", "read_logs", "shares"]
+__all__ = [
+    "SECONDS",
+    "TRAINING",
+    "VALIDATION",
+    "Curve",
+    "Record",
+    "Share",
+    "read_events",
+    "read_logs",
+    "read_run",
+    "shares",
+]
 
+_EVENTS = "events.out.tfevents.*"
 TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time"
 
 
@@ -36,8 +48,20 @@ class Curve:
     @property
     def median(self) -> float:
         """Over all iterations but the first, which sets things up."""
-        later = [value for iteration, value in zip(self.iterations, self.values, strict=True) if iteration > 1]
-        return median(later) if later else nan
+        return self.between(2).quartiles[1]
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The lower one, the median, the upper one."""
+        if len(self.values) < 2:
+            return (self.last,) * 3
+        lower, middle, upper = quantiles(self.values, n=4, method="inclusive")
+        return lower, middle, upper
+
+    def between(self, first: int, last: float = inf) -> "Curve":
+        """Iterations from `first` to `last`."""
+        kept = [(i, value) for i, value in zip(self.iterations, self.values, strict=True) if first <= i <= last]
+        return Curve(tuple(i for i, _ in kept), tuple(value for _, value in kept))
 
 
 @dataclass(frozen=True)
@@ -90,19 +114,78 @@ class Record:
         return self.curve(f"optimus-cc/{traffic_class} raw bytes")
 
 
-def read_events(folder: Path) -> Record:
-    """Read the event files in `folder`. Scalars are float32 there: whole bytes are exact up to 16.7 MB."""
-    # Here, not above: it takes a second, and bad input need not wait for it.
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+def read_run(folder: Path) -> Record:
+    """Read event files, or, where there are none, the logs (log*.txt) that scripts/paper keeps; raises ReportError."""
+    if next(folder.rglob(_EVENTS), None) is None and TRAINING in (record := read_logs(folder)).scalars:
+        return record
+    return read_events(folder)
 
-    accumulator = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
-    accumulator.Reload()
-    # After training Megatron validates once more, at the same iteration on other text, and exits without a flush: the
-    # event file may or may not have it. The validation within training is always there, and first.
-    return Record(folder, {
-        tag: dict(sorted({event.step: event.value for event in reversed(accumulator.Scalars(tag))}.items()))
-        for tag in accumulator.Tags()[SCALARS]
-    })  # fmt: skip
+
+def read_events(folder: Path) -> Record:
+    """Read the event files of one run, in `folder` or in one folder below. Scalars are float32 there: whole bytes are
+    exact up to 16.7 MB. Of an iteration run twice, as by a run that resumed, the later file counts.
+
+    Raises:
+        ReportError: no event files, those of several runs, or one that ends in the middle.
+    """
+    files = sorted(folder.rglob(_EVENTS), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise ReportError(f"{folder}: no event files ({_EVENTS}). Train with --tensorboard-dir FOLDER")
+    if others := {path.parent for path in files} - {files[0].parent}:
+        raise ReportError(f"{folder}: event files of several runs, in {files[0].parent} and {min(others)}. Name one")
+    scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    earlier: tuple[Path, int] | None = None
+    for file in files:
+        found = _read_events(file)
+        if not found:  # a run that ended before its first iteration
+            continue
+        begins = min(step for steps in found.values() for step in steps)
+        if earlier and begins <= earlier[1]:
+            raise ReportError(
+                f"{file}: starts at iteration {begins}, and {earlier[0].name} at {earlier[1]}: these are two runs, as"
+                " one that resumes starts later. Give each a folder"
+            )
+        earlier = file, begins
+        for tag, values in found.items():
+            scalars[tag] |= values
+    if not scalars:
+        raise ReportError(f"{files[0]}: no scalars. Did the run end before its first iteration? Look into its log")
+    return Record(folder, {tag: dict(sorted(values.items())) for tag, values in scalars.items()})
+
+
+def _read_events(file: Path) -> dict[str, dict[int, float]]:
+    """Tag to the values of its scalars."""
+    # Here, not above: it takes a second, and bad input need not wait for it.
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    loader = EventFileLoader(str(file))
+    for event in loader.Load():
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "scalars":
+                # After training Megatron validates once more, at the same iteration on other text, and exits without a
+                # flush: the file may or may not have it. The validation within training is always there, and first.
+                scalars[value.tag].setdefault(event.step, float(make_ndarray(value.tensor).item()))
+    if (read := _whole_records(file)) is not None:
+        raise ReportError(f"{file}: ends in the middle of a record, at byte {read}: cut off, or not a copy to the end")
+    return scalars
+
+
+def _whole_records(file: Path) -> int | None:
+    """Byte at which a record begins that is not there to its end; None if all are."""
+    # Each is its length (8 bytes), a check of that (4), so many bytes, a check of these (4). TensorBoard reads what is
+    # still being written, and hence takes half a record for the end.
+    size, place = file.stat().st_size, 0
+    with file.open("rb") as stream:
+        while place < size:
+            stream.seek(place)
+            header = stream.read(8)
+            following = place + 16 + int.from_bytes(header, "little")
+            if len(header) < 8 or following > size:
+                return place
+            place = following
+    return None
 
 
 def read_logs(folder: Path) -> Record:
@@ -139,7 +222,7 @@ class Share:
 
 
 def shares(record: Record) -> list[Share]:
-    """Mean raw and sent bytes per iteration of each class, then of all of them."""
-    names = [traffic_class.value for traffic_class in TrafficClass]
+    """Mean raw and sent bytes per iteration of each class that there is, then of all of them."""
+    names = [each.value for each in TrafficClass if record.raw(each.value).mean > 0]  # NaN where nobody said it
     classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
     return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]

@@ -1,6 +1,7 @@
 """A table, written once: as CSV, as Markdown (which rich shows on a terminal), and for the page."""
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -40,10 +41,15 @@ class Table:
 
     def write_csv(self, path: Path) -> None:
         """Every digit, for further work."""
-        with path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(self.columns)
-            writer.writerows(["" if _unknown(cell) else cell for cell in row] for row in self.rows)
+        path.write_text(self.csv(), encoding="utf-8", newline="")
+
+    def csv(self) -> str:
+        """The same as text."""
+        stream = io.StringIO()
+        writer = csv.writer(stream)
+        writer.writerow(self.columns)
+        writer.writerows(["" if _unknown(cell) else cell for cell in row] for row in self.rows)
+        return stream.getvalue()
 
     def markdown(self) -> str:
         """Title, table and note."""

@@ -5,7 +5,7 @@ PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
     1. M_d += E_d
     2. P = sum_d M_d Q                  start
     3. P = orth(P)
-    4. Q = sum_d M_d^T P                all_reduce_q
+    4. Q = sum_d M_d^T P                second_phase
     5. G = P Q^T
     6. E_d = M_d - G / D                finish
 
@@ -31,9 +31,11 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, packed_numel, pays
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.collective import PendingSum
+from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
 from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.reducer import contiguous_runs
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
 from optimus_cc_ext.techniques.strided import progressions
 
@@ -85,7 +87,7 @@ class _Pack:
 
 
 class BucketReducer:
-    """See above.
+    """See above, and `Reducer`.
 
     Args:
         matrices: views into the bucket, each of two dimensions or more, fp32 or bf16; they are compressed.
@@ -128,6 +130,7 @@ class BucketReducer:
             flat = matrix.view(matrix.shape[0], -1)
             alike[flat.shape[0], flat.shape[1], norm_group].append(flat)
         self.states = states or FactorStates(config.dp_compression_rank)
+        self.states.make_warm_starts(compressor, self._scratch)
         self._groups = []
         for (rows, columns, norm_group), views in alike.items():
             shape = f"{rows}x{columns}"
@@ -137,23 +140,25 @@ class BucketReducer:
                 seed=seed, salt=f"{salt}/{shape}", state_dtype=state_dtype,
             )  # fmt: skip
             self._groups.append(same)
-        runs = _contiguous_runs(dense)
+        runs = contiguous_runs(dense)
         self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
         packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
         self._dense = _equally_far_apart(packed)
         self._packs = self._allocate_wire(matrices[0]) if self._groups else []
-        self._sums_of_p: list[PendingSum] = []
-        self._sums_of_q: list[PendingSum] = []
-        self._dense_sums: list[PendingSum] = []
+        self._whole = False
+        self._sums_of_p: list[PendingCollective] = []
+        self._sums_of_q: list[PendingCollective] = []
+        self._dense_sums: list[PendingCollective] = []
 
     def reduce(self, whole: bool = False) -> None:
         """Replace the views of the bucket by their sums over the group; nothing is left outstanding."""
-        self.start()
-        self.finish(whole)
+        self.start(whole)
+        self.finish()
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Begin: the gradients are complete, and must not change until `finish`."""
+    def start(self, whole: bool = False) -> None:
+        """See `Reducer`. With a shard, matrices outside of it keep what they held, unless they are wanted `whole`."""
+        self._whole = whole
         self._sums_of_p, self._sums_of_q = [], []
         for dense in self._dense:
             dense.put()
@@ -162,38 +167,37 @@ class BucketReducer:
                 for same in pack.groups:
                     same.project(self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
-            self._sums_of_p.append(PendingSum(pack.first, self._group, "compressed gradient reduction (P)"))
+            self._sums_of_p.append(start_sum(pack.first, self._group, "compressed gradient reduction (P)"))
         # Behind P, which is waited for first: they travel while Q is computed.
-        self._dense_sums = [PendingSum(run, self._group, "dense gradient reduction") for run in self._in_place]
+        self._dense_sums = [start_sum(run, self._group, "dense gradient reduction") for run in self._in_place]
 
     @torch.no_grad()
-    def all_reduce_q(self) -> None:
-        """Wait for each P and start the sum of the Q that follows from it, if that has not happened since `start`."""
+    def second_phase(self) -> None:
+        """See `Reducer`: wait for each P and start the sum of the Q that follows from it."""
         sums_of_p, self._sums_of_p = self._sums_of_p, []
         for pack, sum_of_p in zip(self._packs, sums_of_p, strict=bool(sums_of_p)):
             sum_of_p.wait()
             with self._gauge.timed(pack.first.device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
-                    self._compressor.orthogonalize(same.p_wire, out=same.p)
+                # All shapes at once: on a GPU a factorisation takes as long as many.
+                self._compressor.orthogonalize_all([s.p_wire for s in pack.groups], [s.p for s in pack.groups])
+                for same in pack.groups:
                     matrices = same.matrices(self._scratch)
                     self._compressor.back_project(matrices, same.p, out=same.q)
                     self._gauge.note_projection(matrices, same.q)
                     copy_if_cast(same.q, same.q_wire)
-            self._sums_of_q.append(PendingSum(pack.second, self._group, "compressed gradient reduction (Q)"))
+            self._sums_of_q.append(start_sum(pack.second, self._group, "compressed gradient reduction (Q)"))
 
     @torch.no_grad()
-    def finish(self, whole: bool = False) -> None:
-        """Wait for what `start` began, `all_reduce_q` if nobody did, and write the sums into the bucket.
-
-        With a shard, matrices outside of it keep what they held, unless they are wanted `whole`.
-        """
-        self.all_reduce_q()
+    def finish(self) -> None:
+        """See `Reducer`."""
+        self.second_phase()
         for pack, sum_of_q in zip(self._packs, self._sums_of_q, strict=True):
             sum_of_q.wait()
             with self._gauge.timed(pack.second.device):
                 for same in pack.groups:
-                    same.rebuild(self._compressor, self._group.size(), self._scratch, whole)
+                    same.rebuild(self._compressor, self._group.size(), self._scratch, self._whole)
         for dense in self._dense:
             dense.take()
         for dense_sum in self._dense_sums:
@@ -201,9 +205,13 @@ class BucketReducer:
         self._sums_of_q, self._dense_sums = [], []
 
     @property
-    def reduced_bytes(self) -> int:
-        """Bytes that its collectives sum instead."""
-        return sum(pack.nbytes for pack in self._packs) + sum(run.nbytes for run in self._in_place)
+    def nbytes(self) -> int:
+        """See `Reducer`."""
+        return sum(pack.nbytes for pack in self._packs)
+
+    def sent_bytes(self, whole: bool = False) -> int:
+        """See `Reducer`. What is summed is the same for a shard and for all."""
+        return all_reduce_bytes(self.nbytes + sum(run.nbytes for run in self._in_place), self._group.size())
 
     @property
     def matrices(self) -> int:
@@ -276,15 +284,3 @@ def _equally_far_apart(runs: Sequence[torch.Tensor]) -> list[_DenseRuns]:
         for length, equal in by_length.items()
         for progression in progressions(int(run.storage_offset()) for run in equal)
     ]
-
-
-def _contiguous_runs(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join flat views that lie next to each other in one storage."""
-    runs: list[torch.Tensor] = []
-    for view in sorted(views, key=lambda v: v.storage_offset()):
-        last = runs[-1] if runs else None
-        if last is not None and last.storage_offset() + last.numel() == view.storage_offset():
-            runs[-1] = last.as_strided((last.numel() + view.numel(),), (1,))
-        else:
-            runs.append(view)
-    return runs

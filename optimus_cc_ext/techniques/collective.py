@@ -1,4 +1,4 @@
-"""All-reduce with a name: a failed or timed-out collective says what it was and whom it waited for."""
+"""Collectives with a name: one that failed or timed out says what it was and whom it waited for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,18 +8,29 @@ import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["PendingSum", "all_reduce_sum"]
+__all__ = [
+    "PendingCollective",
+    "all_reduce_sum",
+    "start_all_gather",
+    "start_all_to_all",
+    "start_reduce_scatter",
+    "start_sum",
+]
 
 
-class PendingSum:
-    """Sums a tensor over a group, in place; started when made, finished by `wait`."""
+class PendingCollective:
+    """A collective over a group; started when made, finished by `wait`.
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
+    Args:
+        start: starts it, and returns what torch gives to wait for.
+    """
+
+    def __init__(self, start: Callable[[], Any], group: dist.ProcessGroup, purpose: str) -> None:
         self._group, self._purpose = group, purpose
-        self._work: Any = self._named(lambda: dist.all_reduce(tensor, group=group, async_op=True))
+        self._work: Any = self._named(start)
 
     def wait(self) -> None:
-        """Wait until the sum is there.
+        """Wait until the result is there.
 
         Raises:
             OptimusError: the collective failed, or ran into the group's timeout; names the purpose and the ranks.
@@ -36,6 +47,36 @@ class PendingSum:
             ) from error
 
 
+def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> PendingCollective:
+    """Sum `tensor` over `group`, in place."""
+    return PendingCollective(lambda: dist.all_reduce(tensor, group=group, async_op=True), group, purpose)
+
+
+def start_reduce_scatter(
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
+) -> PendingCollective:
+    """Sum over `group` this rank's part of `tensor`, which `out` may be a view of."""
+    return PendingCollective(
+        lambda: dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), group, purpose
+    )
+
+
+def start_all_to_all(
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
+) -> PendingCollective:
+    """Part d of `tensor` goes to rank d of `group`; part d of `out` comes from it. All parts are equally long."""
+    return PendingCollective(lambda: dist.all_to_all_single(out, tensor, group=group, async_op=True), group, purpose)
+
+
+def start_all_gather(
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
+) -> PendingCollective:
+    """Part d of `out` is `tensor` of rank d of `group`, which may be a view of that part."""
+    return PendingCollective(
+        lambda: dist.all_gather_into_tensor(out, tensor, group=group, async_op=True), group, purpose
+    )
+
+
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
-    """Sum `tensor` over `group`, in place. Raises what `PendingSum.wait` raises."""
-    PendingSum(tensor, group, purpose).wait()
+    """Sum `tensor` over `group`, in place. Raises what `PendingCollective.wait` raises."""
+    start_sum(tensor, group, purpose).wait()

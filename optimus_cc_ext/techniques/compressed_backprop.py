@@ -1,7 +1,10 @@
 """Compressed backpropagation with lazy error propagation (paper sections 5.1 and 5.2).
 
-What a pipeline stage sends back to the one before it is the gradient of that stage's output: an n x m matrix
-(n = sequence x micro-batch rows, m = hidden). Instead of it go P (n x r) and Q (m x r) of one step of power
+In another format than low-rank a gradient travels as blocks in few bits (`block_messages`). What these leave out is
+remembered on demand, within an iteration, so that neither checkpoints nor repeated steps know of it.
+
+As low-rank: what a pipeline stage sends back to the one before it is the gradient of that stage's output: an n x m
+matrix (n = sequence x micro-batch rows, m = hidden). Instead of it go P (n x r) and Q (m x r) of one step of power
 iteration, packed into one message; what that leaves out is added to the link's next compressed message.
 
     1. M = G + E                          before the message is posted
@@ -23,16 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank, PackedFactors, Scratch, effective_rank, pays, private_generator
+from optimus_cc_ext.compressors import Codec, LowRank, PackedFactors, Scratch, effective_rank, pays, private_generator
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.technique import Iteration, Technique
-from optimus_cc_ext.techniques.transfer import Transfer
+from optimus_cc_ext.techniques.transfer import MessageBuffers, Transfer
 
 __all__ = ["CompressedBackprop", "Link", "LinkPlan", "ReceivingLink", "SendingLink"]
 
@@ -45,6 +49,7 @@ class CompressedBackprop(Technique):
         config: CompressedBackpropConfig,
         compressor: LowRank,
         *,
+        codec: Codec | None = None,
         seed: int,
         state_dtype: torch.dtype,
         force: bool = False,
@@ -53,12 +58,12 @@ class CompressedBackprop(Technique):
         self._scratch = Scratch()
         super().__init__(
             "compressed_backprop",
-            on=config.compressed_backprop,
+            on=config.backprop_remembers,
             states=FactorStates(config.compressed_backprop_rank, made_on_demand=True),
             gauge=Gauge(self._scratch),
         )
         self._config, self._seed, self._state_dtype, self._force = config, seed, state_dtype, force
-        self.compressor = compressor
+        self.compressor, self._codec = compressor, codec
         self.statistics = ErrorStatistics()
         self._wants_statistics = error_statistics
         self.sending: SendingLink | None = None
@@ -66,7 +71,7 @@ class CompressedBackprop(Technique):
 
     def place(self, grid: Grid) -> None:
         """Make the links that a rank at this place has."""
-        if not self.on:
+        if not self._config.compressed_backprop:
             return
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
         before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
@@ -87,7 +92,7 @@ class CompressedBackprop(Technique):
     def _plan(self, *, sending_stage: int, receiving_stage: int) -> "LinkPlan":
         return LinkPlan(
             config=self._config, sending_stage=sending_stage, receiving_stage=receiving_stage, seed=self._seed,
-            state_dtype=self._state_dtype, force=self._force,
+            state_dtype=self._state_dtype, codec=self._codec, force=self._force,
         )  # fmt: skip
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
@@ -150,17 +155,20 @@ class LinkPlan:
     state_dtype: torch.dtype = torch.float32
     """What the sender keeps residuals and warm starts in: float32 or bfloat16."""
 
+    codec: Codec | None = None
+    """Of block formats; None: low-rank."""
+
     force: bool = False
     """Compress even where nothing is saved (tests)."""
 
     def compresses(self, message: Message, shape: torch.Size) -> bool:
-        """Whether this message travels as [P | Q] once the warm-up is over."""
+        """Whether this message travels compressed once the warm-up is over."""
         rows, columns = matrix_shape(shape)
-        worth_it = self.force or pays(rows, columns, self.config.compressed_backprop_rank)
-        return worth_it and (self.config.compressed_backprop_messages == "all" or message.epilogue)
+        worth_it = self.force or self.codec or pays(rows, columns, self.config.compressed_backprop_rank)
+        return bool(worth_it) and (self.config.compressed_backprop_messages == "all" or message.epilogue)
 
     def wire(self, shape: torch.Size, dtype: torch.dtype) -> PackedFactors:
-        """The layout of the compressed message for a gradient of this shape and dtype."""
+        """The layout of the low-rank message for a gradient of this shape and dtype."""
         rows, columns = matrix_shape(shape)
         return PackedFactors(rows, columns, effective_rank(rows, columns, self.config.compressed_backprop_rank), dtype)
 
@@ -185,7 +193,14 @@ class Link:
         self.compressed: list[bool] = []
         """Of this iteration's messages so far, in order: whether it was compressed."""
 
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._buffers = MessageBuffers()
+        self._blocks = None if plan.codec is None else BlockMessages(plan.codec, self._gauge)
+
+    def message_bytes(self, gradient: torch.Tensor) -> int:
+        """Bytes of a compressed message, of a gradient of this shape and dtype."""
+        if self._blocks is not None:
+            return self._blocks.nbytes(gradient)
+        return self.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
 
     def begin(self, schedule: Schedule, *, compressing: bool = True) -> None:
         """Number the messages from 0 again. Without `compressing` all of them travel as they are: the warm-up."""
@@ -212,14 +227,6 @@ class Link:
             f"an iteration whose schedule has {len(self._expected)}: this is another schedule than Megatron's 1F1B"
         )
 
-    def _take_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A message buffer for `tensor`; made only while more messages are in flight than ever before."""
-        free = self._free.setdefault((tensor.shape, tensor.dtype), [])
-        return free.pop() if free else self.plan.wire(tensor.shape, tensor.dtype).new_buffer(tensor.device)
-
-    def _give_back(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._free[tensor.shape, tensor.dtype].append(buffer)
-
 
 class SendingLink(Link):
     """The end at stage s that compresses, and remembers what the receiver will not see."""
@@ -242,28 +249,39 @@ class SendingLink(Link):
         self._scratch = scratch or Scratch()
         self.states = states or FactorStates(plan.config.compressed_backprop_rank, made_on_demand=True)
         self._statistics = statistics or ErrorStatistics()
+        self._residuals: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        """Of blocks, by chunk, length and dtype of the messages."""
+
+    def begin(self, schedule: Schedule, *, compressing: bool = True) -> None:
+        """See `Link.begin`."""
+        super().begin(schedule, compressing=compressing)
+        for residual in self._residuals.values():
+            residual.zero_()
 
     @torch.no_grad()
     def send(self, gradient: torch.Tensor) -> Transfer:
         """What travels instead of `gradient` (sequence, micro-batch, hidden), which is not changed.
 
-        A flat [P | Q] in the gradient's dtype, or the gradient itself. The gradient is not needed after this, for its
-        owner may free it; scratch memory is, until `after_post` was called, which has to be before the next `send`.
+        A flat [P | Q] in the gradient's dtype, blocks, or the gradient itself. The gradient is not needed after this,
+        for its owner may free it; scratch memory is, until `after_post` was called, which has to be before the next
+        `send`.
         """
         message, compressed = self._next(gradient.shape)
         number = len(self.compressed) - 1
         if not compressed:
             self._statistics.no_error(number)
             return Transfer(gradient)
+        if self._blocks is not None:
+            return self._blocks.send(gradient, self._residual(message.chunk, gradient))
         state, wire = self._state_for(message.chunk, gradient), self.plan.wire(gradient.shape, gradient.dtype)
-        buffer = self._take_buffer(gradient)
+        buffer = self._buffers.take(wire.numel, gradient.dtype, gradient.device)
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
         with self._gauge.timed(gradient.device):
             matrix, q = self._compress(gradient, wire, state, p_wire, q_wire)
         return Transfer(
             buffer,
             after_post=partial(self._remember, state, number, matrix, q, p_wire, q_wire),
-            after_wait=partial(self._give_back, gradient, buffer),
+            after_wait=partial(self._buffers.give_back, buffer),
         )
 
     def _compress(
@@ -316,7 +334,17 @@ class SendingLink(Link):
         """See `CompressedBackprop.preallocate`."""
         for message in schedule.messages(self.plan.receiving_stage):
             if self.plan.compresses(message, like.shape):
-                self._state_for(message.chunk, like)
+                of = self._state_for if self._blocks is None else self._residual
+                of(message.chunk, like)
+
+    def _residual(self, chunk: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What blocks of this shape have left out of this chunk's gradients in this iteration; flat."""
+        if not self.plan.config.lazy_error_propagation:
+            return None
+        key = chunk, gradient.numel(), gradient.dtype
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+        return self._residuals[key]
 
     def _state_for(self, chunk: int, gradient: torch.Tensor) -> FactorState:
         # Chunks are different places of the model: the error of one says nothing about another's gradient.
@@ -351,7 +379,10 @@ class ReceivingLink(Link):
         _, compressed = self._next(gradient.shape)
         if not compressed:
             return Transfer(gradient)
-        buffer = self._take_buffer(gradient)
+        if self._blocks is not None:
+            return self._blocks.receive(gradient)
+        wire = self.plan.wire(gradient.shape, gradient.dtype)
+        buffer = self._buffers.take(wire.numel, gradient.dtype, gradient.device)
         return Transfer(buffer, after_wait=partial(self._decompress, buffer, gradient))
 
     def _decompress(self, buffer: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -359,4 +390,4 @@ class ReceivingLink(Link):
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
         with self._gauge.timed(gradient.device):
             self._compressor.reconstruct(p_wire, q_wire, out=gradient.view(1, wire.n, wire.m))
-        self._give_back(gradient, buffer)
+        self._buffers.give_back(buffer)

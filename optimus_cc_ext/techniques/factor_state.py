@@ -5,13 +5,24 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, initial_q, next_warm_start
+from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, initial_q, next_warm_start, next_warm_starts
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
-__all__ = ["FactorState", "FactorStates"]
+__all__ = ["FactorState", "FactorStates", "state_bytes", "state_dtype"]
 
 _Saved = dict[str, torch.Tensor]
+
+
+def state_dtype(name: str) -> torch.dtype:
+    """What `--compression-state-dtype` calls so."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def state_bytes(n: int, m: int, compression_rank: int, dtype: torch.dtype) -> int:
+    """What a `FactorState` of these arguments holds for one matrix; known before there is one."""
+    r = effective_rank(n, m, compression_rank)
+    return 2 * (n * m + m * r) * dtype.itemsize + m * r * torch.float32.itemsize
 
 
 class FactorState:
@@ -40,6 +51,9 @@ class FactorState:
         self.fallback = initial_q(batch, m, r, generator=generator, device=device)
         self.warm_start = SteppedTensor(self.fallback.to(dtype, copy=True))
         self.residual = SteppedTensor(torch.zeros(shape, dtype=dtype, device=device))
+        self.next_q: torch.Tensor | None = None
+        """Of a step that may not count: what its warm start will be made from when it does."""
+
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._norm_group = norm_group
 
@@ -58,12 +72,14 @@ class FactorState:
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
         """The step counted: keep what it wrote, if it is finite; the residual shrunk as its norm group was."""
+        assert self.next_q is None, "its warm start is not made yet"
         self.residual.commit(self._finite, shrinkage.get(self._norm_group, 1.0))
         self.warm_start.commit(self._finite)
         self._finite.fill_(True)
 
     def rollback(self) -> None:
         """The step is skipped or repeated: forget what it wrote."""
+        self.next_q = None
         self.residual.rollback()
         self.warm_start.rollback()
         self._finite.fill_(True)
@@ -74,6 +90,7 @@ class FactorState:
 
     def restore(self, saved: _Saved) -> None:
         """Go on from what `saved` returned."""
+        self.next_q = None
         self.residual.restore(saved["residual"])
         self.warm_start.restore(saved["warm_start"])
 
@@ -91,6 +108,7 @@ class FactorStates:
         self._compression_rank = compression_rank
         self._made_on_demand = made_on_demand
         self._states: dict[str, FactorState] = {}
+        self._warm_starts: tuple[LowRank, Scratch] | None = None
         self._waiting: dict[str, _Saved] = {}
 
     def get(self, name: str, make: Callable[[], FactorState]) -> FactorState:
@@ -108,6 +126,11 @@ class FactorStates:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(state.nbytes for state in self)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where they are; None: there are none."""
+        return next((state.residual.committed.device for state in self), None)
 
     def residuals(self) -> list[torch.Tensor]:
         """Each state's residual (B, n, m), as the step that goes on sees it."""
@@ -127,8 +150,21 @@ class FactorStates:
         for saved in self._waiting.values():
             saved["residual"] = saved["residual"].to(factor.device) * factor
 
+    def make_warm_starts(self, compressor: LowRank, scratch: Scratch) -> None:
+        """What makes the warm starts from each `next_q`: all at once, when the step counts and nobody waits for it."""
+        self._warm_starts = compressor, scratch
+
     def commit(self, shrinkage: Mapping[str, float]) -> None:
         """See `FactorState.commit`."""
+        # On the current stream: every reduction has been waited for, and with it the memory that it shares.
+        open_ones = [(state, state.next_q) for state in self if state.next_q is not None]
+        if open_ones:
+            assert self._warm_starts is not None
+            qs = [q for _, q in open_ones]
+            next_warm_starts(qs, [state.fallback for state, _ in open_ones], *self._warm_starts)
+            for state, q in open_ones:
+                state.warm_start.write(q)
+                state.next_q = None
         for state in self:
             state.commit(shrinkage)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["Grid", "RankPlace"]
@@ -30,6 +31,9 @@ class Grid:
     pipeline_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
     """The pair of first and last stage; None on the stages between."""
+
+    dtype: torch.dtype = torch.float32
+    """Of parameters, and with them of messages between stages."""
 
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""

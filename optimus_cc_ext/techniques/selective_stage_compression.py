@@ -1,7 +1,7 @@
 """Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
 1F1B ends last on the first stages, so their reduction is what an iteration waits for. `bucket_reducer` says how a
-bucket is reduced, and docs/how-it-works.md what runs when.
+bucket is reduced as P and Q, `block_reducer` how in blocks of few bits, and docs/how-it-works.md what runs when.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors import LowRank, Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
-from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.factor_state import FactorStates, state_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.reducer import DenseReducer, Reducer
 from optimus_cc_ext.techniques.side_stream import SideStream
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
@@ -39,6 +42,12 @@ class Buckets(Protocol):
     tied_bytes: int
     """Of the gradient of a tied embedding among them."""
 
+    tied_saved: int
+    """Bytes that the last reduction saved on it, where that is not fused embedding synchronisation's."""
+
+    gather_bytes: int
+    """What the distributed optimizer's gather of the parameters moves; 0 without it."""
+
     overlapping: int
     """How many buckets are reduced while the backward pass goes on."""
 
@@ -60,20 +69,30 @@ class Buckets(Protocol):
 
 
 class SelectiveStageCompression(Technique):
-    """All gradient buckets of this rank, and which of the pipeline's stages compress theirs."""
+    """All gradient buckets of this rank, and which of the pipeline's stages compress theirs.
+
+    Args:
+        codecs: of blocks; None: P and Q are what is sent.
+    """
 
     def __init__(
-        self, config: DataParallelCompressionConfig, compressor: LowRank, *, seed: int, state_dtype: torch.dtype
+        self,
+        config: DataParallelCompressionConfig,
+        compressor: LowRank,
+        *,
+        seed: int,
+        state_dtype: torch.dtype,
+        codecs: BlockCodecs | None = None,
     ) -> None:
         self._scratch = Scratch()
         super().__init__(
             "dp_compression",
-            on=config.dp_compression,
+            on=config.gradients_remember,
             states=FactorStates(config.dp_compression_rank),
             gauge=Gauge(self._scratch),
         )
         self._config, self._seed, self.state_dtype = config, seed, state_dtype
-        self.compressor = compressor
+        self.compressor, self.codecs = compressor, codecs
         self.stage: int | None = None
         """This rank's; None: it has no place yet."""
 
@@ -86,7 +105,7 @@ class SelectiveStageCompression(Technique):
         self.buckets: list[Buckets] = []
         """All of this rank's, in the order in which Megatron made them."""
 
-        self.reducers: list[BucketReducer] = []
+        self.reducers: list[Reducer] = []
         """Of those that we reduce, in the order in which they were made."""
 
         self._stream: SideStream | None = None
@@ -128,24 +147,52 @@ class SelectiveStageCompression(Technique):
         """The ranks that hold the same part of the model as this one."""
         return self.buckets[0].group if self.buckets else None
 
+    @property
+    def state_bytes(self) -> int:
+        """What residuals and factors of all buckets take on this rank if its stage is compressed."""
+        if self.codecs is not None:
+            return 0
+        rank, dtype = self._config.dp_compression_rank, self.state_dtype
+        matrices = [matrix for buckets in self.buckets for matrix in buckets.matrices]
+        return sum(state_bytes(m.shape[0], m.numel() // m.shape[0], rank, dtype) for m in matrices)
+
     def add_reducer(
         self,
+        flat: torch.Tensor,
         matrices: Sequence[torch.Tensor],
         dense: Sequence[torch.Tensor],
         *,
         norm_groups: Sequence[str],
-        shard: torch.Tensor | None,
+        sharded: bool,
         group: dist.ProcessGroup,
-    ) -> BucketReducer:
-        """Make the reducer of one more bucket; see `BucketReducer`."""
-        compressing = sum(bool(reducer.matrices) for reducer in self.reducers)
-        reducer = BucketReducer(
-            matrices, dense, norm_groups=norm_groups, shard=shard, group=group, compressor=self.compressor,
-            config=self._config, seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
-            states=self.states, name=f"bucket {compressing}", state_dtype=self.state_dtype,
-            # All buckets share their memory, and so one stream.
-            scratch=self._scratch, gauge=self.gauge,
-        )  # fmt: skip
+        fused: FusedEmbeddingSync | None = None,
+    ) -> Reducer:
+        """Make the reducer of one more bucket.
+
+        Args:
+            flat: the bucket, one dimension.
+            matrices, dense: views into it: what is compressed, and what is not.
+            norm_groups: the gradient-norm group of each of `matrices`.
+            sharded: whether this replica's optimizer reads its part of the bucket only.
+            group: its replicas.
+            fused: the bucket is a tied embedding, whose format this says.
+        """
+        reducer: Reducer
+        codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
+        if not matrices:
+            reducer = DenseReducer(flat, dense, sharded=sharded, group=group)
+        elif codecs is not None:
+            reducer = BlockReducer(flat, matrices, dense, sharded=sharded, group=group, codecs=codecs, gauge=gauge)
+        else:
+            number = sum(isinstance(reducer, BucketReducer) for reducer in self.reducers)
+            reducer = BucketReducer(
+                matrices, [gradient.view(-1) for gradient in dense], norm_groups=norm_groups, group=group,
+                shard=flat.view(group.size(), -1)[group.rank()] if sharded else None, compressor=self.compressor,
+                config=self._config, seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
+                states=self.states, name=f"bucket {number}", state_dtype=self.state_dtype,
+                # All buckets share their memory, and so one stream.
+                scratch=self._scratch, gauge=self.gauge,
+            )  # fmt: skip
         self.reducers.append(reducer)
         return reducer
 

@@ -155,7 +155,7 @@ class ShapeGroup:
                 part.asked(part.rows_of(lacking)).add_(lost)
         if lacking is not None:
             self.state.residual.write(lacking)
-        self.state.write_warm_start(self.q, compressor, scratch)
+        self.state.next_q = self.q
 
     def _write(self, part: _Part, compressor: LowRank, scratch: Scratch) -> torch.Tensor | None:
         """Write a part of the reduced gradients into the bucket; in fp32 whole rows.

@@ -36,7 +36,7 @@ class Technique:
 
     Args:
         name: in checkpoints.
-        on: whether this run uses it. Where it is off it does nothing and has no part in checkpoints.
+        on: whether it remembers anything in this run. Where it does not it has no part in checkpoints.
         states: what it remembers.
         gauge: measures what it leaves out and costs.
     """
@@ -47,6 +47,12 @@ class Technique:
     def begin(self, this: Iteration) -> None:
         """A forward-backward pass begins."""
         self.gauge.begin(this.measured)
+
+    def commit(self, shrinkage: Mapping[str, float]) -> None:
+        """The step counted; see `FactorState.commit`. What that takes is part of what the technique costs."""
+        if (device := self.states.device) is not None:
+            with self.gauge.timed(device):
+                self.states.commit(shrinkage)
 
     def end(self) -> None:
         """It has ended; raises RanksDisagree if what passed is not what its schedule has."""

@@ -109,13 +109,13 @@ _tiny_scale() {
 }
 
 _technique_flags() {
-  local technique lazy=--no-lazy-error-propagation
-  [[ " ${paper_techniques[*]} " != *" lep "* ]] || lazy=--lazy-error-propagation
+  local technique lazy=(--no-lazy-error-propagation)
+  [[ " ${paper_techniques[*]} " != *" lep "* ]] || lazy=(--lazy-error-propagation --residual-across-iterations carry)
   for technique in "${paper_techniques[@]}"; do
     case "$technique" in
       cb)
         flags+=(--compressed-backprop --compressed-backprop-rank "$compression_rank")
-        flags+=(--compressed-backprop-messages "$paper_messages" "$lazy" --residual-across-iterations carry)
+        flags+=(--compressed-backprop-messages "$paper_messages" "${lazy[@]}")
         ;;
       lep) ;; # a property of cb
       fe) flags+=(--fused-embedding-sync) ;;

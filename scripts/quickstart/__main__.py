@@ -14,7 +14,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quickstart",
-        description="Train a small GPT with Megatron on this machine, once vanilla and once compressed, and compare.",
+        description="Train a small GPT with Megatron on four hosts with slow links, made of this machine, once vanilla "
+        "and once compressed, and compare. Where hosts cannot be made, all ranks share the machine, and the gain is "
+        "planned.",
         epilog="What follows -- is added to the compressed run, such as: -- --compressed-backprop-messages all",
     )
     parser.add_argument(
@@ -24,6 +26,11 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pattern", help="names of the files to read in a directory (*.py, with --input *.txt)")
     parser.add_argument("--max-mb", type=float, default=10.0, help="take this much of the text (default: %(default)g)")
     parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 160)")
+    parser.add_argument(
+        "--rate",
+        metavar="RATE",
+        help="of the links between the hosts, such as 50mbit; none: no hosts (default: 100mbit)",
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("results/quickstart"), metavar="DIR",
         help="folder of the results; beside it, DIR-data keeps the prepared text (default: %(default)s)",

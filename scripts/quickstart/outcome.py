@@ -3,19 +3,20 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.report import page
 from optimus_cc_ext.report.comparison import Comparison, relative
-from optimus_cc_ext.report.record import Record
-from scripts.quickstart.settings import Settings
+from optimus_cc_ext.report.record import Record, shares
+from scripts.bench.cluster.model import Layout, Model
+from scripts.bench.cluster.predicted import planned
+from scripts.hosts.network import bits_per_second
+from scripts.quickstart.settings import Settings, config_of
 
-__all__ = ["Outcome", "Run", "time_remark"]
-
-_NOTICEABLE = 0.05
-"""Differences in time below this are the machine's noise."""
+__all__ = ["Outcome", "Run"]
 
 
 @dataclass(frozen=True)
@@ -24,39 +25,93 @@ class Run:
 
     record: Record
     command: str
+    flags: tuple[str, ...]
+    """Ours."""
+
     techniques: str
     seconds: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both runs. `text` is how a person would call the input; `remarks` see `settings.remarks`."""
+    """Both runs. `text` is how a person would call the input; `no_links` is why there were no hosts, if so."""
 
     settings: Settings
-    remarks: tuple[str, ...]
+    no_links: str
     text: str
     data: PreparedData
     preparation_seconds: float
     runs: Mapping[str, Run]
 
-    @property
+    @cached_property
     def comparison(self) -> Comparison:
-        return Comparison(self.runs["vanilla"].record, self.runs["compressed"].record)
+        records = {name: run.record for name, run in self.runs.items()}
+        return Comparison(records, self.settings.spans, self.settings.vanilla_band, first_is_vanilla=True)
 
     @property
     def seconds(self) -> float:
         """Of everything together."""
         return self.preparation_seconds + sum(run.seconds for run in self.runs.values())
 
+    @cached_property
+    def speedup(self) -> float:
+        """Vanilla's seconds per iteration over the compressed run's: measured on shaped links, or planned for them."""
+        vanilla, ours = (median for _, median, _ in next(iter(self.comparison.seconds().values())).values())
+        if self.settings.shaped:
+            return vanilla / ours
+        s = self.settings
+        model = Model(s.layers // s.stages, s.hidden, s.heads, s.sequence, s.vocabulary, s.micro_batch, s.micro_batches)
+        config = config_of(s, self.runs["compressed"].flags)
+        return 1 / planned(model, Layout(1, s.stages, s.replicas), config, bits_per_second(s.rate), vanilla, ours)
+
+    def numbers(self) -> list[tuple[str, str, str]]:
+        """What counts, first things first: name, value, and what it means."""
+        settings, comparison = self.settings, self.comparison
+        where, of_runs = next(iter(comparison.seconds().items()))
+        vanilla, ours = (median for _, median, _ in of_runs.values())
+        measured = f"{ours:.2f} s an iteration, {vanilla:.2f} s vanilla, medians"
+        here = f"{where}: {measured}"
+        if settings.shaped:
+            *_, (unshaped, free) = comparison.seconds().items()
+            without, with_ours = (median for _, median, _ in free.values())
+            speed = (
+                f"on {here}; every rank on a host of its own. On {unshaped} there is nothing to win: {with_ours:.2f} s,"
+                f" {without:.2f} s vanilla"
+            )
+        else:
+            speed = (
+                f"planned, not measured, for links of {settings.rate}. No such links here ({self.no_links}). Measured"
+                f" {here}: no network is waited for there"
+            )
+        everything = shares(comparison.last)[-1]
+        losses = [record.validation.last for record in comparison.runs.values()]
+        band = (
+            f"; the same batches in another order move vanilla's own by {settings.vanilla_band:.2%} (scripts/study)"
+            if settings.vanilla_band
+            else ""
+        )
+        return [
+            ("times as fast", f"{self.speedup:.2f}", speed),
+            (
+                "bytes sent", f"{everything.ratio:.1%}",
+                f"of vanilla's: {everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB an iteration, all ranks",
+            ),
+            (
+                "validation loss", f"{relative(losses[1], losses[0]):+.2%}",
+                f"{losses[1]:.4f} compressed, {losses[0]:.4f} vanilla, same seed and text{band}",
+            ),
+        ]  # fmt: skip
+
     def write(self, folder: Path) -> None:
-        """Pictures, index.html and summary.json."""
+        """Pictures, CSV, index.html and summary.json."""
         (folder / "index.html").write_text(self._page(folder), encoding="utf-8")
         (folder / "summary.json").write_text(json.dumps(self.summary(), default=str, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json: JSON values, and paths."""
         return asdict(self) | {
-            "format": 2, "seconds": self.seconds, "comparison": self.comparison.summary(), "machine": page.machine(),
+            "format": 3, "seconds": self.seconds, "speedup": self.speedup, "shaped": self.settings.shaped,
+            "comparison": self.comparison.summary(), "machine": page.machine(),
         }  # fmt: skip
 
     def _page(self, folder: Path) -> str:
@@ -66,29 +121,24 @@ class Outcome:
             "text": f"{data.text_bytes / 1e6:.1f} MB in {data.documents:,} documents: {data.tokens:,} tokens",
             "trained on": f"{settings.iterations * settings.global_batch * settings.sequence:,} tokens in each run",
             "model": settings.model,
+            "hosts": settings.hosts if settings.shaped else f"none: {self.no_links}",
             "time": f"{self.seconds / 60:.1f} minutes: text {self.preparation_seconds:.0f} s, {', '.join(times)}",
             "machine": ", ".join(f"{name} {value}" for name, value in page.machine().items()),
         }
         techniques = {name: run.techniques for name, run in self.runs.items()}
         commands = {name: run.command for name, run in self.runs.items()}
+        (name, speed, _), _, (of, loss, _) = numbers = self.numbers()
+        kind = "" if settings.shaped else " (planned)"
         return page.document(
-            "Optimus-CC on Megatron, side by side",
+            f"{speed} {name}{kind}, {of} {loss}",
             f"The same GPT ({settings.parameters / 1e6:.1f} million parameters), the same seed and the same text,"
-            f" trained twice by NVIDIA Megatron on {settings.layout}: once vanilla, once with Optimus-CC."
-            f" {settings.iterations} iterations each, on {self.text}.",
-            *self.comparison.blocks(folder, time_remark(self.comparison)),
-            page.card("What was on", page.points(techniques, " ".join(self.remarks))),
-            page.card("Text and time", page.points(facts)),
+            f" trained twice by NVIDIA Megatron on {settings.layout}: once vanilla, once with its traffic compressed by"
+            f" optimus_cc_ext. {settings.iterations} iterations each, on {self.text}.",
+            page.grid(*(page.number(*number) for number in numbers)),
+            *self.comparison.write(folder),
+            page.card(
+                "What was on", page.points(techniques, f"Flags of ours: {' '.join(self.runs['compressed'].flags)}")
+            ),
+            page.card("Text, hosts and time", page.points(facts)),
             page.card("", page.folded("The two command lines", commands)),
         )
-
-
-def time_remark(comparison: Comparison) -> str:
-    """What the seconds mean: here no network is slow, so compression has nothing to win back."""
-    change = relative(comparison.compressed.seconds.median, comparison.vanilla.seconds.median)
-    why = "all ranks share one machine, where no network has to be waited for"
-    if change > _NOTICEABLE:
-        return f"Compression does not pay here: an iteration takes {change:.0%} longer, because {why}."
-    if change < -_NOTICEABLE:
-        return f"An iteration is {-change:.0%} shorter; do not take it for a speed-up of a cluster: {why}."
-    return f"An iteration takes as long either way: {why}."

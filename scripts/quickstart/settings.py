@@ -1,21 +1,31 @@
 """What is trained, and how each of the two runs is written on Megatron's command line."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from typing import cast
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.resolve import Layout, resolve
+from optimus_cc_ext.shared_gpu import Device, device_for
 
-__all__ = ["RUNS", "TINY", "QuickstartError", "Settings", "check_flags", "check_text", "remarks"]
+__all__ = [
+    "BALANCED", "RUNS", "TINY", "QuickstartError", "Settings", "check_flags", "check_text", "config_of", "device_here",
+]  # fmt: skip
 
 RUNS = ("vanilla", "compressed")
 """In this order. Their names are also those of their folders."""
+
+BALANCED = "--optimus-cc balanced --dp-compression-stages all"
+"""The compressed run's flags. All stages: the preset's `auto` goes by the links, which change on the way here, and on
+unshaped ones there would be nothing to choose."""
 
 _VALIDATION_SHARE = 10
 """Percent of the text, whole documents from its end."""
@@ -29,8 +39,8 @@ class QuickstartError(OptimusError):
 class Settings:
     """A small GPT with tied embeddings on 2 pipeline stages x 2 data-parallel replicas, and its schedule.
 
-    The defaults take about 5 minutes on 2 idle cores. The embedding is a quarter of what a stage holds, not most of
-    it, so that the traffic has something of a real model's proportions.
+    The defaults take 7 to 8 minutes on 2 idle cores. The embedding is a quarter of what a stage holds, not most of it,
+    so that the traffic has something of a real model's proportions.
     """
 
     layers: int = 8
@@ -49,13 +59,31 @@ class Settings:
     iterations: int = 160
     learning_rate: float = 6e-4
     seed: int = 1234
-    evaluation_iterations: int = 4
+    evaluation_iterations: int = 8
     """Global batches in each validation."""
+
+    device: Device = "cpu"
+    """What the ranks train on; on GPUs in bf16."""
+
+    rate: str = "100mbit"
+    """Of every link, both ways, where hosts can be had. Vanilla's iteration then waits for the network about as long as
+    it computes, as large models do between nodes: that ratio counts, not the rate of so small a model's links."""
+
+    shaped: bool = True
+    """Whether every rank has a host of its own, with such links; else all share this machine."""
+
+    shaped_iterations: int = 20
+    """At most so many, and the first half, are on shaped links: enough to time. The losses do not depend on the links,
+    and the other iterations are sooner done without them."""
+
+    vanilla_band: float | None = 0.0012
+    """How far the same batches in another order move vanilla's own validation loss, as a fraction of it, by the study
+    (`python -m scripts.study --variants vanilla,other-order --seeds 1`); None: not known for such a training."""
 
     backprop_rank: int = 8
     dp_rank: int = 64
-    """The paper's 16 and 128 belong to a hidden size of 3072. What error feedback holds back arrives about hidden /
-    rank iterations later, which a run this short feels: hence a larger share of the hidden size than the paper's."""
+    """Of the study's low-rank variants. The paper's 16 and 128 belong to a hidden size of 3072. What error feedback
+    holds back arrives about hidden / rank iterations later, which a run this short feels: hence a larger share."""
 
     @property
     def processes(self) -> int:
@@ -69,8 +97,24 @@ class Settings:
 
     @property
     def evaluation_interval(self) -> int:
-        """Iterations between two validations: up to twelve of them in a run, the last at its end."""
-        return self.iterations // max(count for count in range(1, 13) if self.iterations % count == 0)
+        """Iterations between two validations: up to eight of them in a run, the last at its end."""
+        return self.iterations // max(count for count in range(1, 9) if self.iterations % count == 0)
+
+    @property
+    def shaping_ends(self) -> int:
+        """The last iteration on shaped links; 0 where there are none."""
+        return min(self.shaped_iterations, self.iterations // 2) if self.shaped else 0
+
+    @property
+    def spans(self) -> dict[str, tuple[int, float]]:
+        """First and last iteration of what is timed, by where it ran."""
+        # The first three set up and try links and compressors; while the links change, an iteration is of neither kind.
+        if not self.shaped:
+            return {"on one machine": (4, inf)}
+        return {
+            f"links of {self.rate[:-4]} {self.rate[-4].upper()}bit/s": (4, self.shaping_ends),
+            "unshaped links": (self.shaping_ends + 2, inf),
+        }
 
     @property
     def parameters(self) -> int:
@@ -95,6 +139,14 @@ class Settings:
             f" {self.micro_batches} micro-batches of {self.micro_batch} sequences per replica"
         )
 
+    @property
+    def hosts(self) -> str:
+        """In words."""
+        return (
+            f"{self.processes} network namespaces of this machine, whose links the kernel holds at {self.rate} both"
+            f" ways for the first {self.shaping_ends} iterations, and not at all for the others"
+        )
+
     def megatron_flags(self, data: PreparedData, tensorboard: Path) -> list[str]:
         """The flags that both runs share. No dropout: what differs between the curves is the compression."""
         flags = f"""
@@ -112,6 +164,10 @@ class Settings:
             --tokenizer-type HuggingFaceTokenizer
             --log-interval 1 --log-timers-to-tensorboard --timing-log-level 0
         """
+        if self.device != "cpu":
+            # As on a CPU without Apex and Transformer Engine, which the environment has not.
+            flags += """ --bf16 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+                --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion"""
         paths = {
             "--data-path": data.data_prefix,
             "--tokenizer-model": data.tokenizer_dir,
@@ -123,19 +179,22 @@ class Settings:
 
     def technique_flags(self, run: str, further: Sequence[str]) -> list[str]:
         """Our flags of one run: none for vanilla, whose traffic is still counted; `further` come last and win."""
-        if run == "vanilla":
-            return []
-        flags = f"""
-            --optimus-cc --compressed-backprop-rank {self.backprop_rank} --dp-compression-rank {self.dp_rank}
-        """
-        return [*shlex.split(flags), *further]
+        return [] if run == "vanilla" else [*BALANCED.split(), *further]
 
 
 TINY = Settings(
-    layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, iterations=3,
-    evaluation_iterations=1, backprop_rank=2, dp_rank=4,
+    layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, iterations=8, rate="20mbit",
+    vanilla_band=None, evaluation_iterations=1, backprop_rank=2, dp_rank=4,
 )  # fmt: skip
 """For tests: seconds, not minutes."""
+
+
+def device_here(ranks: int) -> Device:
+    """What so many ranks train on here: OPTIMUS_CC_DEVICE, or what this machine has for them."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return cast(Device, os.environ.get("OPTIMUS_CC_DEVICE") or device_for(ranks, gpus))
 
 
 def check_flags(settings: Settings, further: Sequence[str]) -> OptimusConfig:
@@ -145,8 +204,13 @@ def check_flags(settings: Settings, further: Sequence[str]) -> OptimusConfig:
         QuickstartError: `further` holds something else than Optimus-CC flags, which would make the runs incomparable.
         FlagError: a flag that cannot work here.
     """
+    return config_of(settings, settings.technique_flags("compressed", further))
+
+
+def config_of(settings: Settings, flags: Sequence[str]) -> OptimusConfig:
+    """What these flags of ours do here; raises what `check_flags` does."""
     parser = add_flags(argparse.ArgumentParser(prog="quickstart ... --", allow_abbrev=False, add_help=False))
-    args, unknown = parser.parse_known_args(settings.technique_flags("compressed", further))
+    args, unknown = parser.parse_known_args(list(flags))
     if unknown:
         raise QuickstartError(
             f"{unknown[0]}: not an Optimus-CC flag. Only these may follow --, as all else must be the same in both runs"
@@ -156,25 +220,6 @@ def check_flags(settings: Settings, further: Sequence[str]) -> OptimusConfig:
         train_iters=settings.iterations, seed=settings.seed,
     )  # fmt: skip
     return resolve(request_from(args), layout).config
-
-
-def remarks(settings: Settings, config: OptimusConfig) -> list[str]:
-    """Where and why the compressed run is not the paper's setting, each in a sentence."""
-    said = [
-        f"Ranks {config.compressed_backprop_rank} (activation gradients) and {config.dp_compression_rank}"
-        f" (data-parallel gradients) are chosen for hidden {settings.hidden}; the paper's 16 and 128 are for 3072."
-    ]
-    if config.compressed_backprop_messages == "epilogue":
-        said.append(
-            f"On each pipeline link {settings.stages - 1} of {settings.micro_batches} gradient messages is of the"
-            " epilogue, and only that one is compressed."
-        )
-    if config.residual_across_iterations == "drop":
-        said.append(
-            "What lazy error propagation leaves after an iteration is dropped, not carried: it would be added to the"
-            " gradient of other text, with updated weights; in short trials that cost more than it mended."
-        )
-    return said
 
 
 def check_text(settings: Settings, data: PreparedData) -> None:

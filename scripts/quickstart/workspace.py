@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimus_cc_ext.data.output import check_replaceable, replace
-from optimus_cc_ext.report.comparison import PICTURES
+from optimus_cc_ext.report.comparison import FILES
 from scripts.quickstart.settings import RUNS, QuickstartError
 
 __all__ = ["Workspace", "claim"]
 
-_OURS = {*RUNS, "summary.json", "index.html", *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg"))}
+_OURS = {*RUNS, "summary.json", "index.html", *FILES}
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,13 @@ def _in_packs() -> list[Any]:
             log.append("back-project")
             return super().back_project(*args, **kwargs)
 
-    begin = bucket_reducer.PendingSum
+    begin = bucket_reducer.start_sum
 
     def recorded_sum(tensor: torch.Tensor, group: Any, purpose: str) -> Any:
         log.append(purpose.removeprefix("compressed gradient reduction "))
         return begin(tensor, group, purpose)
 
-    bucket_reducer.PendingSum = recorded_sum
+    bucket_reducer.start_sum = recorded_sum
     results = []
     logs = []
     for least in (bucket_reducer.PACK_AT_LEAST_BYTES, 1):

@@ -1,12 +1,21 @@
 """A microbenchmark times what training does: messages and gradients of any shape, changed by nothing, in seconds."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors import FastLowRank, fast_codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast import microbenchmark
+from optimus_cc_ext.forecast.forecaster import Forecaster
+from optimus_cc_ext.resolve import Layout
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from tests.forked_ranks import run_ranks
 
 CONFIG = OptimusConfig(compressed_backprop=True, dp_compression=True, dp_compression_rank=4)
@@ -19,18 +28,70 @@ def _measure() -> list[float]:
     matrices = [torch.ones(shape) for shape in SHAPES]  # each in a storage of its own
     keep = {
         "alone": dist.group.WORLD, "compressor": FastLowRank(), "config": CONFIG, "state_dtype": torch.float32,
+        "codecs": None, "sharded": False,
     }  # fmt: skip
     seconds = [microbenchmark.time_gradients(matrices, **keep), microbenchmark.time_gradients([], **keep)]
     microbenchmark._SAMPLE_BYTES = 1  # one matrix stands for all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
     plan = LinkPlan(config=CONFIG, sending_stage=1, receiving_stage=0, seed=1)
     seconds += microbenchmark.time_message(plan, torch.empty(64, 2, 32), FastLowRank())
+    blocks = BlockMessages(fast_codec("fp8", seed=1, rotated=False))
+    seconds += microbenchmark.time_activation(blocks, torch.empty(64, 2, 32))
+    codecs = BlockCodecs(*(fast_codec(chosen, seed=1, rotated=True) for chosen in ("int4", "int8")))
+    seconds += [
+        microbenchmark.time_gradients(matrices, **keep | {"codecs": codecs, "sharded": s}) for s in (True, False)
+    ]
     assert all(bool((matrix == 1).all()) for matrix in matrices)
     assert torch.equal(torch.get_rng_state(), random_state)
     return seconds
 
 
+def _scratch_after_measuring() -> list[int]:
+    dist.init_process_group("gloo")
+    rank, layout = dist.get_rank(), Layout(stages=2, data_parallel=2, tied_embeddings=False)
+    session = Session(CONFIG, layout)
+    place = RankPlace(rank=rank, stage=rank, tensor_rank=0)
+    session.place(Grid(place=place, stages=2, data_parallel=2, pipeline_group=dist.group.WORLD), layout)
+    session.gradients.add_buckets(
+        SimpleNamespace(
+            group=session.alone, matrices=[torch.ones(shape) for shape in SHAPES], compress=lambda: None,
+            dense_bytes=0, compressed_bytes=0, tied_bytes=0, gather_bytes=0, overlapping=0,
+        )
+    )  # fmt: skip
+    measured = Forecaster(session)._measure(torch.empty(64, 2, 32), torch.device("cpu"))
+    assert measured.compress_gradients > 0 and measured.compress > 0
+    return [technique.compressor._scratch.nbytes for technique in (session.gradients, session.backprop)]
+
+
+def test_what_is_tried_has_memory_of_its_own():
+    assert run_ranks(2, _scratch_after_measuring, timeout=60) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    "few, many, total, seconds",
+    [
+        ((10, 1.0), (20, 1.1), 100, 1.9),  # launches: 0.9, and 0.01 a byte
+        ((10, 1.0), (20, 2.0), 100, 10.0),  # bytes only
+        ((20, 1.0), (20, 1.0), 100, 5.0),
+        ((10, 1.0), (20, 0.9), 100, 4.5),
+        ((10, 0.1), (20, 1.1), 5, 0.0),
+    ],
+    ids=["mostly launches", "bytes only", "one sample", "noise", "less than both"],
+)
+def test_two_samples_give_a_fixed_part_and_what_bytes_take(few, many, total, seconds):
+    assert microbenchmark.extrapolated(few, many, total) == pytest.approx(seconds)
+
+
+def test_samples_have_each_shape_once_and_more_often_within_the_limit(monkeypatch):
+    shapes = [torch.Size(shape) for shape in SHAPES] * 10
+    monkeypatch.setattr(microbenchmark, "_SAMPLE_BYTES", 4 * 2560)
+    once, more = microbenchmark._samples(shapes, 4)
+    assert sorted(once) == [(8, 8), (8, 32), (24, 8)] and more == once * 5, "5 x 512 values"
+    monkeypatch.setattr(microbenchmark, "_SAMPLE_BYTES", 1)
+    assert microbenchmark._samples(shapes, 4) == ([(24, 8)], [(24, 8)])
+
+
 def test_a_microbenchmark_takes_time_of_its_own_and_leaves_everything_as_it_was():
-    [[all_of_them, none, scaled, compress, decompress, remember]] = run_ranks(1, _measure, timeout=60)
-    assert none == 0 and min(all_of_them, scaled, compress, decompress, remember) > 0
-    assert max(all_of_them, scaled, compress, decompress, remember) < 10
+    [[all_of_them, none, *others]] = run_ranks(1, _measure, timeout=60)
+    assert none == 0 and min(all_of_them, *others) > 0
+    assert max(all_of_them, *others) < 10

@@ -1,5 +1,7 @@
 """Selective stage compression against PyTorch's own PowerSGD hook, and its behaviour on several ranks."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_mo
 from optimus_cc_ext.compressors import FastLowRank
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.side_stream import SideStream
+from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes, of_layers, reduce
 from tests.forked_ranks import run_ranks
 from tests.low_rank_steps import BOTH
@@ -191,6 +194,30 @@ def test_nan_on_one_replica_is_seen_by_all_and_kept_by_none():
     assert run_ranks(2, _nan_on_one_rank) == [[True, True, True]] * 2
 
 
+def _factorisations() -> list[int]:
+    dist.init_process_group("gloo")
+    reducer = gradients(0, 0).reducer(FastLowRank(), RANK)
+    reduce(reducer)
+    before = [start.clone() for start in warm_starts(reducer)]
+    reducer.reduce()
+    reducer.states.rollback()
+    reducer.states.commit({})
+    assert all(map(torch.equal, warm_starts(reducer), before)), "of a step that was skipped"
+    with Watch() as reducing:
+        reducer.reduce()
+    assert all(map(torch.equal, warm_starts(reducer), before))
+    with Watch() as committing:
+        reducer.states.commit({})
+    assert not any(map(torch.equal, warm_starts(reducer), before))
+    assert committing.allocated == committing.read_by_host == []
+    return [watch.count("cholesky") for watch in (reducing, committing)]
+
+
+def test_all_shapes_share_a_factorisation_and_warm_starts_wait_until_the_optimizer_has_its_gradients():
+    # Cholesky QR factors twice: all P of a pack, and all Q of all buckets.
+    assert run_ranks(1, _factorisations) == [[2, 2]]
+
+
 def _two_norm_groups() -> dict[str, float]:
     """By state: the residual's norm, over what it is where nothing was clipped more than usual."""
     dist.init_process_group("gloo")
@@ -211,9 +238,10 @@ def test_matrices_of_a_gradient_norm_group_of_their_own_are_shrunk_by_their_own_
     )
 
 
-def _beside_the_backward_pass() -> bool:
+def _beside_the_backward_pass(store: str) -> None:
     """One rank on one GPU: reduced on a side stream while the main stream is busy, and in line."""
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", device_id=device, init_method=f"file://{store}", rank=0, world_size=1)
     flats = [gradients(0, step).flat.cuda() for step in range(3)]
     results = []
     for side in (SideStream(flats[0].device), None):
@@ -236,9 +264,11 @@ def _beside_the_backward_pass() -> bool:
             reducer.states.commit({})
             reduced.append(flat.clone())
         results.append(reduced)
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: there are no streams to order")
-def test_on_a_gpu_a_side_stream_gives_the_same_bits():
-    assert run_ranks(1, _beside_the_backward_pass) == [True]
+def test_on_a_gpu_a_side_stream_gives_the_same_bits(tmp_path):
+    # Not in a forked rank: those have the CPU runtime, whose streams are the program's own order.
+    program = f"import {__name__} as tests; tests._beside_the_backward_pass('{tmp_path}/store')"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

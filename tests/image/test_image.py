@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,27 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
         subprocess.run(["buildah", "rm", "--all"], env=environment, capture_output=True)
         subprocess.run(["buildah", "rmi", "--all", "--force"], env=environment, capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_an_image_rebuilt_over_an_old_one_is_the_new_one(tmp_path: Path) -> None:
+    """A Dockerfile that copies one file is enough for that."""
+    root, output = tmp_path / "root", tmp_path / "optimus-cc.tar"
+    settings = {"BUILDER": "buildah", "OUTPUT": output.name, "OPTIMUS_CC_ROOT": str(root)}
+    root.mkdir()
+    (root / "scripts").symlink_to(ROOT / "scripts")
+    (root / "Dockerfile").write_text("FROM scratch\nCOPY content /\n")
+    for content in ("old", "new"):
+        (root / "content").write_text(content)
+        subprocess.run(
+            ["bash", ROOT / "scripts/slurm/build_image.sbatch"], check=True, cwd=tmp_path,
+            env={**_storage(tmp_path, "vfs"), **settings},
+        )  # fmt: skip
+        print(*(f"{path.name}: {path.stat().st_size} bytes" for path in tmp_path.glob("*.tar")))
+        with tarfile.open(output) as image:
+            [layer] = [file for file in image if file.isfile() and file.name.endswith(".tar")]
+            with tarfile.open(fileobj=image.extractfile(layer)) as files:
+                assert files.extractfile("content").read().decode() == content
+        assert list(tmp_path.glob("*.tar")) == [output]
 
 
 def test_the_build_leaves_labels_a_health_check_and_a_user_who_is_not_root(image: Image) -> None:

@@ -35,6 +35,8 @@ class Runs:
         return made
 
     def _make(self, spec: RunSpec) -> Run:
+        for needed in filter(None, (spec.loaded, spec.other, spec.copies)):
+            self(needed)  # first: folders are numbered as runs are made
         here = self._folder / str(len(self._made))
         folders = {"here": here}
         for role in ("loaded", "other"):

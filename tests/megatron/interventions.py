@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,10 @@ def last_load_on_rank_1_only() -> None:
 
 
 def impatient() -> None:
-    """Ranks that do not speak wait for the one that does; here nobody is ended by a launcher meanwhile."""
+    """Ranks wait for the one that speaks; here nobody is a launcher, which would end them meanwhile."""
     from optimus_cc_ext import errors
 
-    errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
+    errors.time.sleep = lambda seconds: sys.exit(2)  # type: ignore[attr-defined]
 
 
 def full_disk_on_rank_1() -> None:
@@ -70,6 +71,69 @@ def full_disk_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def hold_up_writers() -> None:
+    """Let no rank's file be written before training has overwritten what it remembers, two iterations further."""
+    from megatron.training import get_args
+
+    from optimus_cc_ext.checkpoint import state_files
+
+    write = state_files.write_rank_file
+
+    def write_later(staging: Path, rank: int, iteration: int, state: Any) -> Any:
+        give_up = time.monotonic() + 20
+        while get_args().curr_iteration <= iteration + 1 < get_args().train_iters:
+            if time.monotonic() > give_up:
+                raise RuntimeError("training waits for this file")
+            time.sleep(0.01)
+        return write(staging, rank, iteration, state)
+
+    state_files.write_rank_file = write_later
+
+
+def fail_to_write_the_last_on_rank_1() -> None:
+    """As a disk that is full does, in the thread that writes."""
+    from megatron.training import get_args
+
+    from optimus_cc_ext.checkpoint import state_files
+
+    write = state_files.write_rank_file
+
+    def write_or_fail(staging: Path, rank: int, iteration: int, state: Any) -> Any:
+        if rank == 1 and iteration == get_args().train_iters:
+            raise OSError("the disk is full")
+        return write(staging, rank, iteration, state)
+
+    state_files.write_rank_file = write_or_fail
+
+
+def kill_in_the_last_save(name: str, *, done: bool) -> None:
+    """SIGKILL to a rank that calls this function of `state_files` for the last save, and to all it started.
+
+    Not before the checkpoint before it is whole: in the background, Megatron may still be at that one.
+
+    done: when the call is over.
+    """
+    from megatron.training import get_args
+
+    from optimus_cc_ext.checkpoint import state_files
+
+    original = getattr(state_files, name)
+
+    def killed(*args: Any) -> Any:
+        save, iteration = Path(get_args().save), get_args().train_iters
+        last = iteration in args or save / f"iter_{iteration:07d}" in args
+        if done or not last:
+            result = original(*args)
+        if last:
+            deadline = time.monotonic() + 60
+            while not (save / "latest_checkpointed_iteration.txt").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.killpg(0, signal.SIGKILL)
+        return result
+
+    setattr(state_files, name, killed)
 
 
 def poison() -> None:
@@ -243,3 +307,46 @@ def damage(folder: Path) -> None:
 def take_the_state_out(folder: Path) -> None:
     for state in folder.glob("iter_*/optimus_cc"):
         shutil.rmtree(state)
+
+
+_gathered = [0]
+
+
+def count_gathers() -> None:
+    """Count the bytes that this rank sends in Megatron's own all-gathers of parameters.
+
+    A save forces them; here it finds them under way, as --overlap-param-gather-with-optimizer-step leaves them.
+    """
+    from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+
+    start = DistributedDataParallel.start_param_sync
+
+    def start_before_forced(ddp: Any, *unused: Any, force_sync: bool = False, **rest: Any) -> None:
+        if force_sync:
+            start(ddp, **rest)
+        start(ddp, force_sync=force_sync, **rest)
+
+    DistributedDataParallel.start_param_sync = start_before_forced
+
+    gather = param_and_grad_buffer.dist_all_gather_func
+
+    def counting(out: torch.Tensor, shard: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _gathered[0] += out.nbytes - shard.nbytes
+        return gather(out, shard, *args, **kwargs)
+
+    param_and_grad_buffer.dist_all_gather_func = counting
+
+
+def counted_gathers(model: list[torch.nn.Module], optimizer: Any) -> int:
+    return _gathered[0]
+
+
+def over_the_shared_gpus_backend() -> None:
+    """Where the run asks for gloo, it gets the backend of ranks that share a GPU."""
+    from optimus_cc_ext.shared_gpu import staged_gloo
+
+    staged_gloo.register()
+    original = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *args, **kwargs: original(
+        *args, **kwargs | {"backend": staged_gloo.NAME}
+    )

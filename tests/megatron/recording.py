@@ -13,6 +13,8 @@ import torch
 import optimus_cc_ext
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.block_reducer import BlockReducer
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Link, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.factor_state import FactorStates
@@ -133,6 +135,9 @@ class Ours:
     compressed_matrices: int
     """Of gradients, on this rank."""
 
+    reduced_bytes: list[int]
+    """What each reduction of a bucket sends, in order."""
+
     remembered: Any
     """The state that a checkpoint has, every tensor by its hash."""
 
@@ -146,6 +151,7 @@ def read(session: Session) -> Ours:
     return Ours(
         traffic={c.value: counts for c, counts in session.traffic.total().items()},
         compressed_matrices=sum(reducer.matrices for reducer in session.gradients.reducers),
+        reduced_bytes=[reducer.sent_bytes() for reducer in session.gradients.reducers],
         remembered=_hashed(session.state_dict()),
         groups=[(g.group_desc, g._get_backend(cpu).options._timeout) for g in groups if g is not None],
     )
@@ -165,7 +171,9 @@ HOT_PATH = {
     CompressedBackprop: ("begin", "end"),
     SendingLink: ("send",),
     ReceivingLink: ("receive",),
-    BucketReducer: ("start", "all_reduce_q", "finish"),
+    BucketReducer: ("start", "second_phase", "finish"),
+    BlockMessages: ("send", "receive"),
+    BlockReducer: ("start", "second_phase", "finish"),
     FactorStates: ("commit", "rescale_residuals"),
     FusedEmbeddingSync: ("reduce",),
 }

@@ -29,7 +29,7 @@ TWENTY = "--train-iters 20"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
-SMALL_BUCKETS = "--ddp-bucket-size 60000"  # the first stage, which Megatron splits into buckets, gets several of them
+SMALL_BUCKETS = "--ddp-bucket-size 40000"  # the first stage, which Megatron splits into buckets, gets several of them
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 OFF = ""
@@ -46,6 +46,9 @@ DROPPED = "--residual-across-iterations drop"
 LOSSY = f"--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 4 --dp-compression-stages all {_CARRIED}"
 CB4 = f"--compressed-backprop --compressed-backprop-rank 4 {_CARRIED}"
 SC4 = "--dp-compression --dp-compression-rank 4"
+BLOCKS = "--optimus-cc balanced --dp-compression-stages all"
+BLOCKS_WITH_LEP = f"{BLOCKS} --lazy-error-propagation"
+EXACT_BLOCKS = f"{BLOCKS_WITH_LEP} --exact-blocks"
 ALL_MESSAGES = f"{CB4} --compressed-backprop-messages all {FE} {SC4}"
 
 # -- off, and lossy ---------------------------------------------------------------------------------------------------
@@ -60,6 +63,9 @@ LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
 LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
 LOSSY_FORECAST = LOSSY_RUN.but("lossy, forecast", ours="--compression-forecast")
 LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSSY)
+BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
+BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
+BLOCKS_TP2 = RunSpec(name="TP2 blocks", layout=TP2_PP2_DP2, flags=EIGHT, ours=BLOCKS_WITH_LEP)
 BY_CONFIG = RunSpec(name="by configuration", flags=EIGHT, before=(interventions.install_by_config,))
 WARMUPS = VANILLA.but(
     "warm-ups", ours=f"{CB4} {SC4} --compressed-backprop-warmup 0.5 --dp-compression-warmup 0.5"
@@ -67,12 +73,12 @@ WARMUPS = VANILLA.but(
 FUSED = VANILLA.but("FE", ours=FE)
 UNBATCHED = RunSpec(
     name="unbatched, PP4", layout=PP4, flags="--train-iters 3 --global-batch-size 8",
-    ours=CB4, before=(interventions.unbatched,),
+    ours=f"{CB4} --pipeline-forward-format fp8", before=(interventions.unbatched,),
 )  # fmt: skip
 INTERLEAVED_RUN = RunSpec(
     name="interleaved, PP4", layout=PP4,
     flags=f"{INTERLEAVED} --num-layers 8 --train-iters 3 --global-batch-size 8 --no-overlap-p2p-communication",
-    ours=f"{CB4} {DROPPED}",
+    ours=f"{CB4} {DROPPED} --pipeline-forward-format int8",
 )  # fmt: skip
 WATCHED = RunSpec(
     name="watched, bf16 buckets", flags="--bf16 --grad-reduce-in-bf16 --train-iters 3", ours=ALL_MESSAGES, watched=True
@@ -80,8 +86,8 @@ WATCHED = RunSpec(
 REPORTED = RunSpec(
     name="metrics", before=(recording.watch_reports,), probe=recording.what_was_reported,
     flags=(
-        "--train-iters 6 --log-interval 2 --tensorboard-log-interval 2 --eval-interval 3 --eval-iters 1 "
-        "--tensorboard-dir {here}"
+        # TensorBoard has Megatron's scalars of every iteration.
+        "--train-iters 6 --log-interval 2 --eval-interval 3 --eval-iters 1 --tensorboard-dir {here}"
     ),
     ours=(
         f"{CB4} --compressed-backprop-messages all {SC4} --dp-compression-stages 1 --compression-error-statistics"
@@ -96,6 +102,10 @@ POISONED, POISONED_SHARDED = (
     RunSpec(name=f"poisoned, {name}", flags=f"{_STATIC} {flags}", ours=LOSSY, before=(interventions.poison,))
     for name, flags in (("whole", ""), ("sharded", f"{SHARDED} --overlap-grad-reduce"))
 )
+POISONED_BLOCKS = RunSpec(
+    name="poisoned, blocks", flags=f"{_STATIC} {SHARDED} --overlap-grad-reduce", ours=BLOCKS,
+    before=(interventions.poison,),
+)  # fmt: skip
 POISONED_TO_THE_END = RunSpec(
     name="poisoned, checked by Megatron", flags="--save {here} --save-interval 100 --ckpt-format torch",
     ours=LOSSY, before=(interventions.poison,), ends=True,
@@ -157,9 +167,22 @@ SAVED_SHARDED = saving(
     watched=True,
 )  # fmt: skip
 # On two ranks: each starts a process that imports Megatron, to write.
-SAVED_IN_BACKGROUND = saving("async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2)
+SAVED_IN_BACKGROUND = saving(
+    "async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2, before=(interventions.hold_up_writers,)
+)
+FAILED_IN_BACKGROUND = replace(
+    SAVED_IN_BACKGROUND, name="async, not written", before=(interventions.fail_to_write_the_last_on_rank_1,), ends=True
+)
+AFTER_FAILURE = replace(resumed(FAILED_IN_BACKGROUND, 4), spoil=None, before=(), ends=False)
+SAVED_BLOCKS = saving(
+    "blocks, bf16 buckets, overlapped, interleaved",
+    f"--ckpt-format torch_dist --bf16 --grad-reduce-in-bf16 {OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}",
+    BLOCKS_WITH_LEP, watched=True, before=(interventions.count_gathers,), probe=interventions.counted_gathers,
+)  # fmt: skip
 SAVED_OFTEN = [
-    replace(run, name=f"{run.name}, often", flags=run.flags.replace("--save-interval 4", "--save-interval 2"))
+    replace(
+        run, name=f"{run.name}, often", flags=run.flags.replace("--save-interval 4", "--save-interval 2"), before=()
+    )
     for run in (SAVED, SAVED_SHARDED, SAVED_IN_BACKGROUND)
 ]
 SAVED_OFTEN += [
@@ -275,6 +298,12 @@ LIMITS = [
         loss=BF16_BUCKETS[0], norm=BF16_BUCKETS[1],
     ),
 ]  # fmt: skip
+EXACT = [
+    limit.vanilla.but(f"{limit.vanilla.name}, in exact blocks", ours=f"{EXACT_BLOCKS} {stages}")
+    for limit in LIMITS
+    for stages in ["--dp-compression-stages 1" if "--dp-compression-stages 1" in limit.ours else ""]
+]
+"""Of the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
 # Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
 # loop no longer looks at it; what changes the batch size there is `--step-batch-size-schedule`.
 # 2, 1, none and 1 of 4 layers. From 12 sequences of 64 tokens on 6 sequences an iteration, from 24 on 8, in pairs.
@@ -289,6 +318,7 @@ GROWING_LIMIT = Limit(vanilla=GROWING, ours=f"{LOSSLESS_EPILOGUE} {FE} --compres
 # -- stages that are chosen -------------------------------------------------------------------------------------------
 
 _AUTO = f"{SC4} --dp-compression-stages auto"
+_AUTO_BLOCKS = "--dp-compression-format int4 --dp-compression-stages auto"
 _SLOW, _FAST = (partial(interventions.links_of, rate) for rate in (1e5, 1e12))
 CHOSEN = VANILLA.but(
     "stages chosen on slow links", ours=_AUTO, before=(_SLOW,),
@@ -298,7 +328,7 @@ CHOSEN_BEFORE = VANILLA.but(
     "stages chosen before, on fast links", ours=_AUTO, before=(_FAST,), loaded=CHOSEN,
     flags="--load {loaded} --ckpt-step 4 --ckpt-format torch",
 )  # fmt: skip
-NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO, before=(_FAST,))
+NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO_BLOCKS, before=(_FAST,))
 
 # -- mixture of experts -----------------------------------------------------------------------------------------------
 
@@ -319,6 +349,7 @@ EXPERTS_REPLICATED = RunSpec(
     name="experts on two replicas each", layout=(4, ""), ours=SC4,
     flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
 )  # fmt: skip
+EXPERTS_IN_BLOCKS = replace(EXPERTS_REPLICATED, name="experts in blocks", ours="--dp-compression-format int4")
 # The preset, at full rank: it leaves fused embedding sync out.
 EXPERTS_AMONG_OTHERS = Limit(
     vanilla=RunSpec(name="experts among others", flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED}"),

@@ -3,20 +3,25 @@
 Each case is one forked rank of four that do not exist (PP2 x DP2 unless said), stopped after validation.
 """
 
+import argparse
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import types
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
+from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.hooks.refusals import REFUSALS
+from optimus_cc_ext.hooks.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, launch
+from tests.megatron import interventions
 from tests.megatron_runs import TINY_GPT
 
 PP1, PP2, PP4 = (f"--pipeline-model-parallel-size {stages} " for stages in (1, 2, 4))
@@ -138,8 +143,13 @@ REFUSED = {
         PP2 + SC + "--optimizer dist_muon",
         PP2 + SC + "--optimizer soap",
     ],
-    "--cuda-graph-impl": [PP2 + CB + "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"],
-    "--use-ring-exchange-p2p": [PP2 + CB + "--use-ring-exchange-p2p"],
+    "--cuda-graph-impl": [
+        PP2 + CB + "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+        PP2 + CB + "--cuda-graph-impl local --cuda-graph-modules full_iteration --no-check-for-nan-in-loss-and-grad",
+    ],
+    "--use-ring-exchange-p2p": [
+        PP2 + technique + "--use-ring-exchange-p2p" for technique in (CB, "--pipeline-forward-format fp8 ")
+    ],
     "--inprocess-restart": [PP2 + ALL + "--inprocess-restart"],
     "--non-persistent-ckpt-type": [
         PP2 + ALL + "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir nowhere"
@@ -176,6 +186,25 @@ def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list
     env = FSDP_CONNECTIONS if "fsdp" in line else None
     before = everything_is_installed if any(name in line for name in ("fp4", "local-ckpt", "msc")) else None
     assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env, before=before)
+
+
+def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() -> None:
+    scopes = Enum("CudaGraphScope", ["full_iteration", "attn"])
+    layers, everything = (
+        argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=[scope])
+        for scope in (scopes.attn, scopes.full_iteration)
+    )
+    refuse_unsupported(layers, OptimusConfig(compressed_backprop=True))
+    with pytest.raises(FlagError, match="--cuda-graph-impl"):
+        refuse_unsupported(everything, OptimusConfig(compressed_backprop=True))
+
+
+def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
+    remote = argparse.Namespace(enable_msc=True, save="msc://a/b")
+    refuse_unsupported(remote, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
+    for kept in ({"dp_compression": True}, {"dp_compression_format": "int4", "dp_compression_stages": "auto"}):
+        with pytest.raises(FlagError, match="--enable-msc"):
+            refuse_unsupported(remote, OptimusConfig(**kept))
 
 
 def _refused_by_the_entry() -> str:
@@ -229,7 +258,11 @@ def test_an_unsupported_megatron_is_refused_by_name_and_version(outputs: list[st
     found = launch([*shlex.split(PP2 + ALL), *outputs], before=another_megatron)
     assert found.code == 2
     assert found.output.splitlines() == found.ours and len(found.ours) == 1, "one line, before Megatron starts"
-    for part in ("megatron-core 0.99.0 is not supported", "0.18.2, 0.19.1, 0.19.2", "Install megatron-core==0.19.2"):
+    for part in (
+        "megatron-core 0.99.0 is not supported",
+        "0.18.2, 0.19.0, 0.19.1, 0.19.2",
+        "Install megatron-core==0.19.2",
+    ):
         assert part in found.output
     assert not list(Path(outputs[1]).parent.iterdir())
 
@@ -272,18 +305,36 @@ def no_runtime() -> None:
     cpu_runtime.deactivate()
 
 
-def impatient() -> None:
-    from optimus_cc_ext import errors
-
-    errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
-
-
 def test_only_the_first_rank_of_a_node_speaks(outputs: list[str]) -> None:
     line = [*shlex.split(PP1 + CB), *outputs]
-    first, third = (launch(line, rank=rank, before=impatient) for rank in (0, 3))
+    first, third = (launch(line, rank=rank, before=interventions.impatient) for rank in (0, 3))
     assert (first.code, third.code) == (2, 2)
     assert first.output.count("optimus-cc: error: ") == 1
     assert third.ours == []
+
+
+def broken_gpu() -> None:
+    """GPUs that PyTorch sees, none of which can be used; the launcher ends nobody: the others' are in order."""
+    import torch
+
+    from optimus_cc_ext import cpu_runtime, errors
+
+    cpu_runtime.deactivate()
+    errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
+
+    def set_device(number: int) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be ...")
+
+    torch.cuda.set_device = set_device
+
+
+def test_a_rank_whose_gpu_is_broken_says_so_whichever_it_is() -> None:
+    found = launch([], rank=3, before=broken_gpu, env={"OPTIMUS_CC_DEVICE": "cuda"})
+    assert found.code == 2
+    (line,) = found.ours
+    assert line.startswith(f"optimus-cc: error: rank 3 on {socket.gethostname()}: GPU 3, of 8 that PyTorch sees here, ")
+    assert "(CUDA error: uncorrectable ECC error encountered): look at nvidia-smi" in line
 
 
 def test_a_real_process_ends_with_status_2(outputs: list[str]) -> None:

@@ -1,12 +1,20 @@
 """A run that was resumed is the run that never stopped, to the bit; where it cannot be, that is said, or refused."""
 
 import json
+import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import optimus_cc_ext
+from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import resumed
 from tests.megatron.specs import Run, full, uses
+from tests.megatron_runs import run_megatron
 
 PARTS = ("losses", "grad_norms", "random_states", "steps")
 
@@ -42,17 +50,18 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
 
 
 def assert_files_come_first(saves: list[dict[str, Any]], saved: list[int], *, in_background: bool) -> None:
-    """Our files are whole before the tracker names the iteration, and before the background writer has them."""
+    """Our files are whole before the tracker names the iteration; in the background, not before training goes on."""
     names = [f"iter_{iteration:07d}" for iteration in saved]
-    turns = [save["tracker's turn"] for save in saves if "tracker's turn" in save]
-    # The first rank asks for the tracker's name again in other places; each save's first time counts.
-    for count, name in enumerate(names, start=1):
-        turn = next(turn for turn in turns if turn["whole"] == names[:count])
-        assert turn["tracker"] != str(int(name.removeprefix("iter_")))
-    scheduled = [save["background"] for save in saves if "background" in save]
+    turns, scheduled, finished = (
+        [save[moment] for save in saves if moment in save] for moment in ("tracker's turn", "background", "finished")
+    )
     assert len(scheduled) == (len(saved) if in_background else 0), "not saved in the background"
-    for count, save in enumerate(scheduled, start=1):
-        assert save["whole"] == names[:count] and save["tracker"] in (None, *map(str, saved[: count - 1]))
+    # The first rank asks for the tracker's name again in other places; each save's first time counts.
+    for count, iteration in enumerate(saved, start=1):
+        turn = next(turn for turn in (finished if in_background else turns) if turn["whole"] == names[:count])
+        assert turn["tracker"] != str(iteration)
+    for count, save in enumerate(scheduled):
+        assert save["whole"] == names[:count] and save["tracker"] in (None, *map(str, saved[:count]))
 
 
 def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
@@ -64,6 +73,46 @@ def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
     assert described["topology"]["--pipeline-model-parallel-size"] == 2
     assert [file["size"] for file in described["files"]] == [p.stat().st_size for p in sorted(files.glob("*.pt"))]
     assert not list(folder.glob(".optimus*")), "what is written first is moved, not copied"
+
+
+@uses((table.SAVED_IN_BACKGROUND, table.FAILED_IN_BACKGROUND, table.AFTER_FAILURE))
+def test_a_background_writer_that_fails_ends_all_ranks_and_the_checkpoint_before_counts(runs):
+    whole, failed, resumed = runs
+    for rank in failed.ranks:
+        assert "rank 1: writing the state of compression failed: the disk is full" in str(rank.ended)
+    assert failed.ranks[0].saves[-1]["background"]["tracker"] == "4"
+    assert list(failed.folder.glob("iter_*8/*.distcp")) and not (failed.folder / "iter_0000008" / "optimus_cc").exists()
+    assert_goes_on(resumed, whole, 4)
+
+
+@pytest.mark.parametrize(
+    "function, done, ours",
+    [
+        ("write_rank_file", True, False),
+        pytest.param("publish", False, False, marks=pytest.mark.full),
+        pytest.param("publish", True, True, marks=pytest.mark.full),
+    ],
+    ids=["when written", "before it is moved", "before the tracker file"],
+)
+@uses(table.SAVED_IN_BACKGROUND)
+def test_a_kill_while_a_background_save_ends_leaves_all_or_none_and_the_run_goes_on(
+    runs: Run, tmp_path: Path, function: str, done: bool, ours: bool
+) -> None:
+    killed, spec = tmp_path / "killed", runs.spec
+    argv = shlex.split(f"{spec.layout[1]} {spec.flags} {spec.ours}".format(here=killed))
+    before = partial(_prepare, partial(interventions.kill_in_the_last_save, function, done=done))
+    with pytest.raises(AssertionError, match=r"died without an answer|Connection"):  # of its peer
+        run_megatron(2, argv, before=before)
+    assert (killed / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (killed / "iter_0000008").exists() and (killed / "iter_0000008" / "optimus_cc").exists() == ours
+    resumed = run_megatron(2, [*argv, "--load", str(killed)], before=_prepare)
+    assert_goes_on(Run(spec, resumed, killed), runs, 4)
+    assert (killed / "iter_0000008" / "optimus_cc").exists() and not list(killed.glob(".optimus*"))
+
+
+def _prepare(intervention: Callable[[], None] = lambda: None) -> None:
+    intervention()
+    optimus_cc_ext.install()
 
 
 # -- another run ------------------------------------------------------------------------------------------------------
@@ -81,7 +130,7 @@ def about_state(run: Run) -> list[str]:
 @uses(table.IN_FOUR_STAGES)
 def test_another_topology_starts_afresh_and_trains_on(runs):
     line, ignored = about_state(runs)
-    assert ignored == "the checkpoint's state of data-parallel compression is ignored: switched off in this run"
+    assert ignored == "the checkpoint's state of data-parallel compression is ignored: this run has no use for it"
     assert "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint" in line
 
 

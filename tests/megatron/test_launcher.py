@@ -147,6 +147,17 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
+def test_megatrons_persistent_writer_of_checkpoints_outlives_its_own_imports(tmp_path: Path, mark: str) -> None:
+    """It is a child of a fork server's; where it is dead, Megatron waits for it without an end."""
+    flags = "--pipeline-model-parallel-size 2 --save saved --save-interval 2 --ckpt-format torch_dist --async-save"
+    flags += " --use-persistent-ckpt-worker --async-strategy mcore --compressed-backprop --compressed-backprop-rank 4"
+    ended = torchrun([*TINY_GPT, *flags.split()], tmp_path, mark, ranks=2)
+    assert ended.code == 0, ended.output[-3000:]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (tmp_path / "saved" / "iter_0000004" / "optimus_cc" / "rank_00001.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("death", "code", "reason"),
     [

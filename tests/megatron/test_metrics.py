@@ -29,15 +29,17 @@ def test_errors_and_residuals_are_those_of_the_logged_iteration(runs):
         senders = [rank.probed for rank in runs.ranks if rank.stage == 1]
         lost, offered = (sum(rank["links"][iteration][i] for rank in senders) for i in (0, 1))
         # The watcher sums up fp32 squares.
-        assert report.stages[1].links.error == pytest.approx(lost, rel=1e-4)
-        assert report.stages[1].links.compressed == pytest.approx(offered, rel=1e-4)
-        assert 0.1 < report.stages[1].links.relative_error < 1
+        assert report.stages[1].techniques["CB"].error == pytest.approx(lost, rel=1e-4)
+        assert report.stages[1].techniques["CB"].compressed == pytest.approx(offered, rel=1e-4)
+        assert 0.1 < report.stages[1].techniques["CB"].relative_error < 1
         residual = sum(rank["residuals"][iteration + 1][0] ** 2 for rank in senders)
-        assert report.stages[1].links.residual == pytest.approx(residual, rel=1e-4)
-        assert report.stages[0].links.error == 0, "the first stage sends no gradients"
-        assert report.stages[0].links.seconds > 0, "but it decompresses"
-        assert 0.1 < report.stages[0].buckets.relative_error < 1
-        assert report.stages[1].buckets == replace(report.stages[1].buckets, error=0, compressed=0, seconds=0)
+        assert report.stages[1].techniques["CB"].residual == pytest.approx(residual, rel=1e-4)
+        assert report.stages[0].techniques["CB"].error == 0, "the first stage sends no gradients"
+        assert report.stages[0].techniques["CB"].seconds > 0, "but it decompresses"
+        assert 0.1 < report.stages[0].techniques["SC"].relative_error < 1
+        assert report.stages[1].techniques["SC"] == replace(
+            report.stages[1].techniques["SC"], error=0, compressed=0, seconds=0
+        )
         # Errors and differences of activations have nothing to do with each other in an untrained model.
         statistics = report.stages[1].statistics
         assert statistics.pairs == 6, "3 pairs of consecutive micro-batches on each of 2 replicas"
@@ -58,5 +60,5 @@ def test_tensorboard_has_every_scalar_of_the_report(runs):
 def test_the_lines_for_the_terminal_say_all_of_it(runs):
     traffic, compression, statistics = reports(runs)[-1].lines()
     assert traffic.startswith("traffic per iteration | pipeline forward: ")
-    assert "CB: error " in compression and " | SC: error " in compression and " ms" in compression
+    assert "CB low-rank: error " in compression and " | SC low-rank: error " in compression and " ms" in compression
     assert statistics.startswith("errors against activation differences | stage 1: cosine ")

@@ -1,11 +1,11 @@
 """Law: parameters that Megatron keeps equal across ranks stay bit-identical under lossy compression."""
 
-from tests.megatron.runs import LOSSY_TP2
+from tests.megatron.runs import BLOCKS_TP2, LOSSY_TP2
 from tests.megatron.specs import uses
 
 
-@uses(LOSSY_TP2)
-def test_replicas_stay_bit_identical_with_everything_on_at_rank_4(runs):
+@uses(LOSSY_TP2, BLOCKS_TP2)
+def test_replicas_stay_bit_identical_at_rank_4_and_in_blocks(runs):
     by_place = runs.by_place()
     assert len(by_place) == 8
     compared_over_tensor_ranks = 0
@@ -23,7 +23,7 @@ def test_replicas_stay_bit_identical_with_everything_on_at_rank_4(runs):
         assert len(copies) == 1, "the tied embedding of the first and the last stage"
 
 
-@uses(LOSSY_TP2)
+@uses(LOSSY_TP2, BLOCKS_TP2)
 def test_compression_was_lossy_and_counted(runs):
     for rank in runs.ranks:
         for raw, sent in (rank.ours.traffic["DP gradients"], rank.ours.traffic["embedding"]):

@@ -40,6 +40,9 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     memory = [line for line in whole.said if line.startswith("compressor state in")]
     assert len(memory) == 2, "before the first iteration, and once the stages are known"
     assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
+    (announced,) = [line for line in whole.said if line.startswith("--dp-compression-stages auto will add up to")]
+    buckets = memory[1].split("link, ")[1].split(" gradient")[0]
+    assert announced.split("up to ")[1].startswith(buckets), "said before the first iteration"
     expected, losses = last_stage_losses(vanilla.ranks), last_stage_losses(whole.ranks)
     # The loss of an iteration shows the updates before it.
     assert losses[: FIRST_COMPRESSED + 1] == expected[: FIRST_COMPRESSED + 1]

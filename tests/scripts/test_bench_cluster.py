@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast.probe import Rate
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
-from scripts.bench.cluster import network, page
+from scripts.bench.cluster import page
 from scripts.bench.cluster.bound import _rank, bound_share, chosen_stages, config_of
 from scripts.bench.cluster.model import MODELS, PAPER, Layout, parse_layout, proportions, variant_flags
-from scripts.bench.cluster.network import Counters, bits_per_second, tbf_options
 from scripts.bench.cluster.rates import FindRate, Plan, next_guess, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.hosts.network import Counters, bits_per_second, tbf_options
+from tests.shaped_links import needs_namespaces, without_namespaces
+from tests.shell_scripts import ROOT
 
 SMALL_RUN = {"DP gradients": 50.811, "pipeline forward": 3.146, "embedding": 8.389}
 PP2DP2 = Layout(1, 2, 2)
@@ -135,6 +139,29 @@ def test_the_bound_is_what_the_schedule_recovers_with_these_bytes_at_no_cost() -
     assert chosen_stages(["--dp-compression-stages auto: of 4 stages compressed: none"]) == frozenset()
 
 
+def test_the_bound_knows_every_format_and_the_gather_that_none_of_them_touches() -> None:
+    def bound(variant: str, layout: Layout) -> float:
+        flags = variant_flags(variant, layout, (2, 11))
+        share = bound_share(MODELS["small"], layout, config_of(flags, layout), frozenset(), bits=50e6, unshaped=1.0)
+        assert share is not None
+        return share
+
+    paper, blocks, fewest = (bound(variant, PP2DP2) for variant in ("paper", "blocks", "fewest"))
+    assert 0.6 < paper < fewest < 1 and 0.6 < blocks < fewest
+    sharded = parse_layout("pp2dp2z1")
+    assert bound("blocks", sharded) < blocks, "half of what its replicas send is the gather"
+    assert bound("blocks", parse_layout("pp4dp1")) > bound("paper", parse_layout("pp4dp1"))
+
+
+def test_variants_leave_out_what_a_layout_does_not_have() -> None:
+    assert variant_flags("blocks", parse_layout("pp4dp1"), (2, 11)) == [
+        "--pipeline-forward-format", "fp8", "--compressed-backprop-format", "int8",
+        "--fused-embedding-sync-format", "int8",
+    ]  # fmt: skip
+    assert variant_flags("blocks", parse_layout("pp1dp2"), (2, 11)) == ["--dp-compression-format", "int4"]
+    assert str(parse_layout("pp2dp2z1")) == "pp2dp2z1" and parse_layout("pp2dp2z1").sharded
+
+
 def test_the_bound_goes_by_the_bytes_that_training_counts() -> None:
     # What the metrics of a run of `small` on pp2dp2 said, in MB an iteration of all ranks: gradients, one direction of
     # activations, and the embedding.
@@ -193,7 +220,7 @@ def test_what_is_written_is_read_again_but_not_mixed_with_another_model(tmp_path
     found = page.losses(runs[-4:]).where(variant="paper")
     assert found.column("over vanilla, %") == pytest.approx([2.5, 1.2345679]) and found.column("CB rank") == [2, 2]
     assert "| paper | 2 | 11 | 6 | 4.1 | 2.5 |" in text and "| 50mbit | auto | 1 |" in text
-    pictures = {f"{name}_small_pp2dp2.{suffix}" for name in ("time", "recovered") for suffix in ("png", "svg")}
+    pictures = {f"{name}_small_pp2dp2.{suffix}" for name in ("time", "recovered") for suffix in ("png", "svg", "pdf")}
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json", "cluster.md", *pictures}
     # Drawn again on another machine it says where it was measured.
     page.write(tmp_path, {"seed": 1}, runs, {**page.load(tmp_path)[2], "system": "elsewhere"})
@@ -273,11 +300,10 @@ def test_bad_input_ends_with_status_2_and_the_reason(
     assert reason in capsys.readouterr().err
 
 
-def test_without_root_it_says_so_and_ends_with_status_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(network.shutil, "which", lambda command: f"/sbin/{command}")
-    monkeypatch.setattr(network, "geteuid", lambda: 1000)
-    assert cluster.main(["--output", str(tmp_path / "out")]) == 2
-    assert "take root" in capsys.readouterr().err
+@needs_namespaces
+def test_where_namespaces_are_forbidden_it_says_so_and_ends_with_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.bench.cluster", "--output", str(tmp_path / "out")]
+    done = subprocess.run(without_namespaces(command), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no namespaces for this user: unshare: unshare failed" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,21 +1,22 @@
 """The emulated cluster's network: rates that hold, counters that count, and nothing that is left behind.
 
-Network namespaces take root, and the training runs take most of a minute, so they come with --full only.
+The training runs take most of a minute, so they come with --full only.
 """
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
+from os import geteuid
 from pathlib import Path
 
 import psutil
 import pytest
 
-from scripts.bench.cluster.network import Network, network, why_not
+from scripts.hosts.network import Network, network
+from tests.shaped_links import needs_namespaces
 from tests.shell_scripts import ROOT
-
-needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 _RECEIVE = """
 import selectors, socket, sys, time
@@ -39,9 +40,25 @@ connection = socket.create_connection((sys.argv[1], 5000))
 connection.recv(1)  # all are there
 connection.sendall(bytes(int(sys.argv[2])))
 """
+_EXCHANGE = """
+import sys, time, torch, torch.distributed as dist
+rank, address = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://{address}:5001", rank=rank, world_size=2)
+sent, received = torch.ones(32768), torch.empty(32768)
+there, back = dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)
+for operations in ([there if rank == 0 else back], [there, back]) * 3:
+    dist.barrier()
+    started = time.monotonic()
+    for _ in range(6):
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    dist.barrier()
+    if rank == 0:
+        print(time.monotonic() - started, flush=True)
+"""
 _OWNER = """
 import signal, time
-from scripts.bench.cluster.network import network
+from scripts.hosts.network import network
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with network(2) as hosts:
     hosts.popen(1, ["setsid", "sleep", "60"])
@@ -71,6 +88,21 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
 
 
 @needs_namespaces
+@pytest.mark.skipif(geteuid() != 0, reason="takes root, who can become somebody else")
+def test_a_user_without_root_has_such_hosts_where_users_may_make_namespaces() -> None:
+    script = "from scripts.hosts.network import network\nwith network(1) as hosts: print(hosts.counters())"
+    somebody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--ambient-caps=+dac_read_search"]
+    capable = ["--inh-caps=-all,+dac_read_search"]
+    may = subprocess.run([*somebody, *capable, "unshare", "-Urnm", "true"], capture_output=True, text=True, timeout=10)
+    if may.returncode != 0:
+        pytest.skip(f"users may not: {may.stderr.strip()}")
+    # An interpreter in root's home is read, and nothing else that only root may do is done.
+    command = [*somebody, *capable, sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("[Counters(sent_bytes=0"), done.stderr
+
+
+@needs_namespaces
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_the_hosts_and_what_runs_there_end_with_their_owner_however_it_ends(how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
@@ -80,6 +112,22 @@ def test_the_hosts_and_what_runs_there_end_with_their_owner_however_it_ends(how:
         owner.send_signal(how)
         assert not psutil.wait_procs(below, timeout=10)[1]
         owner.kill()
+
+
+@needs_namespaces
+@pytest.mark.full
+def test_messages_both_ways_take_as_long_as_one_after_the_other_with_gloo() -> None:
+    """The planner's `_EXCHANGE`, in scripts/bench/cluster/predicted.py."""
+    with network(2) as hosts:
+        hosts.set_rate("25mbit")
+        command = ["env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-c", _EXCHANGE]
+        one, other = (
+            hosts.popen(rank, [*command, str(rank), hosts.address(0)], stdout=subprocess.PIPE) for rank in (0, 1)
+        )
+        said, _ = one.communicate(timeout=60)
+        assert other.communicate(timeout=20) and one.returncode == other.returncode == 0
+    seconds = [float(line) for line in said.split()]
+    assert 1.6 < statistics.median(seconds[1::2]) / statistics.median(seconds[::2]) < 2.4
 
 
 def _transfer(hosts: Network, senders: list[int], receiver: int, nbytes: int) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors import FastLowRank, fast_codec
 from scripts.bench.compressors.__main__ import main
 from scripts.bench.compressors.bucket import one_process
-from scripts.bench.compressors.sections import check_basis, check_bucket
+from scripts.bench.compressors.sections import check_basis, check_bucket, check_format
 from scripts.bench.compressors.timing import in_turn
 from tests.shell_scripts import ROOT
 
@@ -34,14 +34,22 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
     assert found["machine"]["scale"] == "tiny" and found["machine"]["threads"] == "1"
     works = {row["section"]: {each["work"] for each in rows if each["section"] == row["section"]} for row in rows}
     assert works == {
+        "kernels": {"ours", "torch, eager", "torch, compiled"},
         "slices": {
             "ours, compress", "ours, decompress", "reference, compress", "reference, decompress",
             "hook, compress and decompress",
         },
         "orthogonalization": {"ours", "ours in fp64", "hook's _orthogonalize", "LAPACK or cuSOLVER QR"},
         "bucket": {"ours", "hook, batched", "hook, as by default"},
+        "formats": {
+            f"{name}, {part}"
+            for name in ("low rank 8", "int4", "int4, rotated", "int8", "int8, rotated", "fp8")
+            for part in ("encode", "decode and add")
+        },
         "layers": {"2 layers", "4 layers"},
     }  # fmt: skip
+    missing = {row["work"] for row in rows if row["ms"] is None}
+    assert missing == {"ours", "torch, compiled"}, "of the kernels, what needs a GPU"
     ours = [row for row in rows if row["work"] == "ours, compress"]
     assert [row["rank"] for row in ours] == 3 * list(range(8, 41, 4))
     assert all(row["floor, ms"] > 0 and row["ms"] > 0 for row in ours)
@@ -118,3 +126,10 @@ def test_a_basis_that_is_none_is_not_timed() -> None:
     for wrong in (basis * (1 + 1e-5), torch.linalg.qr(p + 1e-4).Q, torch.full_like(p, torch.nan)):
         with pytest.raises(SystemExit, match="orthogonalisation of p"):
             check_basis(p, wrong, "p")
+
+
+def test_a_format_that_loses_what_it_should_not_is_not_timed() -> None:
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    check_format(fast_codec("int8", seed=1, rotated=True), values, 0.0065, "int8")
+    with pytest.raises(SystemExit, match=r"int4: an error of 0\.11\d+, not of 0\.0065"):
+        check_format(fast_codec("int4", seed=1, rotated=True), values, 0.0065, "int4")

@@ -155,7 +155,12 @@ def facts(config: OptimusConfig) -> dict[str, Any]:
 def expected(wanted: Techniques, model: str, ranks: tuple[int, int], tiny: bool) -> dict[str, Any]:
     known: dict[str, Any] = {"cb": wanted.cb, "fe": wanted.fe, "sc": wanted.sc, "statistics": wanted.statistics}
     if wanted.cb:
-        known |= {"cb rank": ranks[0], "messages": wanted.messages, "lep": wanted.lep, "residual": "carry"}
+        known |= {
+            "cb rank": ranks[0],
+            "messages": wanted.messages,
+            "lep": wanted.lep,
+            "residual": "carry" if wanted.lep else "drop",
+        }
     if wanted.sc:
         # The first 75 % of the stages: 3 of 4, both of 2.
         stages = 2 if tiny or model == "335m" else 3

@@ -146,6 +146,30 @@ def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() ->
     assert ended.code == 2 and "error: DATA_PATH: /data/a.idx does not exist. Give an existing one" in ended.errors
 
 
+def test_what_is_nearly_an_option_or_a_variable_is_refused_with_what_was_meant() -> None:
+    for wrong, right in {"--dryrun": "--dry-run", "--dry_run=yes": "--dry-run", "--hlep": "--help"}.items():
+        ended = run_script("pretrain_gpt.sh", wrong)
+        assert ended.code == 2 and f"error: {wrong.split('=')[0]}: it is not an option" in ended.errors
+        assert ended.output == "" and f"Write {right}." in ended.errors
+    for wrong, right in {
+        "PIPELINE_PARRALEL": "PIPELINE_PARALLEL",
+        "TRAIN_ITER": "TRAIN_ITERS",
+        "MODLE": "MODEL",
+    }.items():
+        ended = dry_run(**{wrong: "2"})
+        assert ended.code == 2 and f"error: {wrong}: it is not a variable" in ended.errors
+        assert ended.output == "" and f"Write {right}, or unset {wrong}." in ended.errors
+    # What may be somebody else's.
+    assert dry_run(NODE="a", MODELS="b", MODE="c", LS="d", JAVA_PATH="e", CUDA_PATH="f").code == 0
+
+
+def test_a_check_prints_nothing_and_refuses_what_a_start_would() -> None:
+    ended = run_script("pretrain_gpt.sh", "--check", "--bf16", env={"MODEL": "335m"})
+    assert (ended.code, ended.output) == (0, "")
+    ended = run_script("pretrain_gpt.sh", "--check", env={"DATA_PATH": "/data/a", "TOKENIZER_MODEL": "/data/tokenizer"})
+    assert ended.code == 2 and "error: DATA_PATH: /data/a.idx does not exist" in ended.errors
+
+
 def test_help_names_every_variable_and_a_script_in_the_place_of_a_flag_is_refused_by_one() -> None:
     ended = run_script("pretrain_gpt.sh", "pretrain_gpt.py")
     assert ended.code == 2 and "MEGATRON_LM=/path/to/checkout" in ended.errors

@@ -16,6 +16,11 @@ from transformers import AutoTokenizer
 from tests.shell_scripts import ROOT, SYSTEM_PATH, why_not_as_root
 
 ITERATIONS = 50
+ON_CPUS = [
+    *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
+    *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+]
 WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
 pytestmark = [
     pytest.mark.full,
@@ -89,14 +94,14 @@ class Training:
         folder.mkdir()
         self.number = slurm.run(
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
+            *("--oversubscribe", "--mem=1G"),  # two of these at a time
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
             # A part of the corpus without a document would be waited for without an end.
             *("--split", "90,5,5"),
             *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
-            "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1",
-            *("--transformer-impl", "local", "--distributed-backend", "gloo", "--eval-iters", "0"),
-            *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
-            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+            # Megatron's index of the data is no file for two jobs that start at once: one may find it half written.
+            "--data-cache-path", str(folder / "cache"),
+            "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1", *ON_CPUS,
             cwd=folder, MODEL="tiny", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="1", TRAIN_ITERS=str(ITERATIONS),
             CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1", **data,
         )  # fmt: skip
@@ -105,6 +110,11 @@ class Training:
     def log(self) -> str:
         path = self.folder / "log"
         return path.read_text() if path.exists() else ""
+
+    @property
+    def last_words(self) -> str:
+        """What a failure shows: Megatron prints hundreds of lines first."""
+        return f"{self.state}\n{self.log[-6000:]}"
 
     @property
     def iteration(self) -> int:
@@ -117,12 +127,12 @@ class Training:
 
     def wait_for_iteration(self, iteration: int) -> None:
         wait_until(lambda: self.iteration >= iteration or self.state == "FAILED", f"iteration {iteration}", 180)
-        assert self.state == "RUNNING", self.log
+        assert self.state == "RUNNING", self.last_words
 
     def wait_for_start(self, restarts: int) -> None:
         ended = ("PENDING", "COMPLETED", "FAILED")
         wait_until(lambda: self.state in ended, "back in the queue", 150)
-        assert self.state == "PENDING", self.log
+        assert self.state == "PENDING", self.last_words
         try:
             wait_until(lambda: f"start {restarts} of job" in self.log, f"start {restarts}", 240)
         except AssertionError as late:
@@ -131,7 +141,7 @@ class Training:
 
     def wait_for_end(self) -> None:
         wait_until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), "the end", 240)
-        assert self.state == "COMPLETED", self.log
+        assert self.state == "COMPLETED", self.last_words
 
     def losses(self) -> dict[int, set[float]]:
         """By iteration: every loss that was written, as exactly as fp32 is."""

@@ -46,7 +46,7 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/filetxt
 JobCompLoc=$folder/completed.txt
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
 SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,requeue_delay=0,sched_interval=2
 PreemptType=preempt/partition_prio
@@ -61,7 +61,7 @@ END
 number=0
 for node in "${nodes[@]}"; do
   number=$((number + 1))
-  echo "NodeName=$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[number]} CPUs=4 State=UNKNOWN" >>"$folder/slurm.conf"
+  echo "NodeName=$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[number]} CPUs=4 RealMemory=65536 State=UNKNOWN" >>"$folder/slurm.conf"
 done
 {
   echo "PartitionName=main Nodes=n[1-${#nodes[@]}] Default=YES State=UP PriorityTier=1 GraceTime=120"

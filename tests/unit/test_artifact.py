@@ -28,6 +28,7 @@ SAME_OPTION = [
     ("--selective_grad_comp", "--dp-compression-stages 2"),
     ("--selective_grad_comp_way 2", "--dp-compression-stages all"),
     ("--comp_seed 1", "--compression-seed 1"),
+    ("--inter_grad_comp_warm_up 0.1", "--compressed-backprop-warmup 0.1"),
 ]
 
 
@@ -69,6 +70,7 @@ def test_the_defaults_are_the_artifacts() -> None:
         ("--selective_grad_comp --selective_grad_comp_way 3", {"dp_compression_stages": 3}),
         ("--selective_grad_comp_way 3", {}),  # there, the number meant nothing without the switch
         ("--comp_seed 5", {"compression_seed": 5}),
+        ("--inter_grad_comp_warm_up 0.2", {"compressed_backprop_warmup": 0.2}),
         (
             "--inter_grad_comp --compressed-backprop-rank 8 --grad_comp_rank 64",
             {"compressed_backprop": True, "compressed_backprop_rank": 8, "dp_compression_rank": 64},
@@ -99,14 +101,19 @@ def test_the_preset_with_the_artifacts_names_is_refused(artifact: str) -> None:
     assert "one spelling" in said
 
 
-UNTOUCHED = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+UNTOUCHED = dict.fromkeys(
+    (
+        "recompute_granularity", "recompute_method", "recompute_num_layers", "distribute_saved_activations",
+        "layernorm_epsilon", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
+    )
+)  # fmt: skip
 
 
 def parse_gone(line: str) -> tuple[dict[str, Any], list[str]]:
     """(what Megatron's own fields hold afterwards, the lines to say)."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in UNTOUCHED:
-        parser.add_argument("--" + name.replace("_", "-"), default=None)
+        parser.add_argument(f"--todays-{name}", dest=name, default=None)
     add_gone_flags(parser)
     args = parser.parse_args(shlex.split(line))
     notes = take_notes(args)
@@ -131,16 +138,33 @@ def parse_gone(line: str) -> tuple[dict[str, Any], list[str]]:
 def test_what_is_gone_is_dropped_or_translated_and_said(line: str, done: str, because: str) -> None:
     fields, notes = parse_gone(line)
     translated = {"recompute_granularity": "full", "recompute_method": line.split()[-1], "recompute_num_layers": 1}
-    assert fields == (UNTOUCHED if done == "dropped" else translated)
+    assert fields == (UNTOUCHED if done == "dropped" else UNTOUCHED | translated)
     assert len(notes) == 1
     assert notes[0].startswith(f"{line}: {done}: ") and because in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--layernorm-epsilon 0.001", "layernorm_epsilon", 1e-3),
+        ("--checkpoint-num-layers 2", "recompute_num_layers", 2),
+        ("--distribute-checkpointed-activations", "distribute_saved_activations", True),
+        ("--override-lr-scheduler", "override_opt_param_scheduler", True),
+        ("--use-checkpoint-lr-scheduler", "use_checkpoint_opt_param_scheduler", True),
+    ],
+)
+def test_what_has_another_name_today_is_given_it(line: str, field: str, value: Any) -> None:
+    fields, notes = parse_gone(line)
+    assert fields == UNTOUCHED | {field: value}
+    assert len(notes) == 1 and notes[0].startswith(f"{line}: translated: --")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["method first", "number first"])
 def test_the_number_of_layers_wins_over_the_one_that_the_method_implies(order: int) -> None:
     flags = ["--activations-checkpoint-method uniform", "--activations-checkpoint-num-layers 3"]
     fields, notes = parse_gone(" ".join(flags[::order]))
-    assert fields == {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    meant = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    assert fields == UNTOUCHED | meant
     assert len(notes) == 2 and all(": translated: " in note for note in notes)
 
 
@@ -151,6 +175,12 @@ def test_the_number_of_layers_wins_over_the_one_that_the_method_implies(order: i
         ("--data-impl cached", "'cached' is gone"),
         ("--DDP-impl torch", "'torch' is gone"),
         ("--activations-checkpoint-method some", "'some' is gone"),
+        ("--emb_grad_comp", "compressing the embedding's gradient costs more than it saves"),
+        ("--mp_grad_comp", "tensor-parallel traffic stays within a node"),
+        ("--mp_acti_comp", "tensor-parallel traffic stays within a node"),
+        ("--inter_acti_comp", "the artifact itself says 'We do not support' it"),
+        ("--get_val_ppls", "checkpoints are evaluated by another program"),
+        ("--pipeline-model-parallel-split-rank 1", "models of encoder and decoder are gone"),
         ("--grad_comp_type TopK", "'TopK' is gone"),
         ("--inter_grad_comp_type TopK", "'TopK' is gone"),
         ("--activations-checkpoint-num-layers many", ""),
@@ -163,12 +193,13 @@ def test_what_cannot_be_honoured_is_refused_with_what_can(
         parse_gone(line)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert f"{line.split()[0]}: {says}" in said and (not says or "Leave the flag out, or give " in said)
+    assert f"{line.split()[0]}: {says}" in said
+    assert not says.endswith(" is gone") or "Leave the flag out, or give " in said
 
 
 def test_every_gone_flag_of_the_table_is_said_in_one_line_and_nothing_else() -> None:
     assert parse_gone("") == (UNTOUCHED, [])
-    gone = [flag for flag in OLD_FLAGS if flag.gone]
+    gone = [flag for flag in OLD_FLAGS if flag.gone and not flag.cure]
     lines = [f"{flag.spelling} {'' if flag.const else (flag.accepts or ('3',))[0]}".strip() for flag in gone]
     _, notes = parse_gone(" ".join(lines))
     assert all("\n" not in note for note in notes)

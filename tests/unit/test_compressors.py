@@ -1,17 +1,22 @@
 """The low-rank step and its message, as CB and SC use them."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus_cc_ext.compressors import (
+    BlockLayout,
     FastLowRank,
     LowRank,
     PackedFactors,
     ReferenceLowRank,
     effective_rank,
+    fast_codec,
     next_warm_start,
     packed_numel,
     pays,
@@ -45,6 +50,40 @@ def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(n: int, m: in
 def test_sizes_and_ranks_that_are_not_positive_are_refused(n: int, m: int, compression_rank: int) -> None:
     with pytest.raises(ValueError, match=r"rows and columns|at least 1"):
         pays(n, m, compression_rank)
+
+
+class _CublasPrecision(TorchDispatchMode):
+    """What cuBLAS would be let round to, at each product of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_products: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(name in str(func) for name in ("aten.bmm", "aten.mm")) and args[0].dtype == torch.float32:
+            self.at_products.append(torch.backends.cuda.matmul.fp32_precision)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("tf32_allowed")
+def test_products_are_fp32_also_where_the_script_allows_tf32() -> None:
+    codec, layout = fast_codec("int8", seed=1, rotated=True), BlockLayout.of_one(256)
+    message = torch.empty(codec.message_bytes(layout, torch.float32), dtype=torch.uint8)
+    with _CublasPrecision() as seen:
+        p, q, _ = step(FastLowRank(), gaussian(2, 30, 40), first_q(2, 40, 4))
+        FastLowRank().subtract_reconstruction(gaussian(2, 30, 40), p.bfloat16(), q.bfloat16())
+        codec.encode(gaussian(256), layout, message)
+        codec.decode(message, layout, torch.empty(256))
+    assert len(seen.at_products) > 5 and "tf32" not in seen.at_products
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # --- one step ---------------------------------------------------------------------------------------------
@@ -297,7 +336,7 @@ def test_what_is_subtracted_is_what_arrives_at_every_compression_rank(r: int) ->
 
 def test_the_message_is_p_then_q_and_its_parts_are_views() -> None:
     layout = PackedFactors(3, 4, 2, torch.float32)
-    buffer = layout.new_buffer("cpu")
+    buffer = torch.empty(layout.numel, dtype=layout.dtype)
     p, q = layout.split(buffer)
     assert layout.numel == buffer.numel() == 14
     assert (p.shape, q.shape) == ((3, 2), (4, 2))

@@ -14,7 +14,11 @@ from optimus_cc_ext.errors import FlagError, OptimusError
 RANKS = ("compressed_backprop_rank", "dp_compression_rank")
 WARMUPS = ("compressed_backprop_warmup", "dp_compression_warmup")
 CHOICES = {
+    "pipeline_forward_format": "dense, int8, fp8",
+    "compressed_backprop_format": "low-rank, int8, int4, fp8, dense",
     "compressed_backprop_messages": "epilogue, all",
+    "fused_embedding_sync_format": "dense, int8, int4",
+    "dp_compression_format": "low-rank, int8, int4, dense",
     "residual_across_iterations": "carry, drop",
     "compression_state_dtype": "fp32, bf16",
 }
@@ -105,10 +109,46 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 def test_every_field_but_the_tests_knob_is_documented_and_every_choice_has_its_test() -> None:
     fields = {field.name: field for field in dataclasses.fields(OptimusConfig)}
-    assert fields.pop("force_compression").metadata["help"] is None
+    assert {fields.pop(name).metadata["help"] for name in ("force_compression", "exact_blocks")} == {None}
     for field in fields.values():
         assert field.metadata["help"].endswith(".")
     assert {name for name, field in fields.items() if literals_of(field.type)} == {*CHOICES, "dp_compression_stages"}
+
+
+TECHNIQUES = ("compressed_backprop", "dp_compression", "fused_embedding_sync")
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_format_other_than_dense_switches_its_class_on_and_dense_is_the_way_out(technique: str) -> None:
+    name = f"{technique}_format"
+    for chosen in CHOICES[name].split(", "):
+        if chosen.startswith("int") or chosen == "fp8":
+            assert getattr(OptimusConfig(**{name: chosen}), technique)
+        assert getattr(OptimusConfig(**{technique: True, name: chosen}), technique) == (
+            chosen != "dense" or technique == "fused_embedding_sync"
+        )
+    assert OptimusConfig(pipeline_forward_format="fp8").any_technique
+
+
+def test_messages_and_feedback_follow_from_the_format_unless_they_are_given() -> None:
+    low_rank, int8 = OptimusConfig(compressed_backprop=True), OptimusConfig(compressed_backprop_format="int8")
+    assert (low_rank.compressed_backprop_messages, low_rank.lazy_error_propagation) == ("epilogue", True)
+    assert (int8.compressed_backprop_messages, int8.lazy_error_propagation) == ("all", False)
+    assert low_rank.replace(compressed_backprop_format="int8") == int8
+    kept = OptimusConfig(compressed_backprop_format="int4", compressed_backprop_messages="epilogue")
+    assert kept.compressed_backprop_messages == "epilogue"
+    assert not OptimusConfig(dp_compression_format="int4").dp_error_feedback
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"dp_compression_format": "int4", "dp_error_feedback": True}, "--dp-error-feedback"),
+        ({"compressed_backprop_format": "fp8", "compression_error_statistics": True}, "--compression-error-statistics"),
+    ],
+)
+def test_what_only_low_rank_remembers_is_refused_with_other_formats(given: dict[str, object], flag: str) -> None:
+    assert refused(**given).flag == flag
 
 
 def test_a_flag_error_says_flag_reason_and_cure_and_is_a_value_error() -> None:

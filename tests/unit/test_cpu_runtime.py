@@ -8,6 +8,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,11 +288,41 @@ def test_device_choice_follows_the_variable_then_the_machine() -> None:
                 assert cpu_runtime.device_choice() == expected
     with pytest.raises(RuntimeError, match=r"OPTIMUS_CC_DEVICE=cuda, but PyTorch .* sees no CUDA device"):
         cpu_runtime.device_choice()
-    with pytest.raises(ValueError, match=r"OPTIMUS_CC_DEVICE='tpu'.*cpu or cuda"):
+    with pytest.raises(ValueError, match=r"OPTIMUS_CC_DEVICE='tpu'.*cpu, cuda or shared-gpu"):
         patch.setenv("OPTIMUS_CC_DEVICE", "tpu")
         cpu_runtime.activate()
     patch.delenv("OPTIMUS_CC_DEVICE")
     assert cpu_runtime.activate() == "optimus-cc: running on CPU over gloo (no CUDA device found)"
+
+
+@in_a_rank
+def test_a_gpu_that_torch_cannot_use_is_refused_unless_the_cpu_is_asked_for(tmp_path: Path) -> None:
+    cpu_runtime.deactivate()
+    patch = pytest.MonkeyPatch()
+    patch.delenv("OPTIMUS_CC_DEVICE")
+    patch.setattr(cpu_runtime, "GPU_FILES", f"{tmp_path}/nvidia[0-9]*")
+    for name, refused in (("nvidiactl", False), ("nvidia0", True)):
+        (tmp_path / name).touch()
+        if not refused:
+            assert cpu_runtime.device_choice() == "cpu"
+    with pytest.raises(RuntimeError, match=r"nvidia0\), but PyTorch .* driver .*OPTIMUS_CC_DEVICE=cpu"):
+        cpu_runtime.activate()
+    patch.setenv("OPTIMUS_CC_DEVICE", "cpu")
+    assert cpu_runtime.device_choice() == "cpu"
+
+
+@in_a_rank
+def test_tensors_are_on_the_current_gpu_whatever_the_backend_is_unless_the_cpu_runtime_is_active() -> None:
+    from optimus_cc_ext.hooks.training import training_device
+
+    torch.distributed.init_process_group("gloo")
+    assert training_device() == torch.device("cpu")
+    cpu_runtime.deactivate()
+    assert training_device() == torch.device("cpu")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert training_device() == torch.device("cuda", 3)
 
 
 @in_a_rank
@@ -344,3 +375,17 @@ def test_the_checkpoint_writer_works_on_copies_in_a_process_of_its_own() -> None
     checkpoint_writer(weight)
     weight.zero_()
     assert kept[0].tolist() == [1.0, 1.0, 1.0]
+
+
+@in_a_rank
+def test_megatrons_wheel_which_has_no_makefile_is_not_asked_to_run_make_on_a_gpu_either() -> None:
+    from optimus_cc_ext.cpu_runtime.megatron_patches import use_compiled_helpers
+
+    cpu_runtime.deactivate()
+    datasets = importlib.import_module("megatron.core.datasets.utils")
+    with pytest.raises(SystemExit):
+        datasets.compile_helpers()
+    for _ in range(2):
+        use_compiled_helpers()
+        datasets.compile_helpers()
+    assert not hasattr(datasets.compile_helpers.__wrapped__, "__wrapped__")

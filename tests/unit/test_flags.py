@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.artifact import OLD_FLAGS
-from optimus_cc_ext.config import default_of, flag_of
+from optimus_cc_ext.config import default_of, flag_of, type_of
 from optimus_cc_ext.flags import Request, add_flags, request_from
 from tests.launches import launch
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
-FIELDS = [field for field in dataclasses.fields(OptimusConfig) if field.name != "force_compression"]
+FIELDS = [field for field in dataclasses.fields(OptimusConfig) if field.metadata["help"]]
 
 
 def parse(line: str) -> Request:
@@ -30,7 +30,7 @@ def test_megatrons_help_shows_every_flag_with_its_default_and_the_artifacts_name
     assert "--pipeline-model-parallel-size" in shown.output, "Megatron's own flags"
     text = " ".join(shown.output.split("\nOptimus-CC:\n")[1].split())
     for field in FIELDS:
-        switch = f", --no-{flag_of(field.name)[2:]} " if field.type is bool else " "
+        switch = f", --no-{flag_of(field.name)[2:]} " if type_of(field) is bool else " "
         assert re.search(f"{flag_of(field.name)}{switch}.*? \\({default_of(field)}\\)", text), field.name
     assert all(f" {flag.spelling} " in text for flag in OLD_FLAGS if not flag.gone)
     assert "--force-compression" not in text, "a test's knob is no user's flag"
@@ -42,7 +42,7 @@ def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_th
     for field in dataclasses.fields(OptimusConfig):
         action = actions[flag_of(field.name)]
         assert action.default is None, "given and not given must be told apart"
-        if field.type is bool:
+        if type_of(field) is bool:
             assert actions["--no-" + field.name.replace("_", "-")] is action
         if field not in FIELDS:
             continue
@@ -62,7 +62,8 @@ def test_the_guide_to_the_flags_states_their_defaults() -> None:
 
 def test_only_what_was_given_is_explicit_with_its_spelling() -> None:
     assert parse("") == Request(explicit={}, spelling={})
-    assert parse("--optimus-cc") == Request(explicit={}, spelling={}, preset=True)
+    assert parse("--optimus-cc") == parse("--optimus-cc paper") == Request(explicit={}, spelling={}, preset="paper")
+    assert parse("--optimus-cc balanced").preset == "balanced"
     request = parse("--optimus-cc --no-compressed-backprop --dp-compression-stages 3")
     assert request.preset and not request.artifact
     assert request.explicit == {"compressed_backprop": False, "dp_compression_stages": 3}
@@ -88,7 +89,13 @@ def test_stages_are_a_word_or_a_number(written: str, means: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--dp-compression-stages some", "--compressed-backprop-rank 1.5", "--compressed-backprop-messages few"]
+    "line",
+    [
+        "--dp-compression-stages some",
+        "--compressed-backprop-rank 1.5",
+        "--compressed-backprop-messages few",
+        "--optimus-cc balansed",
+    ],
 )
 def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

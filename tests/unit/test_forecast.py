@@ -43,6 +43,14 @@ def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -
     assert "does not pay" not in both(found)
 
 
+def test_a_stage_without_the_memory_for_residuals_is_not_chosen_and_the_cure_is_said() -> None:
+    ranks = cluster(6e6)
+    ranks[1] = replace(ranks[1], lacking=2_000_000)
+    found = forecast(ranks, SCHEDULE, AUTO, None)
+    assert found.compressed_stages == {1}
+    assert "stage 0 is not compressed: its GPUs lack 2 MB for residuals. --compression-state-dtype bf16" in both(found)
+
+
 def test_on_fast_links_each_loser_is_named_with_its_flag_and_auto_compresses_nothing() -> None:
     slow_compressors = cluster(1e12, compress=0.05)
     fixed = forecast(slow_compressors, SCHEDULE, ALL, frozenset({0, 1}))
@@ -69,7 +77,10 @@ def test_a_fused_embedding_no_longer_travels_with_its_replicas() -> None:
     config = OptimusConfig(fused_embedding_sync=True)
     found = forecast(cluster(1e6), SCHEDULE, config, frozenset())
     assert found.plain - found.ours == pytest.approx(1.0 + 1.0 - 1.5)
-    sharded = forecast(cluster(1e6, embedding_is_sharded=True), SCHEDULE, config, frozenset())
+    of_shards = EmbeddingBytes(
+        with_replicas=1_000_000, with_pair=1_000_000, fused=1_500_000, fused_with_replicas=1_000_000
+    )  # fmt: skip
+    sharded = forecast(cluster(1e6, embedding=of_shards), SCHEDULE, config, frozenset())
     assert sharded.plain - sharded.ours == pytest.approx(1.0 - 1.5), "only the sum over the pair is another one"
 
 
@@ -87,6 +98,33 @@ def test_of_a_compressed_reduction_only_the_first_phase_is_hidden() -> None:
         overlapping = [replace(m, buckets=buckets) for m in ranks]
         found = forecast(overlapping, NonInterleaved(1, 4), OptimusConfig(dp_compression=True), frozenset({0}))
         assert found.ours == pytest.approx(passes + left)
+
+
+def test_blocks_for_the_distributed_optimizer_have_one_phase_only() -> None:
+    ranks = one_stage(backward=20.0, second_phase=0.0, buckets=10)
+    found = forecast(ranks, NonInterleaved(1, 4), OptimusConfig(dp_compression_format="int4"), frozenset({0}))
+    assert found.ours == pytest.approx(4 * 20.01 + (1.0 + 0.02) / 10)
+
+
+def test_encoded_activations_gain_what_they_save_and_cost_what_encoding_takes() -> None:
+    config = OptimusConfig(pipeline_forward_format="fp8")
+    slow, fast = (
+        forecast(
+            cluster(rate, compressed_activation_bytes=250_000, encode=0.01, decode=0.01), SCHEDULE, config, frozenset()
+        )
+        for rate in (1e6, 1e12)
+    )
+    # The first activation arrives that much earlier; then gradients, one behind the other, are what is waited for.
+    assert slow.plain - slow.ours == pytest.approx(0.75, abs=0.05)
+    assert "It does not pay here: leave out --pipeline-forward-format" in both(fast)
+
+
+def test_the_gather_of_parameters_is_said_and_not_part_of_the_comparison() -> None:
+    with_it, without = (
+        forecast(cluster(1e6, gather_bytes=nbytes), SCHEDULE, ALL, frozenset({0, 1})) for nbytes in (2_000_000, 0)
+    )
+    assert (with_it.plain, with_it.ours) == (without.plain, without.ours)
+    assert "parameter gather: 2000 ms beside that" in both(with_it) and "gather" not in both(without)
 
 
 def test_a_forecast_says_which_warm_ups_it_leaves_out() -> None:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics, StatisticsSums
 from optimus_cc_ext.metrics.gauge import Gauge
@@ -23,7 +24,27 @@ def test_errors_add_up_over_an_iteration() -> None:
         gauge.note_compressed(matrix)
         gauge.note_error(error)
     of, error = (sum(float(t.double().square().sum()) for t in tensors) for tensors in zip(*pairs, strict=True))
-    assert gauge.squares() == pytest.approx((error, of), rel=1e-12)
+    # The rows' norms are rounded to fp32, squared: 2^-23.
+    assert gauge.squares() == pytest.approx((error, of), rel=2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_measuring_takes_memory_for_the_norms_of_rows_and_no_copy_in_fp64(dtype: torch.dtype) -> None:
+    gauge, matrix = Gauge(), torch.ones(2, 64, 4096, dtype=dtype)
+    gauge.begin(True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        gauge.note_compressed(matrix)
+    # On a CPU torch widens bf16 to fp32 first; on a GPU it does so as it reads.
+    allowed = 4 * matrix.numel() if dtype == torch.bfloat16 else 0
+    assert sum(max(event.self_cpu_memory_usage, 0) for event in watched.key_averages()) < allowed + 10_000
+    assert gauge.squares()[1] == pytest.approx(matrix.numel())
+
+
+def test_the_norm_of_many_values_in_a_row_does_not_drift() -> None:
+    gauge, flat = Gauge(), noise(128 * 10_001)
+    gauge.begin(True)
+    gauge.note_compressed(flat)
+    assert gauge.squares()[1] == pytest.approx(float(flat.double().square().sum()), rel=2.0**-23)
 
 
 def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
@@ -33,7 +54,7 @@ def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
     gauge.note_projection(matrix, kept=matrix.mT @ basis)
     error, of = gauge.squares()
     left_out = (matrix - basis @ (basis.mT @ matrix)).double()
-    # Both norms are taken in fp64 of fp32 products.
+    # Of fp32 products; the norms of rows are rounded to fp32.
     assert error == pytest.approx(float(left_out.square().sum()), rel=1e-5)
     assert 0 < error < of
 

@@ -32,13 +32,12 @@ def test_the_watch_sees_allocations_and_host_reads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "shape, rank",
-    [(SHAPE, 4), ((600, 1, 2048), 16), ((600, 1, 1024), 128)],
-    ids=["small", "large", "orthogonalised in fp32"],
+    [(SHAPE, 4), ((600, 1, 2048), 16), ((600, 1, 1024), 128), (SHAPE, None)],
+    ids=["small", "large", "orthogonalised in fp32", "int4"],
 )
 def test_a_message_allocates_nothing_and_asks_the_host_nothing(shape, rank, dtype, state_dtype, lazy_error_propagation):
-    sender, receiver = link(
-        state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation, compressed_backprop_rank=rank
-    )
+    chosen = {"compressed_backprop_rank": rank} if rank else {"compressed_backprop_format": "int4"}
+    sender, receiver = link(state_dtype=state_dtype, lazy_error_propagation=lazy_error_propagation, **chosen)
     gradients = [gradient(i, dtype, shape) for i in range(3)]
     run_iteration(sender, receiver, gradients)
     arrived = [torch.empty_like(g) for g in gradients]

@@ -13,7 +13,7 @@ MOST_LINES = 450
 MEGATRON_AT_ONCE = ("pretrain_gpt.py",)
 """Imported by those only who are about to use Megatron."""
 
-MEGATRON_WHEN_CALLED = ("hooks/", "cpu_runtime/", "cli.py", "startup.py", "data/prepare.py")
+MEGATRON_WHEN_CALLED = ("hooks/", "cpu_runtime/", "doctor/", "startup.py", "data/prepare.py")
 """Inside of functions only: the CPU runtime has to be there before Megatron, and a help text needs none."""
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors import FastLowRank, block_format, fast_codec
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.hooks import p2p_communication
@@ -27,9 +27,11 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **conf
         "compressed_backprop_messages": "all",
         "residual_across_iterations": "carry",  # the policy that remembers more
     } | config
+    blocks = block_format(config.get("compressed_backprop_format", "low-rank"))
     plan = LinkPlan(
         config=CompressedBackpropConfig(compressed_backprop=True, **config),
         sending_stage=1, receiving_stage=0, seed=seed, force=force, state_dtype=state_dtype,
+        codec=blocks and fast_codec(blocks, seed=seed, rotated=True),
     )  # fmt: skip
     compressor = compressor or FastLowRank()
     return SendingLink(plan, compressor, 1, 0), ReceivingLink(plan, compressor, 0, 1)
@@ -108,6 +110,37 @@ def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradien
     assert torch.equal(residual_of(sender).view(shape), sent.float() - arrived.float())
     assert arrived.dtype == dtype
     assert torch.equal(sent, gradient(1, dtype, shape))
+
+
+def blocks(chosen="int4", **config):
+    return link(compressed_backprop_format=chosen, **config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chosen", ["int4", "int8", "fp8"])
+def test_what_blocks_leave_out_goes_with_the_next_message_and_is_dropped_with_the_iteration(chosen, dtype):
+    ends, alone = blocks(chosen, lazy_error_propagation=True), blocks(chosen)
+    gradients = [gradient(b, dtype) for b in range(4)]
+    first, second, by_themselves = (run_iteration(*each, gradients) for each in (ends, ends, alone))
+    lost, without = (
+        float(sum(sent.float() - got.float() for sent, got in zip(gradients, arrived, strict=True)).norm())
+        for arrived in (first, by_themselves)
+    )
+    # What all four lack is what the last of them left out; alone, it is twice that, for errors of four add up.
+    assert lost == pytest.approx(without / 2, rel=0.2)
+    assert all(map(torch.equal, first, second)), "the first iteration left nothing to the second"
+    assert torch.equal(first[0], by_themselves[0]) and not torch.equal(first[1], by_themselves[1])
+    assert all(torch.equal(sent, gradient(b, dtype)) for b, sent in enumerate(gradients))
+
+
+def test_chunks_do_not_hear_of_what_each_others_blocks_left_out():
+    sender, _ = blocks(lazy_error_propagation=True)
+    sender.begin(Interleaved(stages=2, chunks=2, forward_order=(0, 0, 1, 1), warmups=(4, 2)))
+    chunks = [message.chunk for message in sender._expected]
+    sent = [done(sender.send(gradient(1))).clone() for _ in chunks]
+    first = {chunk: sent[chunks.index(chunk)] for chunk in chunks}
+    assert len(first) == 2 and torch.equal(*first.values())
+    assert not torch.equal(sent[0], sent[chunks.index(chunks[0], 1)]), "the same chunk's next one is another"
 
 
 def test_without_lep_every_message_stands_alone():
@@ -311,7 +344,9 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_afte
     ours = technique("drop", _Recording(log))
     ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
     group = object()
-    session = SimpleNamespace(active=True, grid=SimpleNamespace(pipeline_group=group), backprop=ours, traffic=Traffic())
+    session = SimpleNamespace(
+        active=True, grid=SimpleNamespace(pipeline_group=group), transfers=ours.transfers, traffic=Traffic()
+    )
 
     def original(*, tensor_send_prev, **rest):
         log.append("posted")

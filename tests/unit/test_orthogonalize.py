@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.compressors import orthogonalize as module
-from optimus_cc_ext.compressors.orthogonalize import begins_in_fp32, cholesky_qr, gram_schmidt
+from optimus_cc_ext.compressors.orthogonalize import begins_in_fp32, cholesky_qr, cholesky_qr_all, gram_schmidt
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, gaussian, with_spectrum
 
@@ -53,6 +53,19 @@ def test_both_return_the_same_basis_of_a_well_conditioned_matrix(n: int, r: int,
     torch.testing.assert_close(gram_schmidt(p).double(), oracle, rtol=0, atol=400 * eps)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert cholesky_qr(p).dtype == gram_schmidt(p).dtype == wide
+
+
+def test_batches_of_different_shapes_share_a_factorisation_and_come_out_as_alone() -> None:
+    shapes = [(2, 30, 4), (1, 7, 4), (3, 40, 9), (2, 4, 4), (1, 600, 128)]
+    ps = [gaussian(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    ps[1][0, 3, 1] = torch.nan
+    outs = [torch.empty_like(p) for p in ps]
+    with Watch() as watch:
+        cholesky_qr_all(ps, outs, Scratch())
+    for p, out in zip(ps, outs, strict=True):
+        assert torch.equal(out.nan_to_num(7), cholesky_qr(p).nan_to_num(7))
+    # Two passes each: of r = 4, of r = 9, and of the one that is large enough for fp32.
+    assert watch.count("cholesky") == 6
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 16])
@@ -200,9 +213,9 @@ def in_fp64(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     two_passes = module._two_passes
 
-    def counted(p: Tensor, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        seen.extend([len(p)] * (dtype == torch.float64))
-        return two_passes(p, dtype, scratch)
+    def counted(ps: list[Tensor], outs: list[Tensor], dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        seen.extend([len(p) for p in ps] * (dtype == torch.float64))
+        return two_passes(ps, outs, dtype, scratch)
 
     monkeypatch.setattr(module, "_two_passes", counted)
     return seen

@@ -1,12 +1,14 @@
 """The wheel: what it needs, and that scripts/ and patches/ are in it and run from where they are installed."""
 
 import os
+import re
 import stat
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +90,26 @@ def test_installed_scripts_take_the_python_on_path_and_write_nothing_beside_them
     assert f"--save {tmp_path}/results/paper-tiny/table2/335m-cb-fe-sc/checkpoints" in printed.stdout
     assert run_installed(f"{share}/scripts/setup_env.sh", cwd=tmp_path).returncode == 0
     assert sorted(share.rglob("*")) == before
+
+
+def test_the_page_of_an_index_has_no_link_that_leads_nowhere(installed: Path) -> None:
+    [metadata] = installed.parent.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "Content-Type: text/markdown" in text.replace("Description-", "")
+    assert "](http" in text and not re.findall(r"\]\((?!https?:|#)", text)
+
+
+def test_the_page_of_an_index_leads_to_the_repository_where_that_is_known() -> None:
+    names: dict[str, Any] = {"__file__": str(ROOT / "setup.py")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **_: None)
+        exec((ROOT / "setup.py").read_text(), names)
+    readme = "![a](docs/a.png) [b](docs/b.md#c) [d](https://e) [f](#g)"
+    there = "https://host/project/blob/main"
+    assert names["page_for_an_index"](readme, there) == (
+        f"![a]({there}/docs/a.png) [b]({there}/docs/b.md#c) [d](https://e) [f](#g)"
+    )
+    assert names["page_for_an_index"](readme, None) == " b [d](https://e) [f](#g)"
 
 
 def test_what_an_extra_installs_is_named_with_the_way_to_get_it(

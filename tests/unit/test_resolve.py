@@ -29,6 +29,18 @@ PAPER = OptimusConfig(
     compression_seed=99,
     compression_metrics=True,
 )
+BALANCED = OptimusConfig(
+    pipeline_forward_format="fp8",
+    compressed_backprop=True,
+    compressed_backprop_format="int8",
+    compressed_backprop_messages="all",
+    fused_embedding_sync=True,
+    fused_embedding_sync_format="int8",
+    dp_compression=True,
+    dp_compression_format="int4",
+    dp_compression_stages="auto",
+    compression_seed=99,
+)
 
 
 def layout(stages: int = 4, replicas: int = 4, tied: bool = True, train_iters: int | None = 100) -> Layout:
@@ -46,28 +58,35 @@ def refused(line: str, on: Layout = FOUR_BY_FOUR) -> str:
     return str(caught.value)
 
 
-def test_without_flags_everything_is_off_and_the_preset_is_the_papers_setting_and_nothing_is_said() -> None:
+def test_without_flags_everything_is_off_and_a_preset_is_what_it_is_said_to_be() -> None:
     assert resolved("") == Resolution(OptimusConfig(compression_seed=99))
-    assert resolved("--optimus-cc") == Resolution(PAPER)
+    assert resolved("--optimus-cc") == resolved("--optimus-cc paper") == Resolution(PAPER)
+    assert resolved("--optimus-cc balanced") == Resolution(BALANCED)
 
 
-@given(stages=st.integers(1, 64), replicas=st.integers(1, 64), tied=st.booleans())
-def test_the_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
-    stages: int, replicas: int, tied: bool
+@given(
+    preset=st.sampled_from(["--optimus-cc", "--optimus-cc balanced"]),
+    stages=st.integers(1, 64), replicas=st.integers(1, 64), tied=st.booleans(),
+)  # fmt: skip
+def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
+    preset: str, stages: int, replicas: int, tied: bool
 ) -> None:
-    config, notes = vars(resolved("--optimus-cc", layout(stages, replicas, tied))).values()
+    balanced = preset.endswith("balanced")
+    config, notes = vars(resolved(preset, layout(stages, replicas, tied))).values()
+    assert (config.pipeline_forward_format == "fp8") == (balanced and stages > 1)
     assert config.compressed_backprop == (stages > 1)
     assert config.fused_embedding_sync == (stages > 1 and tied)
     assert config.dp_compression == (replicas > 1)
     if replicas > 1:
-        assert config.dp_compression_stages == math.ceil(3 * stages / 4)
+        assert config.dp_compression_stages == ("auto" if balanced else math.ceil(3 * stages / 4))
     left_out = {
+        "compressed activations: one pipeline stage": stages == 1 and balanced,
         "compressed backpropagation: one pipeline stage": stages == 1,
         "fused embedding sync: one pipeline stage": stages == 1,
         "fused embedding sync: the embeddings are not tied": stages > 1 and not tied,
         "data-parallel compression: one data-parallel replica": replicas == 1,
     }
-    assert sorted(notes) == sorted(f"--optimus-cc leaves out {what}" for what, is_left in left_out.items() if is_left)
+    assert sorted(notes) == sorted(f"{preset} leaves out {what}" for what, is_left in left_out.items() if is_left)
 
 
 def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
@@ -75,6 +94,33 @@ def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
     off = "--no-compressed-backprop --no-fused-embedding-sync --no-dp-compression"
     assert len(resolved("--optimus-cc", one_rank).notes) == 3
     assert resolved(f"--optimus-cc {off}", one_rank).notes == ()
+    dense = off.replace("--no-", "--").replace(" ", "-format dense ") + "-format dense --pipeline-forward-format dense"
+    assert resolved(f"--optimus-cc balanced {dense}", one_rank).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "becomes"),
+    [
+        ("--no-compressed-backprop", BALANCED.replace(
+            compressed_backprop=False, compressed_backprop_format="low-rank"
+        )),
+        ("--fused-embedding-sync-format dense", BALANCED.replace(fused_embedding_sync_format="dense")),
+        ("--dp-compression-format low-rank --dp-compression-rank 8", BALANCED.replace(
+            dp_compression_format="low-rank", dp_compression_rank=8
+        )),
+        ("--pipeline-forward-format dense --dp-compression-stages all", BALANCED.replace(
+            pipeline_forward_format="dense", dp_compression_stages="all"
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_given_one_by_one_wins_over_the_balanced_preset(changes: str, becomes: OptimusConfig) -> None:
+    assert resolved(f"--optimus-cc balanced {changes}") == Resolution(becomes)
+
+
+def test_a_rank_beside_the_balanced_preset_is_refused_with_the_format_that_takes_one() -> None:
+    said = refused("--optimus-cc balanced --compressed-backprop-rank 8")
+    assert "--compressed-backprop-rank: --compressed-backprop-format int8 has no rank" in said
+    assert "--compressed-backprop-format low-rank" in said
 
 
 @pytest.mark.parametrize("preset", ["", "--optimus-cc "], ids=["alone", "with the preset"])
@@ -96,6 +142,41 @@ def test_an_individual_flag_that_cannot_work_is_refused(
     assert all(part in said for part in says), said
 
 
+@pytest.mark.parametrize(
+    ("line", "on", "says"),
+    [
+        ("--pipeline-forward-format fp8", layout(stages=1), "no activation is sent"),
+        ("--compressed-backprop-format int8", layout(stages=1), "nothing to compress"),
+        ("--dp-compression-format int4", layout(replicas=1), "nothing to compress"),
+        ("--fused-embedding-sync-format int8", layout(tied=False), "not tied"),
+        ("--dp-compression-format int4 --no-dp-compression", layout(), "the opposite"),
+    ],
+)
+def test_a_format_that_cannot_work_is_refused_by_its_own_flag(line: str, on: Layout, says: str) -> None:
+    said = refused(line, on)
+    assert said.startswith(line.split()[0] + ": ") and says in said
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("--compressed-backprop-format int8 --compressed-backprop-rank 4", "--compressed-backprop-rank"),
+        ("--compressed-backprop-format fp8 --residual-across-iterations drop", "--residual-across-iterations"),
+        ("--dp-compression-format int4 --dp-compression-rank 8", "--dp-compression-rank"),
+        ("--dp-compression-format int4 --dp-error-feedback", "--dp-error-feedback"),
+    ],
+)
+def test_a_flag_of_low_rank_is_refused_with_a_format_that_has_none(line: str, flag: str) -> None:
+    assert refused(line).startswith(f"{flag}: ")
+
+
+def test_dense_turns_its_class_off_beside_whatever_a_run_had_before() -> None:
+    before = "--optimus-cc --dp-compression --dp-compression-rank 8 --dp-error-feedback --compressed-backprop"
+    config = resolved(f"{before} --dp-compression-format dense").config
+    assert (config.compressed_backprop, config.dp_compression) == (True, False)
+    assert not resolved(f"{before} --compressed-backprop-format dense").config.compressed_backprop
+
+
 @pytest.mark.parametrize("technique", ["--dp-compression", "--compressed-backprop"])
 def test_a_warmup_without_a_number_of_iterations_is_refused(technique: str) -> None:
     said = refused(f"{technique} {technique}-warmup 0.1", layout(train_iters=None))
@@ -103,24 +184,30 @@ def test_a_warmup_without_a_number_of_iterations_is_refused(technique: str) -> N
     resolved(technique, layout(train_iters=None))
 
 
+def others(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the line about inherited defaults (tests/unit/test_advice.py)."""
+    return tuple(note for note in notes if not note.startswith("the published artifact's defaults: "))
+
+
 def test_a_residual_that_the_artifacts_spelling_carries_across_iterations_is_said() -> None:
     line = "--inter_grad_comp --use_error_feedback"
     config, notes = vars(resolved(line)).values()
     assert config.residual_across_iterations == "carry"
-    assert len(notes) == 1 and "--residual-across-iterations drop" in notes[0]
+    [note] = others(notes)
+    assert "--residual-across-iterations drop" in note
     for quiet in ("--inter_grad_comp", "--grad_comp --use_error_feedback", f"{line} --residual-across-iterations drop"):
-        assert resolved(quiet).notes == ()
+        assert others(resolved(quiet).notes) == ()
 
 
 def test_too_many_stages_are_clamped_with_a_note_in_the_artifacts_spelling() -> None:
     line = "--grad_comp --selective_grad_comp --selective_grad_comp_way 3"
     config, notes = vars(resolved(line, layout(stages=2))).values()
     assert config.dp_compression_stages == 2
-    assert notes == ("--selective_grad_comp_way 3: clamped to the 2 stages that there are",)
-    assert resolved(line, layout(stages=3)).notes == ()
+    assert others(notes) == ("--selective_grad_comp_way 3: clamped to the 2 stages that there are",)
+    assert others(resolved(line, layout(stages=3)).notes) == ()
     # The artifact's default, without a number, is two stages.
     config, notes = vars(resolved("--grad_comp --selective_grad_comp", layout(stages=1))).values()
-    assert config.dp_compression_stages == 1 and len(notes) == 1
+    assert config.dp_compression_stages == 1 and len(others(notes)) == 1
 
 
 def test_too_many_stages_in_our_spelling_are_refused_even_beside_the_artifacts_names() -> None:

@@ -93,7 +93,19 @@ def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignor
     assert "the state of data-parallel compression starts afresh" in line and "has no state of it" in line
     off = decided(now=BOTH.replace(dp_compression=False))
     assert off.restored == (CB,)
-    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: switched off in this run"]
+    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: this run has no use for it"]
+
+
+def test_a_format_that_remembers_nothing_neither_asks_for_state_nor_warns() -> None:
+    blocks = OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4")
+    assert settings_of(blocks, MESSAGES) == {}
+    (line,) = decided(now=blocks).lines()
+    assert line.startswith("the checkpoint's state of") and "warning" not in line
+    assert decided(saved=blocks, now=blocks).lines() == []
+    auto = blocks.replace(dp_compression_stages="auto")
+    (line,) = decided(now=auto.replace(compressed_backprop_format="dense"), saved=BOTH.replace(
+        compressed_backprop=False, dp_compression_stages="auto")).lines()  # fmt: skip
+    assert "--dp-error-feedback is False here and True" in line or "--dp-compression-format is int4 here" in line
 
 
 def test_what_a_rank_finds_out_later_resets_as_well() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.techniques.factor_state import FactorState, state_bytes
 from optimus_cc_ext.techniques.stepped import SteppedTensor
 
 SCRATCH = Scratch()
@@ -78,3 +79,9 @@ def test_what_is_restored_replaces_what_was_written_and_has_its_shape() -> None:
     assert state.value.tolist() == state.committed.tolist() == [1.0] * 3
     with pytest.raises(ValueError, match=r"\(2,\) where \(3,\)"):
         state.restore(torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_state_takes_is_known_before_there_is_one(dtype: torch.dtype) -> None:
+    made = FactorState((3, 30, 20), 4, generator=torch.Generator(), dtype=dtype, device=torch.device("cpu"))
+    assert made.nbytes == 3 * state_bytes(30, 20, 4, dtype)

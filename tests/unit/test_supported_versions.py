@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHDRAWN = "0.19.1"
 """What a checkout of the tag core_v0.19.0 calls itself; nobody installs it from PyPI."""
 RELEASED = [version for version in SUPPORTED_MEGATRON if version != WITHDRAWN]
-OTHER_RELEASES = ("0.16.1", "0.17.0", "0.18.0", "0.18.1", "0.19.0")
+OTHER_RELEASES = ("0.16.1", "0.17.0", "0.18.0", "0.18.1")
 
 
 def read(name: str) -> str:

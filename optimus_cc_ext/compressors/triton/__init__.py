@@ -1,1 +1,2 @@
-"""The low-rank step on GPUs: `kernels`, the `launches` that call them, and `low_rank`, which fulfils `LowRank`."""
+"""What GPUs compute themselves: `kernels`, the `launches` that call them, and `low_rank`, which fulfils `LowRank`;
+`block_kernels`, and `blocks`, which calls them and fulfils `Codec`."""

@@ -5,6 +5,8 @@ be any, or None. `sizes` is (n, m, r) or (n, r). Tiles are powers of two and mas
 Offsets are 64-bit: a batch of matrices passes 2^31 elements. Every element of a result is summed by one program in one
 order, without atomics: equal inputs give equal bits. What is split for the sake of parallelism is written as partial
 sums, which `add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
+How many `splits` there are it does not know: that follows from sizes, and what follows from sizes would be compiled in
+the first iteration, not when a run starts.
 """
 
 import triton
@@ -41,7 +43,7 @@ def _tile(tensor, batch, rows, columns, height, width):
     return tl.load(_at(tensor, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def sum_and_project(
     matrices,
     residual,
@@ -49,21 +51,21 @@ def sum_and_project(
     total,
     partial,
     sizes,
-    SPLITS: tl.constexpr,
+    splits,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """total = matrices + residual; partial (B * SPLITS, n, r) = what the columns of each split add to total Q.
+    """total = matrices + residual; partial (B * splits, n, r) = what the columns of each split add to total Q.
 
-    Without `residual` the sum is `matrices` itself, without `total` it is not written. Grid: (row blocks, SPLITS, B).
+    Without `residual` the sum is `matrices` itself, without `total` it is not written. Grid: (row blocks, splits, B).
     """
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, m, r = sizes[0], sizes[1], sizes[2]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)
     p = tl.zeros((ROWS, RANKS), tl.float32)
-    for start in range(split * COLUMNS, m, SPLITS * COLUMNS):
+    for start in range(split * COLUMNS, m, splits * COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         tile = _tile(matrices, batch, rows, columns, n, m).to(tl.float32)
         if residual is not None:
@@ -72,21 +74,21 @@ def sum_and_project(
             _store(total, batch, rows, columns, n, m, tile)
         factor = _tile(q, batch, columns, ranks, m, r).to(tl.float32)
         p = tl.dot(tile, factor, p, input_precision=PRECISION)
-    _store(partial, batch * SPLITS + split, rows, ranks, n, r, p)
+    _store(partial, batch * splits + split, rows, ranks, n, r, p)
 
 
-@triton.jit
-def add_up(partial, out, sizes, SPLITS: tl.constexpr, ADDENDS: tl.constexpr, BLOCK: tl.constexpr):
-    """out (B, n, r) = the sum of partial (B * SPLITS, n, r) over the splits. Grid: (blocks of n * r, B).
+@triton.jit(do_not_specialize=["splits"])
+def add_up(partial, out, sizes, splits, ADDENDS: tl.constexpr, BLOCK: tl.constexpr):
+    """out (B, n, r) = the sum of partial (B * splits, n, r) over the splits. Grid: (blocks of n * r, B).
 
-    ADDENDS is SPLITS rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
+    ADDENDS is `splits` rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
     """
     n, r = sizes[0], sizes[1]
-    elements, splits, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ADDENDS), tl.program_id(1)
+    elements, addend, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ADDENDS), tl.program_id(1)
     rows, ranks = elements // r, elements % r
     offsets = rows.to(tl.int64) * partial[2] + ranks * partial[3]
-    addends = partial[0] + (batch * SPLITS + splits).to(tl.int64)[:, None] * partial[1] + offsets[None, :]
-    summed = tl.sum(tl.load(addends, mask=_inside(splits, elements, SPLITS, n * r), other=0.0), axis=0)
+    addends = partial[0] + (batch * splits + addend).to(tl.int64)[:, None] * partial[1] + offsets[None, :]
+    summed = tl.sum(tl.load(addends, mask=_inside(addend, elements, splits, n * r), other=0.0), axis=0)
     to = out[0] + batch.to(tl.int64) * out[1] + rows.to(tl.int64) * out[2] + ranks * out[3]
     tl.store(to, summed.to(out[0].dtype.element_ty), mask=elements < n * r)
 
@@ -145,27 +147,27 @@ def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
 
 
-@triton.jit
-def partial_grams(p, inverse, grams, sizes, SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr):
-    """grams (B * SPLITS, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
+@triton.jit(do_not_specialize=["splits"])
+def partial_grams(p, inverse, grams, sizes, splits, ROWS: tl.constexpr, RANKS: tl.constexpr):
+    """grams (B * splits, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
 
-    Grid: (SPLITS, B).
+    Grid: (splits, B).
     """
     split, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
     ranks = tl.arange(0, RANKS)
     gram = tl.zeros((RANKS, RANKS), tl.float64)
-    for start in range(split * ROWS, n, SPLITS * ROWS):
+    for start in range(split * ROWS, n, splits * ROWS):
         a = _tile(p, batch, start + tl.arange(0, ROWS), ranks, n, r).to(tl.float64)
         if inverse is not None:
             a = _times_transposed(a, inverse, batch, r, RANKS)
         gram = tl.dot(tl.trans(a), a, gram, input_precision="ieee", out_dtype=tl.float64)
-    _store(grams, batch * SPLITS + split, ranks, ranks, r, r, gram)
+    _store(grams, batch * splits + split, ranks, ranks, r, r, gram)
 
 
-@triton.jit
-def inverse_factor(grams, inverses, sizes, SPLITS: tl.constexpr, ADDENDS: tl.constexpr, RANKS: tl.constexpr):
-    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B * SPLITS, r, r). Grid: (B,).
+@triton.jit(do_not_specialize=["splits"])
+def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS: tl.constexpr):
+    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B * splits, r, r). Grid: (B,).
 
     The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
     ADDENDS is how many partial sums are loaded at once. Gauss elimination on [G | I], one column of L at a time:
@@ -177,12 +179,12 @@ def inverse_factor(grams, inverses, sizes, SPLITS: tl.constexpr, ADDENDS: tl.con
     i, j = ranks[:, None], ranks[None, :]
     inside = _inside(ranks, ranks, r, r)
     gram = tl.zeros((RANKS, RANKS), tl.float64)
-    for start in range(0, SPLITS, ADDENDS):
+    for start in range(0, splits, ADDENDS):
         split = (start + tl.arange(0, ADDENDS))[:, None, None]
         addends = (
-            grams[0] + (batch * SPLITS + split).to(tl.int64) * grams[1] + (i * grams[2] + j * grams[3])[None, :, :]
+            grams[0] + (batch * splits + split).to(tl.int64) * grams[1] + (i * grams[2] + j * grams[3])[None, :, :]
         )
-        gram += tl.sum(tl.load(addends, mask=(split < SPLITS) & inside[None, :, :], other=0.0), axis=0)
+        gram += tl.sum(tl.load(addends, mask=(split < splits) & inside[None, :, :], other=0.0), axis=0)
     empty = tl.where(gram == 0.0, 1.0, 0.0).to(tl.float64)
     # A Python float as an argument would come in float32, where this is 1.
     shifted = n * tl.full((1, 1), SIXTEEN_EPS, tl.float64) + 1.0

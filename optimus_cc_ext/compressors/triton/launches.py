@@ -30,6 +30,8 @@ except ImportError:
 __all__ = [
     "MAX_ORTHOGONALIZED_RANK",
     "MAX_RANK",
+    "MAX_SPLITS",
+    "add_up",
     "back_project",
     "orthogonalize",
     "project_sum",
@@ -144,7 +146,7 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
     grams = take("partial_grams", (batch * splits, r, r))
     tile: dict[str, int] = {"ROWS": GRAM_ROWS, "RANKS": _padded(r), "num_warps": 4 if r <= 32 else 8}
     for inverse, following in ((None, first), (first, second)):
-        _launch(kernels.partial_grams, (splits, batch), (p, inverse, grams), (n, r), SPLITS=splits, **tile)
+        _launch(kernels.partial_grams, (splits, batch), (p, inverse, grams), (n, r), splits=splits, **tile)
         inverse_factor(grams, n, following)
     _launch(kernels.orthonormal, (triton.cdiv(n, GRAM_ROWS), batch), (p, first, second, out), (n, r), **tile)
     return out
@@ -161,10 +163,9 @@ def inverse_factor(grams: Tensor, n: int, out: Tensor) -> Tensor:
     batch, r, _ = out.shape
     splits, ranks = grams.shape[0] // batch, _padded(r)
     warps = max(1, ranks**2 // 512)
-    addends = min(triton.next_power_of_2(splits), max(1, 1024 * warps // ranks**2))
     _launch(
         kernels.inverse_factor, (batch,), (grams, out), (n, r),
-        SPLITS=splits, ADDENDS=addends, RANKS=ranks, num_warps=warps,
+        splits=splits, ADDENDS=max(1, 1024 * warps // ranks**2), RANKS=ranks, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -181,16 +182,22 @@ def _project(
     sums = out if splits == 1 else take("partial_sums", (batch * splits, n, r), torch.float32, out.device)
     _launch(
         kernels.sum_and_project, (blocks, splits, batch), (matrices, residual, q, total, sums), (n, m, r),
-        SPLITS=splits, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), PRECISION=PRECISION,
+        splits=splits, ROWS=rows, COLUMNS=columns, RANKS=_padded(r), PRECISION=PRECISION,
         num_warps=4 if r <= 64 else 8, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
-        addends = triton.next_power_of_2(splits)
-        block = 4096 // addends
-        _launch(
-            kernels.add_up, (triton.cdiv(n * r, block), batch), (sums, out), (n, r),
-            SPLITS=splits, ADDENDS=addends, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+    return out if splits == 1 else add_up(sums, out)
+
+
+def add_up(partial: Tensor, out: Tensor) -> Tensor:
+    """out (B, n, r) = the sums of each B-th part of `partial` (B * splits, n, r), fp32; splits <= `MAX_SPLITS`."""
+    batch, n, r = out.shape
+    splits = partial.shape[0] // batch
+    addends = triton.next_power_of_2(splits)
+    block = 4096 // addends
+    _launch(
+        kernels.add_up, (triton.cdiv(n * r, block), batch), (partial, out), (n, r),
+        splits=splits, ADDENDS=addends, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,9 +37,19 @@ class TritonLowRank(FastLowRank):
 
     @torch.no_grad()
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
-        if not _taken(factors=(p,)) or p.shape[-1] > min(p.shape[-2], launches.MAX_ORTHOGONALIZED_RANK):
+        if not _orthogonalized(p):
             return super().orthogonalize(p, out)
         return launches.orthogonalize(p, _new(out, p, p.shape), self._scratch)
+
+    @torch.no_grad()
+    def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        rest = []
+        for pair in zip(ps, outs, strict=True):
+            if _orthogonalized(pair[0]):
+                launches.orthogonalize(*pair, self._scratch)
+            else:
+                rest.append(pair)
+        super().orthogonalize_all([p for p, _ in rest], [out for _, out in rest])
 
     @torch.no_grad()
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
@@ -64,6 +76,10 @@ def _taken(*large: Tensor | None, factors: tuple[Tensor, ...]) -> bool:
     r = factors[0].shape[-1]
     large_fit = all(launches.supported(t, r) for t in large if t is not None)
     return large_fit and all(launches.takes_factors(factor, r) for factor in factors)
+
+
+def _orthogonalized(p: Tensor) -> bool:
+    return _taken(factors=(p,)) and p.shape[-1] <= min(p.shape[-2], launches.MAX_ORTHOGONALIZED_RANK)
 
 
 def _new(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,14 +1,14 @@
 """What compression gains on links of a given rate: real Megatron on hosts that are network namespaces of this machine.
 
-    sudo .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
-    sudo .venv/bin/python -m scripts.bench.cluster --find-rate         the rate at which half of vanilla's time is communication
-    sudo .venv/bin/python -m scripts.bench.cluster --loss-iterations 200 --ranks-of-interest 2:11,4:22
+    .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
+    .venv/bin/python -m scripts.bench.cluster --find-rate         the rate at which half of vanilla's time is communication
+    .venv/bin/python -m scripts.bench.cluster --loss-iterations 200 --ranks-of-interest 2:11,4:22
 
 One host for each pipeline stage of each replica, torchrun on every one, vanilla and ours in turn with the same seed and
 data, in alternating blocks. A run is one variant: the rate of all links is changed while it trains, once through all
 rates and back; a variant that chooses by the links when it starts (--dp-compression-stages auto) gets a run per rate.
-Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes root, iproute2 and util-linux. What follows --
-is added to the flags of all variants but vanilla.
+Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes iproute2, util-linux, and root or
+a machine whose users may make namespaces. What follows -- is added to the flags of all variants but vanilla.
 """  # noqa: E501
 
 import argparse
@@ -37,10 +37,11 @@ from scripts.bench.cluster.model import (
     proportions,
     variant_flags,
 )
-from scripts.bench.cluster.network import UNSHAPED, NetworkError, bits_per_second, why_not
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import FindRate, Plan, plans
-from scripts.bench.cluster.run import Iteration, Run, RunFailed, train
+from scripts.bench.cluster.run import Iteration, Run, train
+from scripts.hosts.launch import RunFailed
+from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
 
 _EVALUATION_ITERATIONS = 20
 _SCHEDULE_ITERATIONS = 200
@@ -55,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     what = parser.add_argument_group("what is compared")
     layouts = what.add_mutually_exclusive_group()
-    layouts.add_argument("--layouts", type=_list(parse_layout), help="[tpT]ppPdpD, such as pp4dp2,tp2pp2dp2 (pp2dp2)")
+    layouts.add_argument(
+        "--layouts", type=_list(parse_layout), help="[tpT]ppPdpD[z1], such as pp4dp2,pp2dp2z1 (pp2dp2)"
+    )
     layouts.add_argument("--hosts", type=_told(_halves), dest="layouts", metavar="N", help="short for pp(N/2)dp2")
     what.add_argument("--models", type=_list(_one_of(MODELS)), default=["small"], help=f"of {', '.join(MODELS)}")
     variants, every = [VANILLA, "paper", "auto"], ", ".join(VARIANTS)
@@ -125,7 +128,7 @@ def _do(options: argparse.Namespace, further: list[str]) -> None:
         print(write(options.output, arguments, runs, machine))
         return
     if (reason := why_not()) is not None:
-        raise NetworkError(f"{reason}. Run as root on a Linux machine with iproute2 and util-linux")
+        raise NetworkError(f"{reason}. Run as root, or where users may make namespaces, on Linux")
     bench = Bench(options, further)
     for layout, model in itertools.product(options.layouts, options.models):
         print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)

@@ -7,19 +7,30 @@ Bytes alone do not say it: those that a computation hides gain nothing when they
 import argparse
 from collections.abc import Sequence
 
+import torch
+
 from optimus_cc_ext import resolve
-from optimus_cc_ext.compressors import effective_rank, packed_numel, pays
+from optimus_cc_ext.compressors import BlockCodec
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.doctor.estimate import (
+    Gpt,
+    activation_bytes,
+    gathered_bytes,
+    gradient_bytes,
+    link_plan,
+    message_bytes,
+)
 from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.forecast.decide import EmbeddingBytes, Measured, forecast
+from optimus_cc_ext.forecast.forecaster import embedding_bytes, second_phase
 from optimus_cc_ext.forecast.probe import Rate
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes
-from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs
+from optimus_cc_ext.techniques.schedule import Message, NonInterleaved
 from optimus_cc_ext.techniques.selective_stage_compression import stages_to_compress
 from scripts.bench.cluster.model import Layout, Model
 
-_VALUE = 4
-"""Bytes: everything travels in fp32."""
+_DTYPE = torch.float32
+"""Of everything that travels."""
 
 _CHOICE = "--dp-compression-stages auto: of "
 _PADDED_TO = 128
@@ -29,8 +40,7 @@ _PADDED_TO = 128
 def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
     """What the package makes of a variant's flags on this layout."""
     args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
-    facts = resolve.Layout(stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1)
-    return resolve.resolve(request_from(args), facts).config
+    return resolve.resolve(request_from(args), _place(layout)).config
 
 
 def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
@@ -65,7 +75,7 @@ def bound_share(
     def seconds(rate: float) -> tuple[float, float]:
         ranks = [_rank(model, layout, config, stage, Rate(0.0, rate), unshaped) for stage in range(layout.stages)]
         found = forecast(ranks, schedule, config, stages)
-        return found.plain, found.ours
+        return found.plain + found.gather, found.ours + found.gather
 
     plain, ours = seconds(bits / 8)
     free, _ = seconds(float("inf"))
@@ -75,46 +85,42 @@ def bound_share(
 def _rank(model: Model, layout: Layout, config: OptimusConfig, stage: int, rate: Rate, unshaped: float) -> Measured:
     # On unshaped links the first stage waits for P - 1 micro-batches and computes all of its own.
     micro_batch = unshaped / (model.micro_batches + layout.stages - 1)
-    rows, hidden = model.sequence * model.micro_batch, model.hidden
-    matrices = _matrices(model, layout)
-    dense = model.layers_per_stage * _vectors(model, layout)
-    dense += model.sequence * hidden if stage == 0 else 0
-    dense += 2 * hidden if stage == layout.stages - 1 else 0
-    embedding = _padded_vocabulary(model, layout) // layout.tensor * hidden * _VALUE
-
-    def summed(values: int) -> int:
-        return all_reduce_bytes(values * _VALUE, layout.replicas)
-
+    gpt, place = _gpt(model, layout), _place(layout)
+    dense, compressed = gradient_bytes(gpt, place, config, stage)
+    codecs = BlockCodecs.of(config.dp_compression_format, BlockCodec)
+    embedding = gpt.word_embeddings(stage, layout.stages) * gpt.embedding_bytes(_DTYPE)
     return Measured(
         stage=stage, forward=micro_batch / 3, backward=2 * micro_batch / 3,
         link=rate if layout.stages > 1 else None, dense_sum=rate, factor_sum=rate,
-        message_bytes=rows * hidden * _VALUE,
-        compressed_message_bytes=_factors(rows, hidden, config.compressed_backprop_rank) * _VALUE,
-        dense_bytes=summed(dense + sum(n * m for n, m in matrices)),
-        compressed_bytes=summed(dense + sum(_factors(n, m, config.dp_compression_rank) for n, m in matrices)),
-        embedding=EmbeddingBytes(
-            with_replicas=all_reduce_bytes(embedding, layout.replicas),
-            with_pair=all_reduce_bytes(embedding, 2) if layout.stages > 1 else 0,
-            fused=all_reduce_bytes(embedding, 2 * layout.replicas),
-        ) if stage in (0, layout.stages - 1) else EmbeddingBytes(),
+        message_bytes=gpt.message.numel() * _DTYPE.itemsize,
+        compressed_message_bytes=message_bytes(gpt, link_plan(config, 1, 0), Message(0, epilogue=True)),
+        compressed_activation_bytes=activation_bytes(gpt, config),
+        dense_bytes=dense, compressed_bytes=compressed, second_phase=second_phase(codecs, layout.sharded),
+        embedding=embedding_bytes(
+            embedding, layout.replicas, sharded=layout.sharded, has_pair=layout.stages > 1,
+            codecs=BlockCodecs.of(config.fused_embedding_sync_format, BlockCodec),
+        ) if embedding else EmbeddingBytes(),
+        gather_bytes=gathered_bytes(gpt, place, stage)[0] if layout.sharded else 0,
     )  # fmt: skip
 
 
-def _matrices(model: Model, layout: Layout) -> list[tuple[int, int]]:
-    """(rows, columns) of the weights of a stage's layers, on one tensor-parallel rank."""
+def _gpt(model: Model, layout: Layout) -> Gpt:
     h, t = model.hidden, layout.tensor
-    return [(3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)] * model.layers_per_stage
+    matrices = (3 * h // t, h), (h, h // t), (4 * h // t, h), (h, 4 * h // t)
+    vectors = (3 * h // t,), (4 * h // t,), *[(h,)] * 6
+    return Gpt(
+        layers=model.layers_per_stage, layer=(*matrices, *vectors), last=((h,), (h,)),
+        embedding=(_padded_vocabulary(model, layout) // t, h), positions=(model.sequence, h), tied=True,
+        message=torch.Size((model.sequence, model.micro_batch, h)), tensor_parallel=t,
+        pipeline_dtype=_DTYPE, gradient_dtype=_DTYPE, parameter_dtype=_DTYPE,
+    )  # fmt: skip
 
 
-def _vectors(model: Model, layout: Layout) -> int:
-    """Values in the biases and norms of a layer: those of two products are split over tensor-parallel ranks."""
-    return (3 + 4) * model.hidden // layout.tensor + (1 + 1 + 4) * model.hidden
-
-
-def _factors(rows: int, columns: int, compression_rank: int) -> int:
-    if not pays(rows, columns, compression_rank):
-        return rows * columns
-    return packed_numel(rows, columns, effective_rank(rows, columns, compression_rank))
+def _place(layout: Layout) -> resolve.Layout:
+    return resolve.Layout(
+        stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1,
+        distributed_optimizer=layout.sharded,
+    )  # fmt: skip
 
 
 def _padded_vocabulary(model: Model, layout: Layout) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from optimus_cc_ext.data import PreparedData
 
 VANILLA = "vanilla"
-_LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)")
+_LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?")
 _PAPERS_SHARE_OF_STAGES = 0.75
 
 
@@ -20,6 +20,8 @@ class Layout:
     tensor: int
     stages: int
     replicas: int
+    sharded: bool = False
+    """Whether Megatron's distributed optimizer shards the gradients."""
 
     @property
     def hosts(self) -> int:
@@ -28,19 +30,19 @@ class Layout:
 
     def __str__(self) -> str:
         tensor = f"tp{self.tensor}" if self.tensor > 1 else ""
-        return f"{tensor}pp{self.stages}dp{self.replicas}"
+        return f"{tensor}pp{self.stages}dp{self.replicas}{'z1' if self.sharded else ''}"
 
 
 def parse_layout(text: str) -> Layout:
-    """Read a layout such as pp2dp2 or tp2pp4dp2.
+    """Read a layout such as pp2dp2, tp2pp4dp2, or pp2dp2z1 with the distributed optimizer.
 
     Raises:
         ValueError: not a layout, or one whose single host has nobody to talk to.
     """
     match = _LAYOUT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a layout. Give [tpT]ppPdpD, such as pp4dp2 or tp2pp2dp2")
-    layout = Layout(int(match["tp"] or 1), int(match["pp"]), int(match["dp"]))
+        raise ValueError(f"{text!r} is not a layout. Give [tpT]ppPdpD[z1], such as pp4dp2 or tp2pp2dp2")
+    layout = Layout(int(match["tp"] or 1), int(match["pp"]), int(match["dp"]), bool(match["zero"]))
     if layout.hosts < 2:
         raise ValueError(f"{text!r}: a single host has no links. Give at least two stages or two replicas")
     return layout
@@ -131,8 +133,14 @@ VARIANTS: Mapping[str, str] = {
     "auto": "--optimus-cc --dp-compression-stages auto",
     "cb-all": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages auto",
     "everything": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages all",
+    "blocks": "--pipeline-forward-format fp8 --compressed-backprop-format int8 --dp-compression-format int4 "
+    "--fused-embedding-sync-format int8",
+    "fewest": "--pipeline-forward-format fp8 --compressed-backprop --compressed-backprop-messages all "
+    "--dp-compression --fused-embedding-sync-format int4",
+    "dp-int4": "--dp-compression-format int4 --fused-embedding-sync",
+    "dp-low-rank": "--dp-compression --fused-embedding-sync",
 }
-"""Name to flags; ranks are added."""
+"""Name to flags; ranks are added. Those of a class that the layout does not have are left out."""
 
 
 def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further: Sequence[str] = ()) -> list[str]:
@@ -140,9 +148,18 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
     if variant == VANILLA:
         return []
     techniques = VARIANTS[variant].format(papers_stages=math.ceil(_PAPERS_SHARE_OF_STAGES * layout.stages))
-    backprop, dp = ranks
-    flags = f"{techniques} --compressed-backprop-rank {backprop} --dp-compression-rank {dp}"
-    return [*flags.split(), *further]
+    known = {
+        "--compressed-backprop": (layout.stages > 1, ranks[0]),
+        "--dp-compression": (layout.replicas > 1, ranks[1]),
+    }
+    for flag, (exists, rank) in known.items():
+        # A rank means nothing to another format.
+        techniques += f" {flag}-rank {rank}" if f"{flag}-format" not in techniques else ""
+        if not exists:
+            techniques = re.sub(rf"{flag}(-format \w+)?(?= |$)", "", techniques)
+    if layout.stages == 1:
+        techniques = re.sub(r"--(pipeline-forward|fused-embedding-sync)(-format \w+)?(?= |$)", "", techniques)
+    return [*techniques.split(), *further]
 
 
 def megatron_flags(
@@ -171,6 +188,7 @@ def megatron_flags(
         --init-method-std {model.hidden**-0.5:.4f} --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
         --eval-interval {iterations} --eval-iters {evaluation_iterations} --split 90,10,0 --num-workers 0
         --tokenizer-type HuggingFaceTokenizer --log-interval 1 --timing-log-level 0
+        {"--use-distributed-optimizer" if layout.sharded else ""}
     """
     paths = {
         "--data-path": data.data_prefix,

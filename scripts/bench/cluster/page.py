@@ -12,9 +12,9 @@ from optimus_cc_ext.report.page import machine as this_machine
 from optimus_cc_ext.report.pictures import INK, colour, panels, save, tidy
 from optimus_cc_ext.report.table import Table
 from scripts.bench.cluster.model import MODELS, PAPER, VANILLA, parse_layout, proportions
-from scripts.bench.cluster.network import UNSHAPED, bits_per_second
 from scripts.bench.cluster.results import ALL, losses, losses_agree, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.hosts.network import UNSHAPED, bits_per_second
 
 __all__ = ["JSON_NAME", "load", "write"]
 

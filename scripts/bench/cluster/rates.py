@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.bench.cluster.network import UNSHAPED, bits_per_second
+from scripts.hosts.network import UNSHAPED, bits_per_second
 
 __all__ = ["FindRate", "Plan", "next_guess", "plans", "rate_list"]
 

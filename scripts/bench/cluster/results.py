@@ -8,8 +8,8 @@ from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster.bound import bound_share, chooses_by_the_links, chosen_stages, config_of
 from scripts.bench.cluster.model import MODELS, VANILLA, parse_layout
-from scripts.bench.cluster.network import UNSHAPED, bits_per_second
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.hosts.network import UNSHAPED, bits_per_second
 
 __all__ = ["ALL", "losses", "losses_agree", "share_recovered", "times", "traffic"]
 
@@ -103,7 +103,8 @@ def traffic(runs: Sequence[Run]) -> Table:
                 both = [[each.traffic.get(name.value, (0.0, 0.0)) for each in counted] for name in TrafficClass]
                 sent, raw = ([statistics.median(each[side] for each in of) / 1e6 for of in both] for side in (0, 1))
                 by_host = zip(*(each.payload for each in counted), strict=True)
-                kernel = sum(statistics.median(host) for host in by_host) / 1e6
+                # Means: what is read too early for one iteration is in the next one's, and a median would drop either.
+                kernel = sum(statistics.mean(host) for host in by_host) / 1e6
                 again = statistics.mean(each.retransmitted for each in counted)
                 ratio = kernel / sum(sent) if sum(sent) else None
                 one = of_a_model[0]

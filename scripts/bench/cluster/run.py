@@ -1,45 +1,24 @@
 """One training run: torchrun on each host, the log followed, the links' rate changed on the way."""
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimus_cc_ext.metrics.traffic import TrafficClass
-from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_scalars, parse_techniques
+from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.model import Layout
-from scripts.bench.cluster.network import INTERFACE, Network, network
 from scripts.bench.cluster.rates import Plan
+from scripts.hosts.launch import run_on_hosts
+from scripts.hosts.network import Network, network
 
-__all__ = ["Iteration", "Run", "RunFailed", "train"]
+__all__ = ["Iteration", "Run", "train"]
 
-_ROOT = Path(__file__).resolve().parents[3]
-_POLL_SECONDS = 0.05
-_GRACE_SECONDS = 30.0
-"""For the other hosts to end once the first has ended."""
-
-_FAILED_GRACE_SECONDS = 3.0
-"""For the others to say why they failed."""
-
-_LOST = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "ConnectionError")
-_TAIL_LINES = 30
 _OURS = "optimus-cc: "
 _TRAFFIC = {
     name.value: (f"optimus-cc/{name.value} sent bytes", f"optimus-cc/{name.value} raw bytes") for name in TrafficClass
 }
 _FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
-
-
-class RunFailed(RuntimeError):
-    """A run ended badly. `log`: what the host that failed printed; `tail`: its last lines."""
-
-    def __init__(self, reason: str, log: Path) -> None:
-        super().__init__(reason)
-        self.log, self.tail = log, _lines(log)[-_TAIL_LINES:]
 
 
 @dataclass
@@ -138,77 +117,11 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"host{host}.txt" for host in range(layout.hosts)]
     run.log = str(logs[-1])
-    # The hosts come last and go first: with them goes whatever still runs there.
-    with ExitStack() as stack:
-        streams = [stack.enter_context(log.open("wb")) for log in logs]
-        hosts = stack.enter_context(network(layout.hosts))
+    with network(layout.hosts) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
-        processes = [
-            hosts.popen(
-                host, _torchrun(layout, host, hosts.address(0), flags), stdin=subprocess.DEVNULL,
-                stdout=stream, stderr=subprocess.STDOUT, env=_environment(),
-            )
-            for host, stream in enumerate(streams)
-        ]  # fmt: skip
-        _follow(processes, logs, follower, deadline)
-    lines = [line for log in logs for line in _lines(log)]
+        run_on_hosts(hosts, layout.tensor, flags, logs, follower.take, deadline)
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     run.techniques = next((found for line in lines if (found := parse_techniques(line))), "")
     run.forecast = [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
     return run
-
-
-def _torchrun(layout: Layout, host: int, master: str, flags: Sequence[str]) -> list[str]:
-    return [
-        sys.executable, "-m", "torch.distributed.run",
-        f"--nnodes={layout.hosts}", f"--node-rank={host}", f"--nproc-per-node={layout.tensor}",
-        f"--master-addr={master}", "--master-port=29500", f"--log-dir={os.devnull}",
-        "-m", "optimus_cc_ext", *flags,
-    ]  # fmt: skip
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": "cpu", "PYTHONUNBUFFERED": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": INTERFACE}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return environment
-
-
-def _follow(
-    processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], follower: _Follower, deadline: float
-) -> None:  # fmt: skip
-    """Until all processes have ended well. The last rank, on the last host, is the one that logs."""
-    rest = ""
-    first_end: float | None = None
-    with logs[-1].open(encoding="utf-8", errors="replace") as stream:
-        while True:
-            # Asked first, read second: what was printed before the end is never missed.
-            statuses = [process.poll() for process in processes]
-            *lines, rest = (rest + stream.read()).split("\n")
-            for line in lines:
-                follower.take(line)
-            if all(status == 0 for status in statuses):
-                return
-            now = time.monotonic()
-            if first_end is None and any(status is not None for status in statuses):
-                first_end = now
-            if any(statuses) and first_end is not None and now > first_end + _FAILED_GRACE_SECONDS:
-                raise _failure(statuses, logs)
-            if first_end is not None and now > first_end + _GRACE_SECONDS:
-                raise RunFailed("some hosts did not end with the others", logs[-1])
-            if now > deadline:
-                raise RunFailed("it was not finished in time (--timeout MINUTES gives it more)", logs[-1])
-            time.sleep(_POLL_SECONDS)
-
-
-def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
-    """The cause: a refusal or an error that a host names, but for lost connections, which is how the others learn."""
-    reasons = {host: failure_reason(_lines(logs[host])) for host, status in enumerate(statuses) if status}
-    named = [host for host, reason in reasons.items() if reason and not any(word in reason for word in _LOST)]
-    host = (named or list(reasons))[0]
-    return RunFailed(f"host {host}: {reasons[host] or f'torchrun ended with status {statuses[host]}'}", logs[host])
-
-
-def _lines(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()

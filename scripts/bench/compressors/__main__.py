@@ -4,10 +4,12 @@
     python -m scripts.bench.compressors --device cpu --only slices --case "8.3b, 1024 x 3072, rank 16"
 
 Sections:
+    kernels            each of Triton's kernels beside torch, eager and compiled; without a GPU only eager
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
     orthogonalization  batches of P alone
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
-    layers             the same for 8 to 64 layers of a small model: time and operators
+    formats            such a bucket (1 GB) in int4, int8 and fp8, and at low rank: encoded, and decoded and added
+    layers             a bucket of 8 to 64 layers of a small model, reduced: time and operators
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time
 
 What is timed is checked first; a wrong result ends the script. Medians and interquartile ranges of
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured[name] = []
         for row in SECTIONS[name](setting):
             measured[name].append(row)
-            print(f"{name}: {row['case']}: {row['work']}: {row['ms']:.3f} ms (IQR {row['IQR, ms']:.3f})", flush=True)
+            taken = "missing" if row["ms"] is None else f"{row['ms']:.3f} ms (IQR {row['IQR, ms']:.3f})"
+            print(f"{name}: {row['case']}: {row['work']}: {taken}", flush=True)
         if not measured[name]:
             parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
         # After each section: what fails in a later one leaves the figures of those before it.

@@ -20,7 +20,7 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
 from scripts.bench.compressors.timing import Work
 
-__all__ = ["Bucket", "hook", "one_process", "reducer"]
+__all__ = ["Bucket", "hook", "one_process", "reducer", "step"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
     gradients = bucket.gradients()
     matrices, vectors = ([each for each in gradients if each.dim() == dim] for dim in (2, 1))
     return BucketReducer(matrices, vectors, group=group, compressor=compressor, config=config, seed=1, salt="bench")
+
+
+def step(reducer: BucketReducer) -> None:
+    """A reduction, and what follows from it when its step counts."""
+    reducer.reduce()
+    reducer.states.commit({})
 
 
 def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequence[torch.Tensor] = ()) -> Work:

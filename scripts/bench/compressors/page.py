@@ -43,7 +43,11 @@ def _table(section: str, rows: Sequence[Row]) -> Table:
         found = [float(each["ms"] or 0.0) for each in rows if each["case"] == row["case"] and each["work"] in wanted]
         return sum(found) if len(found) == len(wanted) else None
 
-    compared = [row | {"times ours": base and float(row["ms"] or 0.0) / base} for row in rows for base in [ours(row)]]
+    compared = [
+        row | {"times ours": float(row["ms"]) / base if base and row["ms"] else None}
+        for row in rows
+        for base in [ours(row)]
+    ]
     columns = tuple(dict.fromkeys(name for row in compared for name in row))
     return Table(columns, [tuple(row.get(name) for name in columns) for row in compared])
 

@@ -1,5 +1,6 @@
 """The sections of the compressors' benchmark: what is checked, and then timed."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,24 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Measurement
 
-from optimus_cc_ext.compressors import LowRank, ReferenceLowRank, fast_compressor, packed_numel, private_generator
+from optimus_cc_ext.compressors import (
+    BlockFormat,
+    BlockLayout,
+    Codec,
+    LowRank,
+    ReferenceLowRank,
+    fast_codec,
+    fast_compressor,
+    packed_numel,
+    private_generator,
+)
 from optimus_cc_ext.report.table import Cell
-from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer
+from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer, step
+from scripts.bench.compressors.kernels import contenders
 from scripts.bench.compressors.timing import Work, captured, in_turn
 from scripts.paper.figure14 import RANKS, SLICES, Message, check
 
-__all__ = ["SECTIONS", "Row", "Setting", "check_basis", "check_bucket"]
+__all__ = ["SECTIONS", "Row", "Setting", "check_basis", "check_bucket", "check_format"]
 
 COMPARED_RANKS = (8, 16, 40)
 """At which reference and hook are timed too, unless all ranks are asked for."""
@@ -175,7 +187,7 @@ def bucket(setting: Setting) -> Iterator[Row]:
     with one_process(setting.device) as group:
         check_bucket(fast_compressor(), shapes, setting.device, r, group)
         works: dict[str, Work] = {
-            "ours": reducer(gradients, r, fast_compressor(), group).reduce,
+            "ours": partial(step, reducer(gradients, r, fast_compressor(), group)),
             "hook, batched": hook(gradients.copy(), r, batched=True),
             "hook, as by default": hook(gradients.copy(), r, batched=False),
         }
@@ -199,7 +211,7 @@ def check_bucket(
     ours = reducer(mine, compression_rank, compressor, group)
     other = hook(theirs, compression_rank, batched=True, starts=[state.warm_start.value for state in ours.states])
     for _ in range(2):
-        ours.reduce()
+        step(ours)
         other()
     for shape, kept in zip(shapes, ours.states.residuals(), strict=True):
         was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
@@ -210,6 +222,80 @@ def check_bucket(
             raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
 
 
+FORMATS: dict[str, tuple[BlockFormat, bool, float]] = {
+    "int4": ("int4", False, 0.117),
+    "int4, rotated": ("int4", True, 0.117),
+    "int8": ("int8", False, 0.0065),
+    "int8, rotated": ("int8", True, 0.0065),
+    "fp8": ("fp8", False, 0.026),
+}
+"""By name: format, rotated, and the error that it has of Gaussian values."""
+
+
+def formats(setting: Setting) -> Iterator[Row]:
+    """A stage's bucket encoded, and decoded and added, in every format and at low rank; against a copy's bandwidth."""
+    shapes, count, vector, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTOR, 128
+    if setting.tiny:
+        shapes, count, vector, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vector // 16, 8
+    gradients = Bucket.random(count, shapes, vector, setting.device, seed=4)
+    values, out = gradients.flat, torch.empty_like(gradients.flat)
+    layout, bandwidth = BlockLayout.of_one(values.numel()), setting.bandwidth(min(values.numel(), 1 << 26))
+    works, floors = _low_rank(gradients, out, r), {}
+    for name, (format, rotated, expected) in FORMATS.items():
+        codec = fast_codec(format, seed=1, rotated=rotated)
+        check_format(codec, values[: 1 << 20], expected, name)
+        nbytes = codec.message_bytes(layout, values.dtype)
+        message = torch.empty(1, nbytes, dtype=torch.uint8, device=setting.device)
+        works[f"{name}, encode"] = partial(codec.encode, values, layout, message)
+        works[f"{name}, decode and add"] = partial(codec.decode_add, message, layout, 0, out)
+        # Each is one read and one write, of the values and of the message.
+        floors[name] = (values.nbytes + nbytes) / bandwidth
+    for name, taken in setting.in_turn(works, once=setting.device.type == "cpu" and not setting.tiny).items():
+        floor = floors.get(name.rsplit(", ", 1)[0])
+        yield row(f"{count} layers, {values.nbytes / 1e9:.2f} GB", name, taken, floor)
+
+
+def _low_rank(gradients: Bucket, out: torch.Tensor, r: int) -> dict[str, Work]:
+    """The same bucket's matrices at low rank, without what error feedback adds to it."""
+    compressor, values = fast_compressor(), gradients.flat.view(gradients.layers, -1)
+    step, place = values.shape[1], 0
+    batches = []
+    for n, m in gradients.shapes:
+        size, strides = (gradients.layers, n, m), (step, m, 1)
+        views = [flat.as_strided(size, strides, place) for flat in (gradients.flat, out)]
+        factors = [torch.randn(gradients.layers, side, min(r, n, m), device=out.device) for side in (n, m)]
+        batches.append((*views, *factors))
+        place += n * m
+
+    def encode() -> None:
+        for matrices, _, p, q in batches:
+            compressor.project(matrices, q, out=p)
+            compressor.orthogonalize(p, out=p)
+            compressor.back_project(matrices, p, out=q)
+
+    def decode() -> None:
+        for _, matrices, p, q in batches:
+            compressor.reconstruct(p, q, out=matrices)
+
+    return {f"low rank {r}, encode": encode, f"low rank {r}, decode and add": decode}
+
+
+def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: str) -> None:
+    """The relative error of Gaussian `values` is within 10 % of what is expected.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    layout, out = BlockLayout.of_one(values.numel()), torch.empty_like(values)
+    nbytes = codec.message_bytes(layout, values.dtype)
+    message = torch.empty(1, nbytes, dtype=torch.uint8, device=values.device)
+    codec.encode(values, layout, message)
+    codec.decode(message, layout, out)
+    error = float((out - values).norm() / values.norm())
+    if not abs(error / expected - 1) < 0.1:
+        raise SystemExit(f"{subject}: an error of {error:.4f}, not of {expected}")
+
+
 def layers(setting: Setting) -> Iterator[Row]:
     """A bucket's seconds and operators by the number of layers."""
     hidden, r, counts = (64, 4, (2, 4)) if setting.tiny else (256, 8, (8, 16, 32, 64))
@@ -218,7 +304,8 @@ def layers(setting: Setting) -> Iterator[Row]:
         check_bucket(fast_compressor(), shapes, setting.device, r, group)
         buckets = {count: Bucket.random(count, shapes, 0, setting.device, seed=3) for count in counts}
         works: dict[str, Work] = {
-            f"{count} layers": reducer(each, r, fast_compressor(), group).reduce for count, each in buckets.items()
+            f"{count} layers": partial(step, reducer(each, r, fast_compressor(), group))
+            for count, each in buckets.items()
         }
         operators = [_operators(work) for work in works.values()]
         for (name, taken), count, calls in zip(setting.in_turn(works).items(), counts, operators, strict=True):
@@ -242,12 +329,23 @@ def _operators(work: Work) -> int:
     return counter.calls
 
 
+def kernels(setting: Setting) -> Iterator[Row]:
+    """Each kernel beside torch's own way; without a GPU the columns of kernels and of compiled torch stay empty."""
+    for case, works in contenders(setting.device, setting.tiny):
+        taken = setting.in_turn({name: work for name, work in works.items() if work is not None})
+        for name in works:
+            yield row(case, name, taken[name]) if name in taken else {"case": case, "work": name, "ms": None}
+
+
+CAPTURED_RANKS = (16, 64, 128)
+
+
 def capture(setting: Setting) -> Iterator[Row]:
     """On a GPU: a step without synchronisation, and as a graph with the same result."""
-    for model, shape in SLICES.items():
+    for (model, shape), rank in itertools.product(SLICES.items(), CAPTURED_RANKS):
         n, m = (size // (8 if setting.tiny else 1) for size in shape)
         gradient = torch.randn(1, n, m, generator=private_generator(8, model, device="cpu")).to(setting.device)
-        eager, graphed = (Message(fast_compressor(), gradient, 16) for _ in range(2))
+        eager, graphed = (Message(fast_compressor(), gradient, rank) for _ in range(2))
         for _ in range(4):  # as many as `captured` runs before it captures, and one for its replay
             eager.compress()
         replay = captured(graphed.compress)
@@ -255,23 +353,25 @@ def capture(setting: Setting) -> Iterator[Row]:
         torch.cuda.synchronize()
         pairs = ((eager.p, graphed.p), (eager.q, graphed.q), (eager.residual, graphed.residual))
         if not all(torch.equal(one, other) for one, other in pairs):
-            raise SystemExit(f"{model}: the graph's results differ from those without it")
+            raise SystemExit(f"{model}, rank {rank}: the graph's results differ from those without it")
         torch.cuda.set_sync_debug_mode("error")
         try:
             eager.compress()
             eager.decompress()
         except RuntimeError as error:
-            raise SystemExit(f"{model}: it waits for the device: {error}") from error
+            raise SystemExit(f"{model}, rank {rank}: it waits for the device: {error}") from error
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for name, taken in setting.in_turn({"ours": eager.compress, "graph": replay}).items():
-            yield row(f"{model}, rank 16, compress: equal bits, no synchronisation", name, taken)
+            yield row(f"{model}, rank {rank}, compress: equal bits, no synchronisation", name, taken)
 
 
 SECTIONS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "kernels": kernels,
     "slices": slices,
     "orthogonalization": orthogonalization,
     "bucket": bucket,
+    "formats": formats,
     "layers": layers,
     "capture": capture,
 }

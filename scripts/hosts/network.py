@@ -2,6 +2,9 @@
 
 A host is a network namespace and a process namespace, held by a process that reads a pipe. When its owner closes the
 pipe, or ends in whatever way, that process ends, and the kernel takes away the host, its links and all that runs on it.
+
+Root is not needed where users may make namespaces of their own: all hosts then lie in one user namespace, in which the
+owner is root and outside of which it is nobody else than before. Whether that works is found out by trying.
 """
 
 import re
@@ -10,9 +13,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
-from os import geteuid
 from pathlib import Path
 from typing import Any
+
+from optimus_cc_ext.errors import OptimusError
 
 INTERFACE = "eth0"
 UNSHAPED = "none"
@@ -29,7 +33,7 @@ _COMMAND_SECONDS = 20.0
 _MOST_HOSTS = 250
 
 
-class NetworkError(RuntimeError):
+class NetworkError(OptimusError):
     """The network cannot be made or changed. The message says what failed."""
 
 
@@ -53,11 +57,13 @@ class Counters:
 
 
 def why_not() -> str | None:
-    """Why no such network can be made on this machine; None if it can be tried."""
-    missing = [command for command in ("ip", "tc", "unshare", "nsenter") if shutil.which(command) is None]
-    if missing:
-        return f"namespaces with shaped links take iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH"
-    return "network namespaces take root" if geteuid() != 0 else None
+    """Why hosts with shaped links cannot be had on this machine, in a sentence; None if they can. Tries it: 0.3 s."""
+    try:
+        with network(2) as hosts:
+            hosts.set_rate("10mbit")
+    except NetworkError as error:
+        return str(error)
+    return None
 
 
 def bits_per_second(rate: str) -> float:
@@ -88,12 +94,12 @@ def tbf_options(rate: str) -> str:
 class Network:
     """Running hosts. Made by `network`, which also takes them away."""
 
-    def __init__(self, switch: int, hosts: Sequence[int]) -> None:
+    def __init__(self, switch: "_Holder", hosts: "Sequence[_Holder]") -> None:
         self._switch, self._hosts = switch, hosts
         self.rate = UNSHAPED
-        lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
+        lines = ["link add name switch type bridge", "link set switch addrgenmode none up"]
         for host, holder in enumerate(hosts):
-            lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder}")
+            lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder.pid}")
             # No IPv6: its chatter would be counted, and its header is longer than FRAMING_BYTES says.
             lines.append(f"link set port{host} addrgenmode none master switch up")
         _batch(switch, "ip", lines)
@@ -122,13 +128,13 @@ class Network:
 
     def counters(self) -> list[Counters]:
         """Read every host's counters now: no process is started."""
-        return [_counters(Path(f"/proc/{holder}/net")) for holder in self._hosts]
+        return [_counters(Path(f"/proc/{holder.pid}/net")) for holder in self._hosts]
 
     def popen(self, host: int, command: Sequence[str], **kwargs: Any) -> subprocess.Popen[bytes]:
         """Start a process on a host, in a session of its own: Ctrl-C is for the owner, who ends it in good order."""
         holder = self._hosts[host]
-        processes = f"--pid=/proc/{holder}/ns/pid_for_children"
-        enter = ["nsenter", f"--target={holder}", "--net", "--mount", processes, f"--wd={Path.cwd()}"]
+        processes = f"--pid=/proc/{holder.pid}/ns/pid_for_children"
+        enter = [*holder.enter, "--net", "--mount", processes, f"--wd={Path.cwd()}"]
         return subprocess.Popen([*enter, *command], start_new_session=True, **kwargs)
 
 
@@ -137,28 +143,49 @@ def network(hosts: int) -> Iterator[Network]:
     """`hosts` hosts for as long as the block, and this process, last.
 
     Raises:
-        NetworkError: no root, a command is missing, or one failed.
+        NetworkError: a command is missing, or one failed: this user may not make namespaces, say.
     """
-    if (reason := why_not()) is not None:
-        raise NetworkError(reason)
+    if missing := [command for command in ("ip", "tc", "unshare", "nsenter") if shutil.which(command) is None]:
+        raise NetworkError(f"it takes iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH")
     if not 1 <= hosts <= _MOST_HOSTS:
         raise NetworkError(f"{hosts} hosts: between 1 and {_MOST_HOSTS} are possible")
     with ExitStack() as stack:
-        switch, *others = [stack.enter_context(_namespaces()) for _ in range(hosts + 1)]
-        yield Network(switch, others)
+        try:
+            switch = stack.enter_context(_holder())
+        except NetworkError:
+            switch = stack.enter_context(_holder(new_user=True))
+        yield Network(switch, [stack.enter_context(_holder(switch)) for _ in range(hosts)])
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A process in a network and a process namespace of its own, which end with it."""
+
+    pid: int
+    as_user: bool
+    """Whether they belong to a user namespace, which has to be entered with them."""
+
+    @property
+    def enter(self) -> list[str]:
+        """The beginning of a command line that enters them; which of them is to follow."""
+        return ["nsenter", f"--target={self.pid}", *(["--user", "--preserve-credentials"] if self.as_user else [])]
 
 
 @contextmanager
-def _namespaces() -> Iterator[int]:
-    """Process id of what holds a network namespace and a process namespace of its own."""
+def _holder(beside: _Holder | None = None, *, new_user: bool = False) -> Iterator[_Holder]:
+    """New namespaces: of this process's user, of a `new_user`'s, or of the user that those `beside` belong to."""
     # The first process of a process namespace takes all others with it. Only this process has the pipe's other end.
-    command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo ready; exec cat"]
+    unshare = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo ready; exec cat"]
+    unshare[1:1] = ["--user", "--map-root-user"] if new_user else []
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, start_new_session=True, **pipes) as holder:
-        assert holder.stdout is not None and holder.stderr is not None
-        if not holder.stdout.readline():
-            raise NetworkError(f"unshare: {holder.stderr.read().decode(errors='replace').strip()}")
-        yield holder.pid
+    as_user = new_user or (beside is not None and beside.as_user)
+    inside = beside.enter if beside is not None else []
+    with subprocess.Popen([*inside, *unshare], start_new_session=True, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        if not process.stdout.readline():
+            reason = process.stderr.read().decode(errors="replace").strip()
+            raise NetworkError(f"no namespaces for this user: {reason}")
+        yield _Holder(process.pid, as_user)
 
 
 def _counters(net: Path) -> Counters:
@@ -168,9 +195,9 @@ def _counters(net: Path) -> Counters:
     return Counters(int(values[8]), int(values[9]), int(numbers[names.index("RetransSegs")]))
 
 
-def _batch(holder: int, tool: str, lines: Sequence[str]) -> None:
+def _batch(holder: _Holder, tool: str, lines: Sequence[str]) -> None:
     """`ip` or `tc` on each line, in one process, in the network namespace of `holder`."""
-    command = ["nsenter", f"--target={holder}", "--net", tool, "-batch", "-"]
+    command = [*holder.enter, "--net", tool, "-batch", "-"]
     try:
         done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,183 @@
+"""`BlockCodec` with Triton's kernels where they apply: values are read once, and messages written once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors.block_codec import LARGEST, BlockCodec, BlockFormat
+from optimus_cc_ext.compressors.block_layout import BLOCK, BlockLayout
+from optimus_cc_ext.compressors.triton import launches
+from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
+
+if launches.AVAILABLE:
+    import triton
+    import triton.language as tl
+
+    from optimus_cc_ext.compressors.triton import block_kernels
+
+__all__ = ["TritonBlockCodec"]
+
+ROWS = 32
+"""Blocks that one program works on at a time: what fits the registers, and two tiles of tensor cores."""
+
+DENSE_ROWS = 16
+"""Runs of 128 dense values, likewise."""
+
+WIDEST = 16
+"""Values that are worth being read by one thread at once."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A layout as kernels read it, on one device; int64."""
+
+    blocks: Tensor
+    """(N, blocks): start * 256 + length of each; 0 where a message has no such block."""
+
+    align: int
+    """A power of two that divides all starts and lengths."""
+
+    chunks: Tensor
+    """(N, chunks): the same of what is sent as it is, 128 values at most each."""
+
+    slots: Tensor
+    """(N, chunks): where they lie in the messages' dense sections."""
+
+
+class TritonBlockCodec(BlockCodec):
+    """The contract is `Codec`'s. What the kernels do not take goes the parent's way, in torch.
+
+    Which way a message goes changes nothing of what is decoded from it, to the bit; rotated codes may be one apart.
+    """
+
+    def __init__(self, format: BlockFormat, *, signs: Tensor | None = None) -> None:
+        super().__init__(format, signs=signs)
+        self._tables: WeakKeyDictionary[BlockLayout, dict[torch.device, Tables]] = WeakKeyDictionary()
+        self._signs_on: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
+        """See `Codec`."""
+        messages = self._by_message(out, layout, values.dtype)
+        if not _taken(values, messages):
+            super().encode(values, layout, out)
+            return
+        tables, (dense, scales, codes) = (
+            self._tables_of(layout, values.device),
+            self._sections(messages, layout, values),
+        )
+        if tables.chunks.numel():
+            block_kernels.copy_values[_grid(tables.chunks, DENSE_ROWS)](
+                values, tables.chunks, tables.slots, dense, dense.stride(0), tables.chunks.shape[1], ROWS=DENSE_ROWS
+            )
+        if tables.blocks.numel():
+            gain = BLOCK if self.rotated else 1
+            block_kernels.encode_blocks[_grid(tables.blocks, ROWS)](
+                values, tables.blocks, self._signs_at(values.device), scales, codes,
+                scales.stride(0), codes.stride(0), layout.blocks,
+                FORMAT=self.format, ROTATED=self.rotated, INVERSE=1.0 / (LARGEST[self.format] * gain), GAIN=float(gain),
+                PARTS=3 if values.dtype == torch.float32 else 1,
+                PART=tl.float16 if values.dtype == torch.float16 else tl.bfloat16,
+                WIDEN=INTERPRETED, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
+        """See `Codec`."""
+        messages = self._by_message(messages, layout, out.dtype)
+        if _taken(out, messages):
+            self._add_up(messages, layout, slice(None), 1, out)
+        else:
+            super().decode(messages, layout, out)
+
+    @torch.no_grad()
+    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
+        """See `Codec`."""
+        if _taken(out, messages):
+            self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out)
+        else:
+            super().decode_add(messages, layout, index, out)
+
+    def _add_up(self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor) -> None:
+        """Of one sender all messages, or of several one message."""
+        tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
+        bf16 = out.dtype == torch.bfloat16
+        to = out.detach().view(torch.int16) if bf16 else out
+        if tables.chunks.numel():
+            chunks = tables.chunks[which]
+            block_kernels.add_up_values[_grid(chunks, DENSE_ROWS)](
+                dense, chunks, tables.slots[which], to, dense.stride(0), chunks.shape[1], senders,
+                BF16=bf16, ROWS=DENSE_ROWS,
+            )  # fmt: skip
+        if tables.blocks.numel():
+            blocks = tables.blocks[which]
+            block_kernels.add_up_blocks[_grid(blocks, ROWS)](
+                scales, codes, blocks, self._signs_at(out.device), to,
+                scales.stride(0), codes.stride(0), layout.blocks, senders,
+                FORMAT=self.format, ROTATED=self.rotated, ALONE=senders == 1, WIDEN=INTERPRETED, BF16=bf16,
+                ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+            )  # fmt: skip
+
+    def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all messages, as 2-D views: dense values, scales as int16, codes."""
+        scales, codes, end = layout.sections(self.code_bytes, like.dtype.itemsize)
+        return (
+            messages[:, : layout.dense_numel * like.dtype.itemsize].view(like.dtype),
+            messages[:, scales : scales + 2 * layout.blocks].view(torch.int16),
+            messages[:, codes:end],
+        )
+
+    def _tables_of(self, layout: BlockLayout, device: torch.device) -> Tables:
+        of = self._tables.setdefault(layout, {})
+        if device not in of:
+            of[device] = _tables(layout, device)
+        return of[device]
+
+    def _signs_at(self, device: torch.device) -> Tensor | None:
+        if self._signs is not None and device not in self._signs_on:
+            self._signs_on[device] = self._signs.to(device)
+        return self._signs_on.get(device)
+
+
+def _tables(layout: BlockLayout, device: torch.device) -> Tables:
+    coded = [[(piece.start, piece.numel) for piece in pieces] for pieces in layout.pieces]
+    slots: list[list[Tensor]] = [[] for _ in layout.dense]
+    for places, ranges in zip(slots, layout.dense, strict=True):
+        taken = 0
+        for _, length in ranges:
+            places.append(torch.arange(taken, taken + length, BLOCK))
+            taken += length
+    return Tables(
+        blocks=_stacked([[_entries(*of) for of in ranges] for ranges in coded], device),
+        align=math.gcd(WIDEST, *(number for ranges in coded for of in ranges for number in of)),
+        chunks=_stacked([[_entries(*of) for of in ranges] for ranges in layout.dense], device),
+        slots=_stacked(slots, device),
+    )
+
+
+def _entries(start: int, numel: int) -> Tensor:
+    """A run of values, 128 at a time."""
+    starts = torch.arange(start, start + numel, BLOCK)
+    return starts * 256 + (start + numel - starts).clamp_max(BLOCK)
+
+
+def _stacked(rows: list[list[Tensor]], device: torch.device) -> Tensor:
+    """(N, as many as the longest has), filled up with zeros."""
+    joined = [torch.cat([torch.arange(0), *parts]) for parts in rows]
+    return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True).to(device)
+
+
+def _grid(table: Tensor, rows: int) -> tuple[int, int]:
+    return triton.cdiv(table.shape[1], rows), table.shape[0]
+
+
+def _taken(values: Tensor, messages: Tensor) -> bool:
+    """fp32, bf16 or fp16, contiguous, on a GPU; on a CPU where triton interprets (tests)."""
+    on_device = values.device.type == "cuda" or (INTERPRETED and values.device.type == "cpu")
+    flat = values.is_contiguous() and messages.stride(-1) == 1
+    return launches.AVAILABLE and on_device and values.dtype in DTYPES and flat and messages.numel() > 0

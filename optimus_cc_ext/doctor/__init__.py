@@ -1,0 +1,142 @@
+"""`optimus-cc doctor`: whether this machine, and a command line on it, would train; and what would be sent."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
+from optimus_cc_ext.doctor.findings import Finding, Report
+from optimus_cc_ext.doctor.machine import find_checkout, packages, seams
+from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron
+from optimus_cc_ext.resolve import Layout
+
+__all__ = ["examine"]
+
+REFUSED = 2
+"""The exit status of training for what we refuse, and for what Megatron's parser does not know."""
+
+
+def examine(words: Sequence[str], world_size: int | None = None) -> Report:
+    """Look at this machine and, where `words` has any, at a command line.
+
+    Args:
+        words: flags of Megatron's and ours, or a whole launch line.
+        world_size: processes that the command line is meant for; None: what it says itself, else one.
+    """
+    broken = REFUSED if words else 1
+    try:
+        line = read_command_line(words)
+        find_checkout(line.script)
+        device = _activate()
+    except FlagError as error:
+        return Report(Finding("flags", str(error), "FAIL"), REFUSED, packages())
+    except (OptimusError, RuntimeError, ValueError) as error:
+        return Report(Finding("this machine", str(error), "FAIL"), broken, packages())
+    machine = [*packages(), Finding("device", device, "ok"), *seams()]
+    for finding in machine:
+        if finding.mark == "FAIL":
+            verdict = Finding("this machine", f"{finding.subject}: {finding.state}", "FAIL")
+            return Report(verdict, broken, [other for other in machine if other is not finding])
+    if not words:
+        return Report(Finding("this machine", f"would train: {device}", "ok"), 0, machine)
+    report = _examine_line(line, world_size if world_size is not None else line.world_size)
+    seam = [finding for finding in machine if finding.subject.startswith("seam ")]
+    report.findings += [finding for finding in machine if finding not in seam]
+    report.findings.append(Finding("seams", f"all {len(seam)} hold", "ok"))
+    return report
+
+
+def _activate() -> str:
+    """Choose the device, as training would; the line that it says.
+
+    Raises:
+        OptimusError: torch or Megatron is missing; one sentence with the cure.
+    """
+    if find_spec("torch") is None:
+        raise OptimusError("PyTorch is not installed here. Install torch, or run in the environment that trains")
+    from optimus_cc_ext import cpu_runtime
+
+    require_megatron()
+    return cpu_runtime.activate().removeprefix("optimus-cc: ")
+
+
+def _examine_line(line: CommandLine, world_size: int | None) -> Report:
+    from optimus_cc_ext import current_session
+    from optimus_cc_ext.doctor.verdict import validate
+    from optimus_cc_ext.hooks.installation import describe
+
+    verdict = validate(line, 1 if world_size is None else world_size)
+    notes = [Finding("note", note) for note in verdict.notes]
+    if line.script is not None and not Path(line.script).is_file():
+        notes.append(
+            Finding("script", f"{line.script} is not here, so what it does with its flags was not seen", "warn")
+        )
+    if verdict.exit_code:
+        reason = verdict.reason
+        if world_size is None and verdict.args is None:
+            reason += "\n(for one process: give --world-size N, or the whole torchrun or srun line)"
+        if line.script is not None and "unrecognized arguments" in reason:
+            reason += "\n(flags that the script itself adds to Megatron's are not known here)"
+        return Report(Finding("flags", reason, "FAIL"), verdict.exit_code, notes)
+    session, args = current_session(), verdict.args
+    assert session is not None and session.layout is not None and args is not None
+    config, layout = session.config, session.layout
+    return Report(
+        Finding("flags", describe(config), "ok"),
+        findings=[Finding("layout", _layout(args)), *notes, *_estimates(args, layout, config)],
+        facts={
+            "world_size": args.world_size,
+            "config": dataclasses.asdict(config),
+            "layout": dataclasses.asdict(layout),
+            **_numbers(args, layout, config),
+        },
+    )
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size,
+             "context": args.context_parallel_size, "data": args.data_parallel_size}  # fmt: skip
+    grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
+    return f"{args.world_size} ranks: {grid}; {_micro_batches(args)} micro-batches an iteration"
+
+
+def _micro_batches(args: argparse.Namespace) -> int:
+    return int(max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)))
+
+
+def _numbers(args: argparse.Namespace, layout: Layout, config: OptimusConfig) -> dict[str, object]:
+    """The estimates, for programs: bytes."""
+    from optimus_cc_ext.doctor.estimate import bytes_by_class, gpt_from, state_bytes
+    from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
+
+    numbers: dict[str, object] = {"memory_per_rank": megatron_bytes(args, _micro_batches(args))}
+    if (gpt := gpt_from(args)) is not None:
+        schedule = schedule_from(args, _micro_batches(args))
+        found = bytes_by_class(gpt, layout, config, schedule)
+        numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in found.items()}
+        numbers["compressor_state_bytes"] = state_bytes(gpt, layout, config, schedule)
+    return numbers
+
+
+def _estimates(args: argparse.Namespace, layout: Layout, config: OptimusConfig) -> Iterator[Finding]:
+    """The same, for people, and warnings."""
+    from optimus_cc_ext.doctor.estimate import bytes_by_class, gpt_from, state_bytes, without_gain
+    from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
+
+    gpt, schedule = gpt_from(args), schedule_from(args, _micro_batches(args))
+    memory = [f"{name} {_size(nbytes)}" for name, nbytes in megatron_bytes(args, _micro_batches(args)).items()]
+    if gpt is None:
+        yield Finding("traffic", "not estimated: the model is more than a dense GPT on equal stages")
+    else:
+        yield from (Finding("flags", text, "warn") for text in without_gain(gpt, layout, config, schedule))
+        for name, (raw, sent) in bytes_by_class(gpt, layout, config, schedule).items():
+            yield Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")
+        memory.append(f"compressor state {_size(state_bytes(gpt, layout, config, schedule))}")
+    yield Finding("memory per rank", f"up to {', '.join(memory)} (Megatron's own estimate, and ours)")
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"

@@ -1,0 +1,51 @@
+"""What doctor found: lines with a mark, and how they are printed or written as JSON."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Finding", "Report"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    subject: str
+    state: str
+    mark: Literal["ok", "FAIL", "warn", ""] = ""
+    """Empty: for information."""
+
+
+@dataclass
+class Report:
+    """All that is said, the verdict first."""
+
+    verdict: Finding
+    exit_code: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What `--json` has beyond the lines: numbers."""
+
+    def lines(self) -> Iterable[str]:
+        """For the terminal."""
+        shown = [self.verdict, *self.findings]
+        width = max(len(finding.subject) for finding in shown)
+        for finding in shown:
+            first, *rest = finding.state.splitlines() or [""]
+            yield f"{finding.mark:<4} {finding.subject:<{width}}  {first}".rstrip()
+            yield from (f"{'':<4} {'':<{width}}  {line}" for line in rest)
+
+    def as_json(self) -> str:
+        """The same, for programs."""
+        return json.dumps(
+            {
+                "ok": self.exit_code == 0,
+                "exit_code": self.exit_code,
+                "verdict": self.verdict.state,
+                "findings": [asdict(finding) for finding in self.findings],
+                **self.facts,
+            },
+            indent=2,
+        )

@@ -1,0 +1,119 @@
+"""`optimus-cc doctor --gpu`: whether this machine's GPU, its driver and its compiler are what the kernels need."""
+
+import ctypes
+import os
+import shutil
+import time
+from dataclasses import dataclass
+
+from optimus_cc_ext.doctor.findings import Finding, Report
+from optimus_cc_ext.doctor.machine import packages
+
+__all__ = ["Gpu", "examine_gpu", "problem"]
+
+NEEDED_BYTES = 8 << 30
+"""What `scripts/gpu_check.sh` takes of the GPU's memory at most."""
+
+REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What there is."""
+
+    built_for: str | None
+    """The CUDA that PyTorch was built for, such as 13.0; None: for CPUs only."""
+
+    driver: int | None
+    """The newest CUDA that the driver knows, such as 12040 for 12.4; None: there is no driver."""
+
+    devices: int
+    free: int
+    """Bytes of the first GPU's memory that nobody uses."""
+
+    compiler: str | None
+    """The C compiler that Triton would call."""
+
+
+def problem(gpu: Gpu) -> str | None:
+    """Why nothing can run there, and the cure, in one sentence; None: nothing is in the way."""
+    if gpu.built_for is None:
+        return "this PyTorch is made for CPUs only: install one for CUDA"
+    if gpu.driver is None:
+        return "there is no NVIDIA driver: install one, or go to a machine with a GPU"
+    known = f"{gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
+    if gpu.driver // 1000 < int(gpu.built_for.split(".")[0]):
+        return (
+            f"the driver knows CUDA up to {known}, and PyTorch is made for {gpu.built_for}: update the driver, or "
+            f"install a PyTorch for CUDA {known} or older"
+        )
+    if gpu.devices == 0:
+        return "PyTorch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if gpu.compiler is None:
+        return "Triton finds no C compiler: install gcc, or name one in CC"
+    if gpu.free < NEEDED_BYTES:
+        return (
+            f"{gpu.free / 2**30:.1f} GiB of the GPU's memory are free, and {NEEDED_BYTES >> 30} are needed: "
+            "end what else uses it, or choose another GPU with CUDA_VISIBLE_DEVICES"
+        )
+    return None
+
+
+def find_gpu() -> Gpu:
+    """What is here; does not raise."""
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # As triton/runtime/build.py looks for it.
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    free = torch.cuda.mem_get_info(0)[0] if devices else 0
+    return Gpu(torch.version.cuda, _driver(), devices, free, compiler)
+
+
+def examine_gpu() -> Report:
+    """Look at the GPU, compile one kernel and hold its result against the reference; a minute at most."""
+    why = problem(find_gpu())
+    if why is not None:
+        return Report(Finding("this machine", why, "FAIL"), REFUSED, packages())
+    import torch
+
+    properties, nccl = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
+    findings = [
+        Finding("GPU", f"{properties.name}, sm_{properties.major}{properties.minor}", "ok"),
+        Finding("GPU memory", f"{properties.total_memory / 2**30:.0f} GiB", "ok"),
+        Finding("NCCL", nccl),
+    ]
+    started = time.monotonic()
+    try:
+        lost = _one_kernel()
+    except Exception as error:  # what a compiler says has no class of its own
+        said = (str(error).splitlines() or [repr(error)])[-1]
+        reason = f"a kernel cannot be compiled or run ({said}): see docs/gpu.md"
+        return Report(Finding("this machine", reason, "FAIL"), REFUSED, [*findings, *packages()])
+    seconds = time.monotonic() - started
+    findings.append(Finding("first kernel", f"compiled and run in {seconds:.1f} s, {lost:.1e} off", "ok"))
+    if not lost < 1e-5:
+        verdict = Finding("this machine", f"a kernel's product is {lost:.1e} off: see docs/gpu.md", "FAIL")
+        return Report(verdict, REFUSED, [*findings, *packages()])
+    return Report(Finding("this machine", "its GPU runs the kernels", "ok"), 0, [*findings, *packages()])
+
+
+def _one_kernel() -> float:
+    """The relative error of one product."""
+    import torch
+
+    from optimus_cc_ext.compressors import fast_compressor
+
+    generator = torch.Generator().manual_seed(1)
+    matrices, q = (torch.randn(1, 512, size, generator=generator).cuda() for size in (512, 16))
+    exact = matrices.double() @ q.double()
+    return float((fast_compressor().project(matrices, q) - exact).norm() / exact.norm())
+
+
+def _driver() -> int | None:
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else version.value

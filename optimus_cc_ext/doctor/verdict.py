@@ -1,0 +1,153 @@
+"""Asks Megatron's own argument validation, with ours around it, what it would say to a command line."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.doctor.command_line import CommandLine
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
+
+__all__ = ["Verdict", "megatron_bytes", "schedule_from", "validate"]
+
+_OURS = "optimus-cc: "
+
+
+@dataclass
+class Verdict:
+    """How training would begin."""
+
+    exit_code: int = 0
+    """That training would end with before its first iteration; 0: it would begin."""
+
+    reason: str = ""
+    """Why it would not."""
+
+    notes: list[str] = field(default_factory=list)
+    """What it would say on the way."""
+
+    args: argparse.Namespace | None = None
+    """Megatron's validated arguments."""
+
+
+def validate(line: CommandLine, world_size: int) -> Verdict:
+    """Parse and validate as rank 0 of `world_size` processes; this process is of no other use afterwards.
+
+    Megatron ends a process where it likes: by an assertion, by exit(), by an error of its parser. All of it is caught.
+    """
+    from megatron.training import arguments
+
+    import optimus_cc_ext
+
+    if refusal := _not_launched_by_us(line):
+        return Verdict(2, str(refusal))
+    sys.argv = [line.script or "pretrain_gpt.py", *line.flags]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
+    output, verdict = io.StringIO(), Verdict()
+    optimus_cc_ext.install()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            args = arguments.parse_args()
+            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            verdict.args = args
+            _what_follows(args, line)
+        except SystemExit as ended:
+            verdict.exit_code = ended.code if isinstance(ended.code, int) else 1
+            verdict.reason = _last_line(output.getvalue())
+        except Exception as error:
+            verdict.exit_code, verdict.reason = 1, f"Megatron: {_in_words(error)}"
+    said = (text.removeprefix(_OURS) for text in output.getvalue().splitlines() if text.startswith(_OURS))
+    verdict.notes = [text for text in said if not text.startswith("error: ") and " on megatron-core " not in text]
+    return verdict
+
+
+def _not_launched_by_us(line: CommandLine) -> FlagError | None:
+    """Plain `torchrun pretrain_gpt.py` knows our flags only where the checkout is patched."""
+    if line.ours or line.script is None or not Path(line.script).is_file():
+        return None
+    if "optimus_cc_ext" in Path(line.script).read_text(errors="replace"):
+        return None
+    reason = "it is not patched, so it does not know Optimus-CC's flags"
+    return FlagError(line.script, reason, f"Launch it by -m optimus_cc_ext {line.script}, or patch the checkout")
+
+
+def _what_follows(args: argparse.Namespace, line: CommandLine) -> None:
+    """What training checks once its arguments are valid, and before it looks for the other ranks."""
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    if getattr(args, "step_batch_size_schedule", None) is None and getattr(args, "rampup_batch_size", None) is None:
+        ConstantNumMicroBatchesCalculator(
+            args.global_batch_size, args.micro_batch_size, args.data_parallel_size,
+            getattr(args, "decrease_batch_size_if_needed", False), args.rank,
+        )  # fmt: skip
+    if line.script is None:
+        from optimus_cc_ext.pretrain_gpt import refuse_unsupported
+
+        refusal = _caught(refuse_unsupported, args)
+        if refusal is not None:
+            print(refusal, flush=True)
+            raise SystemExit(2)
+    core_transformer_config_from_args(args)
+
+
+def _caught(check: Callable[[Any], None], args: Any) -> FlagError | None:
+    try:
+        check(args)
+    except FlagError as error:
+        return error
+    return None
+
+
+def _last_line(output: str) -> str:
+    """Of what was printed: the line that says why the process ended."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["it ended without a word"]
+    return lines[-1].removeprefix(_OURS).removeprefix("error: ").split(": error: ")[-1]
+
+
+def _in_words(error: Exception) -> str:
+    """An exception's message; of a bare assertion, its condition."""
+    if str(error):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {frame.line} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
+    """The 1F1B that these arguments ask for."""
+    from optimus_cc_ext.hooks.schedules import interleaved_schedule
+
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    if chunks == 1:
+        return NonInterleaved(stages, micro_batches)
+    return interleaved_schedule(stages, chunks, micro_batches, args.microbatch_group_size_per_vp_stage or stages)
+
+
+def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
+    """Megatron's theoretical memory of the fullest rank, in bytes; empty where it has no formula."""
+    from megatron.training import theoretical_memory_usage as theory
+
+    activations = (
+        theory.compute_activation_memory
+        if args.sequence_parallel and args.recompute_granularity == "selective"
+        else getattr(theory, "compute_activation_memory_without_sp", theory.compute_activation_memory)
+    )
+    copy = argparse.Namespace(**vars(args))  # it writes into them
+    if copy.padded_vocab_size is None:
+        copy.padded_vocab_size = copy.vocab_size or 0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = {
+                "weights and optimizer": theory.compute_weight_and_optimizer_memory(copy),
+                "activations": activations(copy, num_microbatches=micro_batches),
+            }
+    except Exception:
+        return {}  # hybrid and other models, of which it knows nothing
+    return {name: float(nbytes) for name, nbytes in found.items()}

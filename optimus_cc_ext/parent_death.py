@@ -1,0 +1,113 @@
+"""A rank's children end with it, `kill -9` included: Linux's parent-death signal, set where each of them starts.
+
+With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without this it
+outlives a rank that is killed, for ever, and holds the pipe open that the rank's output goes to.
+
+Covered are the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``. Left
+alone: multiprocessing's resource tracker, which cleans up after the dead and then ends by itself; what is started with
+``start_new_session=True``, which is to live on; and what any thread but the main one starts, as to the kernel a child's
+parent is the thread that started it. Elsewhere than on Linux nothing is done.
+"""
+
+import ctypes
+import functools
+import inspect
+import multiprocessing.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["end_with", "install"]
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# Loaded here: in a child that was just forked, loading could wait for a lock that a thread of the parent's held.
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_forking = threading.local()
+_popen_signature = inspect.signature(subprocess.Popen.__init__)
+
+
+@functools.cache
+def install() -> None:
+    """From now on, what this process starts ends with it, and what that starts with that."""
+    if _libc is None:
+        return
+    os.register_at_fork(before=_remember_forker, after_in_child=_keep_forker)
+    multiprocessing.util.register_after_fork(_forking, lambda _: _end_with_forker())
+    _wrap(multiprocessing.util, "spawnv_passfds", _spawn)
+    _wrap(subprocess.Popen, "__init__", _start_subprocess)
+
+
+def end_with(parent: int) -> None:
+    """Make this process, whose parent has the process id `parent`, end when that does; it may have done so already."""
+    if _libc is None:
+        return
+    _libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_main_thread() -> bool:
+    return threading.get_native_id() == os.getpid()
+
+
+def _remember_forker() -> None:
+    _forking.process = os.getpid() if _in_main_thread() else None
+
+
+def _keep_forker() -> None:
+    # A child of the fork server imports before it gets to `_end_with_forker`, and what it imports may fork, too.
+    _forking.parent = _forking.process
+
+
+def _end_with_forker() -> None:
+    if (parent := getattr(_forking, "parent", None)) is not None:
+        end_with(parent)
+
+
+def _spawn(spawn: Callable[..., int], path: str | bytes, args: list[Any], passfds: list[int]) -> int:
+    """A fresh interpreter, for a spawned child or the fork server: before anything else it learns when to end."""
+    # An executable of the user's own choice may be a wrapper, which would be the parent.
+    if "-c" in args and os.fsdecode(path) == sys.executable and _in_main_thread():
+        program = args.index("-c") + 1
+        if "resource_tracker" not in args[program]:
+            args = [*args[:program], _first_words() + args[program], *args[program + 1 :]]
+    return spawn(path, args, passfds)
+
+
+def _first_words() -> str:
+    # This very file, wherever the child looks first; its folder is taken off again, lest it hide a module of Python's.
+    return (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
+        f"from {__name__} import end_with, install; "
+        f"del sys.path[0]; end_with({os.getpid()}); install(); "
+    )
+
+
+def _start_subprocess(start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = _popen_signature.bind(*args, **kwargs)
+    if _in_main_thread() and not given.arguments.get("start_new_session"):
+        theirs = given.arguments.get("preexec_fn")
+
+        def before_exec() -> None:
+            _end_with_forker()
+            if theirs is not None:
+                theirs()
+
+        given.arguments["preexec_fn"] = before_exec
+    start(*given.args, **given.kwargs)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapper)

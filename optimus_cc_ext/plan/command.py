@@ -1,0 +1,122 @@
+"""`optimus-cc plan`: seconds per iteration on a cluster, vanilla and compressed, and how far to trust them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.flags import add_flags
+from optimus_cc_ext.plan import PlanError, validate
+from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
+from optimus_cc_ext.plan.megatron import job_of
+from optimus_cc_ext.plan.model import MODELS, Job
+from optimus_cc_ext.plan.sweep import Sweep, points
+from optimus_cc_ext.plan.variants import VARIANTS, best, config_of, variants
+
+__all__ = ["add_arguments", "run"]
+
+SWEPT = ("paper", "int8", "int8, gradients int4")
+"""What a sweep compares with vanilla where no flags of ours are given."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command; what follows `--` is Megatron's command line."""
+    parser.add_argument("--cluster", help=f"{', '.join(CLUSTERS)}, or a JSON file")
+    parser.add_argument("--nodes", type=int, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=int, help="8 unless the cluster says otherwise")
+    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} instead of Megatron's sizes")
+    parser.add_argument("--sweep", help="nodes=8..1250,link=hdr8+100gbe,layout=all,batch=weak")
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="what is printed")
+    parser.add_argument("--output", type=Path, help="folder for CSV, JSON, a page with pictures and a Perfetto trace")
+    parser.add_argument(
+        "--validate", nargs="?", const="", metavar="FILE.csv", help="hold it against published runs; FILE: others"
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="Megatron's flags, and ours")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what was parsed; the exit status is 0, 1 (validation found it too far off), or 2 (bad input)."""
+    return run_command(lambda: _plan(options) if options.validate is None else _validate(options))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from optimus_cc_ext.plan import tables  # here and below: the extra `report`
+
+    rows, left_out = [], []
+    for path in [Path(options.validate)] if options.validate else validate.SHIPPED:
+        more, without = validate.read_rows(path)
+        rows += more
+        left_out += [f"{path}: {reason}" for reason in without]
+    if not rows:
+        raise PlanError("; ".join(left_out))
+    found = validate.campaigns(rows)
+    print(tables.printed(tables.validation(rows, found), options.format), end="")
+    for reason in left_out:
+        print(f"error: left out, {reason}", file=sys.stderr)
+    return 0 if not left_out and all(campaign.good for campaign in found) else 1
+
+
+def _plan(options: argparse.Namespace) -> None:
+    for wanted in ("cluster", "nodes"):
+        if getattr(options, wanted) is None:
+            raise PlanError(f"give --{wanted}, or --validate")
+    cluster = cluster_of(options.cluster)
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise PlanError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not a positive number")
+    if options.gpus_per_node:
+        cluster = replace(cluster, gpus_per_node=options.gpus_per_node)
+    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    job, others = job_of(flags, options.nodes * cluster.gpus_per_node, options.model)
+    own, unread = _own(others, job)
+    if options.sweep:
+        _sweep(options, cluster, job, own)
+        return
+    from optimus_cc_ext.plan import tables
+
+    found = variants(cluster, job, own)
+    chosen = best(found)
+    shown = [tables.summary(found), tables.parts(job, found, chosen), tables.needs(job, found, chosen)]
+    lines = [
+        *tables.lines(cluster, job, found, chosen),
+        *([f"Not part of a plan: {' '.join(unread)}"] if unread else []),
+    ]
+    if options.format == "table":
+        print("\n".join(lines) + "\n")
+    print(tables.printed(shown[:1] if options.format == "csv" else shown, options.format), end="")
+    if options.output:
+        from optimus_cc_ext.plan.page import write_plan
+
+        write_plan(options.output, job, found, chosen, shown, lines)
+
+
+def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
+    """Our flags among those that `megatron` does not read, and the rest. FlagError: ours that cannot work here."""
+    _, unread = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_known_args(list(others))
+    rest = list(unread)
+    own = [word for word in others if not (word in rest and not rest.remove(word))]  # type: ignore[func-returns-value]
+    if own:
+        config_of(own, job)
+    return own, unread
+
+
+def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequence[str]) -> None:
+    from rich.progress import Progress
+
+    from optimus_cc_ext.plan import tables
+
+    named = {"yours": " ".join(own)} if own else {name: VARIANTS[name] for name in SWEPT}
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
+        task = bars.add_task("layouts")
+        found = points(
+            cluster, job, Sweep.parsed(options.sweep), list(named.values()),
+            lambda done, count: bars.update(task, completed=done, total=count),
+        )  # fmt: skip
+    table = tables.sweep(found, list(named))
+    print(tables.printed([table], options.format), end="")
+    if options.output:
+        from optimus_cc_ext.plan.page import write_sweep
+
+        write_sweep(options.output, table, list(named))

@@ -1,0 +1,215 @@
+"""GPUs, networks and clusters by name. Every constant says whether it was measured, and by whom.
+
+SI units: bytes, seconds, operations per second. At most three constants per GPU type are fitted, on the rows of
+`validate.Row.fitted` and no others.
+"""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from optimus_cc_ext.plan import PlanError
+
+__all__ = ["CLUSTERS", "GPUS", "Cluster", "Constant", "Gpu", "Network", "cluster_of", "network_of"]
+
+
+class Constant(float):
+    """A number that says where it comes from."""
+
+    kind: str
+    source: str
+
+    def __new__(cls, value: float, kind: str, source: str) -> Self:
+        """`kind`: measured, specified, fitted or assumed."""
+        self = super().__new__(cls, value)
+        self.kind, self.source = kind, source
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU and its links to the others of its node."""
+
+    name: str
+    bf16: float
+    """Dense tensor-core operations per second; fp16 is as fast."""
+
+    fp8: float
+    processors: int
+    memory_rate: float
+    memory: float
+    nvlink: float
+    """Bus bandwidth of an all-reduce within the node."""
+
+    gemm_efficiency: float
+    """Share of the peak that a GEMM reaches whose tiles fill all processors."""
+
+    memory_efficiency: float
+    """Share of `memory_rate` that kernels reach."""
+
+    layer_overhead: float
+    """Seconds that a forward pass through one layer takes besides: launches, gaps, casts of weights; backward twice."""
+
+
+_SHEET = ("specified", "vendor's data sheet")
+_NARAYANAN = "odd rows of Narayanan et al. 2021, table 1, full-recompute rows of Korthikanti et al. 2022, table 5"
+_MLPERF = "MLPerf Training GPT-3 v3.0 to v4.1, <= 1,536 GPUs"
+
+GPUS = {
+    "A100": Gpu(
+        name="A100",
+        bf16=Constant(312e12, *_SHEET),
+        fp8=Constant(312e12, "specified", "no fp8: runs in 16 bits"),
+        processors=108,
+        memory_rate=Constant(2039e9, *_SHEET),
+        memory=Constant(80e9, *_SHEET),
+        nvlink=Constant(232e9, "measured", "nccl-tests, one DGX A100"),
+        gemm_efficiency=Constant(0.799, "fitted", _NARAYANAN),
+        memory_efficiency=Constant(0.666, "fitted", _NARAYANAN),
+        layer_overhead=Constant(0.0, "fitted", f"{_NARAYANAN}; nothing is left for it"),
+    ),
+    "H100": Gpu(
+        name="H100",
+        bf16=Constant(989e12, *_SHEET),
+        fp8=Constant(1979e12, *_SHEET),
+        processors=132,
+        memory_rate=Constant(3350e9, *_SHEET),
+        memory=Constant(80e9, *_SHEET),
+        nvlink=Constant(370e9, "measured", "nccl-tests, one DGX H100; 480 GB/s with SHARP"),
+        gemm_efficiency=Constant(0.72, "fitted", _MLPERF),
+        memory_efficiency=Constant(
+            0.666, "assumed", "as A100: the rows are of one model, and do not tell it from the GEMMs"
+        ),
+        layer_overhead=Constant(2.8e-4, "fitted", _MLPERF),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between nodes. One queue per node and direction, shared by the node's ranks."""
+
+    name: str
+    node_rate: float
+    """Bytes per second that a node sends at best, all of its NICs together."""
+
+    hop: float
+    """Seconds from a rank to one of another node."""
+
+    sums_in_table: bool = True
+    """Whether large rings lose bandwidth by `links.RING_SHARE`, which was measured with RDMA."""
+
+    exchange_share: float = Constant(1.0, "assumed", "full duplex")
+    """Of the rate, what a message between stages reaches while another comes the other way."""
+
+
+_HOP = Constant(14e-6, "measured", "NCCL 2.x tuning.cc: network hop of a ring, protocol Simple")
+_TCP_HOP = Constant(
+    60e-6, "measured", "facts of p3dn: small all-reduces of 163, 320, 630 us on 2, 4, 8 nodes, per step"
+)
+_LINES = {
+    # Gbit/s of one NIC, share of it that large messages reach
+    "hdr": (200, Constant(0.96, "measured", "nccl-tests: 8 x HDR200 reach 192 of 200 GB/s")),
+    "ndr": (400, Constant(0.94, "measured", "nccl-tests: 8 x NDR400 reach 370 to 380 of 400 GB/s")),
+    "edr": (100, Constant(0.96, "assumed", "as HDR")),
+    "opa": (
+        100,
+        Constant(0.8, "assumed", "Omni-Path: no clean measurement found; 15 to 42 of 400 Gbit/s are reported, too"),
+    ),
+    "roce100x": (100, Constant(0.8, "measured", "8 x 100G RoCE: 70 GB/s on 3 nodes, 100 on 2, 58 on 4 and 5")),
+    "roce200x": (200, Constant(0.96, "measured", "200G RDMA: 24 GB/s")),
+    "roce400x": (400, Constant(0.96, "measured", "400G RDMA: 48 GB/s")),
+}
+_TCP = {
+    "100gbe": (100, Constant(0.8, "measured", "100 GbE, TCP: 10 GB/s")),
+    "25gbe": (25, Constant(0.9, "assumed", "no measured source found")),
+    "10gbe": (10, Constant(0.9, "assumed", "no measured source found")),
+}
+
+
+def network_of(name: str) -> Network:
+    """By name: a family and the number of NICs of a node (`hdr8`, `roce200x8`), or 100gbe, 25gbe, 10gbe, one a node.
+
+    Raises:
+        PlanError: unknown.
+    """
+    if name in _TCP:
+        gigabits, share = _TCP[name]
+        return Network(name=name, node_rate=gigabits / 8 * 1e9 * share, hop=_TCP_HOP, sums_in_table=False)
+    if (match := re.fullmatch(r"(hdr|ndr|edr|opa|roce\d00x)([1-9]\d*)", name)) and match[1] in _LINES:
+        gigabits, share = _LINES[match[1]]
+        return Network(name=name, node_rate=int(match[2]) * gigabits / 8 * 1e9 * share, hop=_HOP)
+    raise PlanError(_unknown("network", name, [*_TCP, *(f"{family}8" for family in _LINES), "hdr4", "opa4"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes."""
+
+    gpu: Gpu
+    network: Network
+    gpus_per_node: int = 8
+    software_scale: float = 1.0
+    """What computation takes longer with this training software than with Megatron-LM's authors'."""
+
+    coding_scale: float = 1.0
+    """What compressing takes longer than `traffic` assumes."""
+
+
+CLUSTERS = {
+    name: Cluster(gpu=GPUS[gpu], network=network_of(network))
+    for name, gpu, network in (
+        ("a100-hdr200", "A100", "hdr8"), ("paper", "A100", "hdr1"), ("h100-ndr400", "H100", "ndr8"),
+        ("a100-100gbe", "A100", "100gbe"), ("25gbe", "A100", "25gbe"), ("10gbe", "A100", "10gbe"),
+    )
+}  # fmt: skip
+
+
+def gpu_of(name: str) -> Gpu:
+    """By name; PlanError if it is unknown."""
+    if name not in GPUS:
+        raise PlanError(_unknown("GPU", name, list(GPUS)))
+    return GPUS[name]
+
+
+def cluster_of(name: str) -> Cluster:
+    """A preset, or a JSON file: {"gpu": "A100", "network": "hdr8"} and, where they differ, fields of either.
+
+    Raises:
+        PlanError: unknown, or a file that says something else.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not name.endswith(".json"):
+        raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + ", or a file whose name ends in .json")
+    try:
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        cluster = Cluster(gpu=gpu_of(content.pop("gpu")), network=network_of(content.pop("network")))
+    except PlanError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise PlanError(f'{name}: {error}. It wants {{"gpu": ..., "network": ...}}') from error
+    own = ("gpus_per_node", "software_scale", "coding_scale")
+    of_part = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
+    known = [*own, *(field for field in of_part if field not in ("name", "sums_in_table"))]
+    for field, value in content.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise PlanError(f"{name}: {field}: {value!r} is not a positive number")
+        if field not in known:
+            raise PlanError(f"{name}: {_unknown('field', field, known)}")
+        if field in own:
+            cluster = replace(cluster, **{field: type(getattr(cluster, field))(value)})
+        else:
+            part = replace(getattr(cluster, of_part[field]), **{field: Constant(value, "measured", name)})
+            cluster = replace(cluster, **{of_part[field]: part})
+    return cluster
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    by_lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.5)
+    these = [by_lower[k] for k in near] or known
+    return f"unknown {kind} {name!r}: {'did you mean' if near else 'there are'} {', '.join(these)}"

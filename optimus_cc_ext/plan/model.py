@@ -1,0 +1,179 @@
+"""What is trained, and how it is laid out: numbers that Megatron's command line gives, and nothing measured."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from optimus_cc_ext.plan import PlanError
+
+__all__ = ["MODELS", "Job", "Model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT. Sizes in values."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int = 2048
+    vocabulary: int = 51200
+    """Padded, as Megatron pads it."""
+
+    ffn: int = 0
+    """0: four times `hidden`."""
+
+    groups: int = 0
+    """Key and value heads; 0: `heads`."""
+
+    gated: bool = False
+    """SwiGLU: three matrices in the MLP."""
+
+    tied: bool = True
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of QKV, projection and MLP, whole."""
+        hidden, inner = self.hidden, self.ffn or 4 * self.hidden
+        qkv = hidden + 2 * hidden * (self.groups or self.heads) // self.heads
+        return (hidden, qkv), (hidden, hidden), (hidden, inner * (2 if self.gated else 1)), (inner, hidden)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, biases and norms included."""
+        return 4 * self.hidden + sum((inputs + 1) * outputs for inputs, outputs in self.layer_matrices)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the token embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; positions are left out."""
+        return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2)
+
+
+MODELS = {
+    "2.5b": Model(layers=52, hidden=1920, heads=20, sequence=1024, vocabulary=51200),
+    "8.3b": Model(layers=72, hidden=3072, heads=24, sequence=1024, vocabulary=51200),
+    "18b": Model(layers=40, hidden=6144, heads=48),
+    "39b": Model(layers=48, hidden=8192, heads=64),
+    "76b": Model(layers=60, hidden=10240, heads=80),
+    "175b": Model(layers=96, hidden=12288, heads=96),
+    "530b": Model(layers=105, hidden=20480, heads=128),
+    "1t": Model(layers=128, hidden=25600, heads=160),
+}
+"""The paper's two (section 9) and those of Narayanan et al. 2021 (table 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model on `gpus` GPUs. ranks in Megatron's order: tensor, then data, then pipeline."""
+
+    model: Model
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks per stage."""
+
+    micro_batch: int = 1
+    batch: int
+    recompute: Literal["none", "sel", "full"] = "none"
+    sequence_parallel: bool = False
+    precision: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
+    flash: bool = True
+    """Fused attention: no matrix of scores in memory, and causal halves skipped."""
+
+    tp_overlap: bool = False
+    """Tensor-parallel transfers go on beside the GEMMs next to them (`--tp-comm-overlap`)."""
+
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    distributed_optimizer: bool = False
+    gradient_bytes: int = 4
+    """Of one value in the gradient buffer; Megatron's is fp32 unless told otherwise."""
+
+    accumulation: Literal["fused", "added", "cast"] = "fused"
+    """How a micro-batch's gradient gets into the buffer: the GEMM itself adds it, a kernel of its own does
+    (`--no-gradient-accumulation-fusion`), or one casts it to the buffer's type and another adds that."""
+
+    scatter_gather: bool = False
+    """Each tensor-parallel rank sends its share of a message between stages only (Narayanan et al. 2021, section 4.1:
+    older Megatrons; newer ones do so with sequence parallelism)."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tp", "pp", "vpp", "micro_batch", "batch"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}: {getattr(self, name)} is not a positive number")
+        model = self.model
+        if min(model.layers, model.hidden, model.heads, model.sequence, model.vocabulary) < 1:
+            raise PlanError("a model has a positive number of layers, hidden, heads, sequence and vocabulary")
+        checks = (
+            (self.gpus, self.tp * self.pp, "GPUs", "tensor x pipeline ranks"),
+            (model.hidden, model.heads, "hidden", "heads"),
+            (model.heads, self.tp, "heads", "tensor ranks"),
+            (model.layers, self.pp * self.vpp, "layers", "stages x chunks"),
+        )
+        for whole, part, name, parts in checks:
+            if whole % part:
+                raise PlanError(f"{whole} {name} do not divide among {part} {parts}")
+        if self.batch % (self.micro_batch * self.dp):
+            raise PlanError(
+                f"a batch of {self.batch} does not divide among {self.dp} replicas x micro-batches of "
+                f"{self.micro_batch}: give a multiple of {self.dp * self.micro_batch}"
+            )
+        if self.vpp > 1 and (self.pp == 1 or self.micro_batches % self.pp):
+            raise PlanError(
+                f"interleaving wants micro-batches ({self.micro_batches}) that divide by pipeline stages "
+                f"({self.pp}), and more than one stage"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def micro_batches(self) -> int:
+        """Per replica and iteration."""
+        return self.batch // (self.micro_batch * self.dp)
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one value that travels between stages or tensor-parallel ranks, or of a parameter."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def rows(self) -> int:
+        """Tokens in a micro-batch."""
+        return self.micro_batch * self.model.sequence
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Of all chunks."""
+        return self.model.layers // self.pp
+
+    @property
+    def message_rows(self) -> int:
+        """Rows of hidden values that one rank sends to the next stage."""
+        return self.rows // (self.tp if self.scatter_gather or self.sequence_parallel else 1)
+
+    @property
+    def stage_parameters(self) -> int:
+        """On one rank of any stage, without the embeddings; vectors are counted as if they were split, too."""
+        return self.layers_per_stage * self.model.layer_parameters // self.tp
+
+    @property
+    def buckets(self) -> int:
+        """Of a stage's gradients: Megatron's have max(40 million, 1 million x replicas) parameters."""
+        return self.vpp * max(1, round(self.stage_parameters / self.vpp / max(40e6, 1e6 * self.dp)))
+
+    @property
+    def embedding_share(self) -> int:
+        """The token embedding's values on one rank of the first or the last stage."""
+        return self.model.embedding_parameters // self.tp
+
+    def replace(self, **changes: object) -> "Job":
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)  # type: ignore[arg-type]

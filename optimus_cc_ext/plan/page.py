@@ -1,0 +1,109 @@
+"""A plan or a sweep as files: CSV, JSON, one page with pictures, and a Perfetto trace."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from optimus_cc_ext.plan.iteration import CLASSES, breakdown
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.tables import records
+from optimus_cc_ext.plan.trace import trace
+from optimus_cc_ext.plan.variants import Variant
+from optimus_cc_ext.report import page
+from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, save, tidy
+from optimus_cc_ext.report.table import Table
+
+__all__ = ["write_plan", "write_sweep"]
+
+_LEAD = (
+    "Predicted, not measured. Computation and links are held against published runs; no public run tests what "
+    "compression costs and gains, so that every gain has a band."
+)
+
+
+def write_plan(
+    folder: Path, job: Job, found: Sequence[Variant], chosen: Variant, tables: Sequence[Table], lines: Sequence[str]
+) -> None:
+    """index.html, plan.csv, plan.json, the pictures, and trace_vanilla.json and trace_best.json for ui.perfetto.dev."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables[0].write_csv(folder / "plan.csv")
+    content = {table.title: records(table) for table in tables}
+    (folder / "plan.json").write_text(json.dumps({"lines": list(lines), **content}, indent=1) + "\n")
+    for name, variant in (("vanilla", found[0]), ("best", chosen)):
+        (folder / f"trace_{name}.json").write_text(json.dumps(trace(job, variant.config, variant.result)))
+    save(_gains(found), folder, "gains")
+    save(_breakdowns(job, found), folder, "breakdown")
+    plain, best = found[0].result.seconds, chosen.gain
+    pays = chosen.name != "vanilla"
+    cards = page.grid(
+        page.number("vanilla", f"{plain:.3f} s", "per iteration"),
+        page.number("best", f"{chosen.result.seconds:.3f} s" if pays else "-", chosen.name if pays else "nothing pays"),
+        page.number("gain", f"{100 * best.planned:.1f} %", f"{100 * best.least:.1f} to {100 * best.most:.1f} %"),
+    )
+    blocks = [
+        cards,
+        page.grid(*(page.card("", page.picture(folder / f"{name}.svg")) for name in ("gains", "breakdown")), wide=True),
+        *(page.card(table.title, table.html()) for table in tables),
+        page.card("", page.folded("Where the constants come from", {"plan": "\n".join(lines)})),
+    ]
+    (folder / "index.html").write_text(page.document("A plan", _LEAD, *blocks), encoding="utf-8")
+
+
+def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
+    """index.html, sweep.csv, sweep.json and a picture: the gains of the fastest layout over the nodes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table.write_csv(folder / "sweep.csv")
+    (folder / "sweep.json").write_text(json.dumps(records(table), indent=1) + "\n")
+    figure, ((*axes,),) = panels(1, len(table.distinct("link")), 4.6, 3.6, sharey=True)
+    for ax, link in zip(axes, table.distinct("link"), strict=True):
+        here = table.where(link=link)
+        line = Table(table.columns, [here.where(nodes=nodes).rows[0] for nodes in here.distinct("nodes")])
+        for place, name in enumerate(names):
+            gains, shade = line.numbers(f"{name}: gain %"), colour(name, place)
+            ax.plot(line.numbers("GPUs"), gains, marker="o", ms=3.5, lw=1.6, color=shade, label=name)
+        ax.set_xscale("log", base=2)
+        ax.axhline(0, color=INK, lw=0.8)
+        ax.set_xlabel("GPUs")
+        tidy(ax, str(link), "both")
+    axes[0].set_ylabel("% of vanilla's time saved")
+    axes[0].legend(frameon=False, fontsize="small")
+    save(figure, folder, "gains")
+    blocks = (page.card("", page.picture(folder / "gains.svg")), page.card(table.title, table.html()))
+    (folder / "index.html").write_text(page.document("A sweep", _LEAD, *blocks), encoding="utf-8")
+
+
+def _gains(found: Sequence[Variant]) -> Figure:
+    others = found[1:]
+    figure, ((axes,),) = panels(1, 1, 6.4, 0.9 + 0.28 * max(1, len(others)))
+    for place, v in enumerate(others):
+        shade = {"pays": PALETTE[2], "does not pay": PALETTE[3]}.get(v.gain.verdict, PALETTE[6])
+        band = [100 * v.gain.least, 100 * v.gain.most]
+        axes.plot(band, [place, place], color=shade, lw=5, alpha=0.45, solid_capstyle="butt")
+        axes.plot(100 * v.gain.planned, place, "o", color=shade, ms=6)
+    axes.axvline(0, color=INK, lw=0.8)
+    axes.set_yticks(range(len(others)), [v.name for v in others])
+    axes.invert_yaxis()
+    axes.set_xlabel("% of vanilla's time saved, with band")
+    tidy(axes, "Gain", "x")
+    return figure
+
+
+def _breakdowns(job: Job, found: Sequence[Variant]) -> Figure:
+    figure, ((axes,),) = panels(1, 1, 6.4, 1.3 + 0.28 * len(found))
+    left = [0.0] * len(found)
+    parts = [breakdown(job, v.config, v.result) for v in found]
+    for place, name in enumerate(CLASSES):
+        widths = [max(0.0, part[name]) for part in parts]
+        axes.barh(
+            range(len(found)), widths, left=left, height=0.7, label=name,
+            color=(*PALETTE, "#b6bec8")[place % (len(PALETTE) + 1)],
+        )  # fmt: skip
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(found)), [v.name for v in found])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds that nothing hides")
+    axes.legend(frameon=False, fontsize="x-small", ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.12))
+    tidy(axes, "Where the seconds go", "x")
+    return figure

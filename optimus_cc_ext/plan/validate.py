@@ -1,0 +1,256 @@
+"""The planner held against iteration times that others published: `optimus-cc plan --validate [FILE.csv]`.
+
+public_timings.csv, 116 runs on A100s: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, seconds from their
+TFLOP/s by their formula), Korthikanti et al. 2022 (arXiv 2205.05198, table 5), vTrain (Bang et al. 2024, arXiv
+2312.12391, its public ground truth), BLOOM (bigscience's chronicles), MT-NLG (Smith et al. 2022, arXiv 2201.11990).
+mlperf.csv, 18 on H100s: NVIDIA's GPT-3 submissions to MLPerf Training v3.0 to v4.1; the layout of v3.1 on 768 GPUs and
+more is taken to be that on 512.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+
+from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.hardware import Cluster, Gpu, gpu_of, network_of
+from optimus_cc_ext.plan.iteration import iteration
+from optimus_cc_ext.plan.model import Job, Model
+
+__all__ = ["BAND", "CALCULON", "SHIPPED", "Campaign", "Row", "campaigns", "nearest", "read_rows", "regrets", "shipped"]
+
+SHIPPED = tuple(Path(__file__).with_name(name) for name in ("public_timings.csv", "mlperf.csv"))
+MEDIAN, NINETIETH = 0.08, 0.20
+"""What a campaign without a software scale is held to."""
+
+BAND = {"A100": 0.16, "H100": 0.07}
+"""Nine of ten held-out rows are nearer: the error band of a plan's seconds. A test holds it against the rows."""
+
+CALCULON = {"Nar-T2": "8.9 / 11.0", "vTrain": "8.2 / 192", "BLOOM": "29 / 35 and 26 / 35", "MT-NLG": "29 / 31"}
+"""Calculon as shipped on the same rows: median and largest error in %."""
+
+DEEPSPEED = ("BLOOM", "MT-NLG")
+"""Campaigns, by the beginning of their names, of forks whose speed one scale from three rows stands for."""
+
+IN_BF16 = ("BLOOM",)
+"""Campaigns on A100s that trained in bf16, and so summed gradients in fp32 (bigscience's chronicles); others: fp16."""
+
+DRAWN, SMALL = 3, 1536
+_MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
+_WHOLE = ("gpus", "tp", "pp", "vpp", "micro_batch", "batch", *_MODEL)
+_ONE_OF = {
+    "recompute": ("none", "sel", "full"),
+    "sequence_parallel": ("0", "1"),
+    "tp_overlap": ("0", "1"),
+    "precision": ("fp16", "bf16", "fp8"),
+}
+_COLUMNS = ("campaign", "model", "gpu", "network", "recompute", *_WHOLE, "sequence_parallel", "seconds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run."""
+
+    campaign: str
+    model: str
+    cluster: Cluster
+    job: Job
+    seconds: float
+    line: int
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants of `hardware` come from it."""
+        if self.campaign == "Nar-T1":
+            return self.model in ("1.7B", "7.5B", "39B", "145B", "530B")
+        return (self.campaign == "Kor-T5" and self.job.recompute == "full") or self.small_mlperf
+
+    @property
+    def small_mlperf(self) -> bool:
+        """One that gives its round's scale."""
+        return self.campaign.startswith("MLPerf") and self.job.gpus <= SMALL
+
+    def ratio(self, gpu: Gpu | None = None) -> float:
+        """Predicted to published seconds."""
+        cluster = replace(self.cluster, gpu=gpu) if gpu else self.cluster
+        return iteration(cluster, self.job).seconds / self.seconds
+
+
+def shipped() -> list[Row]:
+    """All rows of `SHIPPED`."""
+    return [row for path in SHIPPED for row in read_rows(path)[0]]
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a CSV with the columns of public_timings.csv; why others are no layout that can be planned.
+
+    Optional columns: `precision` (fp16, bf16, fp8; of an A100 fp16, of an H100 bf16) and `tp_overlap` (0, 1).
+
+    Raises:
+        PlanError: a column is missing, or a value is not of its kind; the message has line and column.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or ())]:
+                raise PlanError(f"{path}: line 1: no column {', '.join(missing)}. It wants {','.join(_COLUMNS)}")
+            cells = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: {error}") from error
+    if not cells:
+        raise PlanError(f"{path}: no rows")
+    found: list[Row] = []
+    left_out = []
+    for line, row in cells:
+        numbers = {column: _number(path, line, column, row[column]) for column in (*_WHOLE, "seconds")}
+        for column, allowed in _ONE_OF.items():
+            if (row.get(column) or allowed[0]) not in allowed:
+                said = f"{path}: line {line}, column {column}: {row[column]!r} is not one of {', '.join(allowed)}"
+                raise PlanError(said)
+        try:
+            cluster = Cluster(gpu=gpu_of(row["gpu"] or ""), network=network_of(row["network"] or ""))
+        except PlanError as error:
+            raise PlanError(f"{path}: line {line}: {error}") from error
+        try:
+            job = _job(row, {column: int(numbers[column]) for column in _WHOLE})
+            found.append(Row(row["campaign"] or "", row["model"] or "", cluster, job, numbers["seconds"], line))
+        except PlanError as error:
+            left_out.append(f"line {line}: {error}")
+    return found, left_out
+
+
+def _number(path: Path, line: int, column: str, cell: str | None) -> float:
+    try:
+        value = float(cell or "")
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise PlanError(f"{path}: line {line}, column {column}: {cell!r} is not a positive number")
+    if column in _WHOLE and value != int(value):
+        raise PlanError(f"{path}: line {line}, column {column}: {cell!r} is not a whole number")
+    return value
+
+
+def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
+    """What the columns say, and what they do not: A100s ran the Megatrons of 2021 and 2022, without overlaps and fused
+    attention, every rank with all of the optimizer's state; H100s those of 2023, with all of it."""
+    recent, campaign = cells["gpu"] == "H100", cells["campaign"] or ""
+    precision = cells.get("precision") or ("bf16" if recent or campaign.startswith(IN_BF16) else "fp16")
+    cast = precision == "bf16" and campaign.startswith(DEEPSPEED)  # by its BF16_Optimizer
+    return Job(
+        model=Model(**{name: sizes[name] for name in _MODEL}),  # type: ignore[arg-type]
+        **{name: size for name, size in sizes.items() if name not in _MODEL},
+        recompute=cells["recompute"] or "none",  # type: ignore[arg-type]
+        sequence_parallel=cells["sequence_parallel"] == "1",
+        precision=precision,  # type: ignore[arg-type]
+        tp_overlap=cells.get("tp_overlap") == "1",
+        gradient_bytes=4 if precision == "bf16" else 2,
+        accumulation="fused" if recent else "cast" if cast else "added",
+        scatter_gather=True,
+        flash=recent,
+        overlap_grad_reduce=recent,
+        overlap_param_gather=recent,
+        distributed_optimizer=recent,
+    )
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Errors of one campaign's held-out rows, as shares; of a scaled one over all draws of the rows that scale it."""
+
+    name: str
+    scale: str
+    """How it was scaled; empty: it was not."""
+
+    errors: tuple[tuple[Row, float], ...]
+
+    @property
+    def sizes(self) -> list[float]:
+        """Absolute, from the smallest."""
+        return sorted(abs(error) for _, error in self.errors)
+
+    @property
+    def median(self) -> float:
+        """Of the absolute errors."""
+        return median(self.sizes)
+
+    @property
+    def ninetieth(self) -> float:
+        """The error that nine of ten do not exceed."""
+        return self.sizes[math.ceil(0.9 * len(self.sizes)) - 1]
+
+    @property
+    def good(self) -> bool:
+        """Whether it is within what is asked of it; scaled ones are not asked."""
+        return bool(self.scale) or (self.median <= MEDIAN and self.ninetieth <= NINETIETH)
+
+    @property
+    def worst(self) -> str:
+        """The three rows that are missed most."""
+        last = {row.model: error for row, error in sorted(self.errors, key=lambda item: abs(item[1]))}
+        return ", ".join(f"{model} {100 * error:+.0f} %" for model, error in list(last.items())[:-4:-1])
+
+
+def campaigns(rows: Sequence[Row]) -> list[Campaign]:
+    """By campaign, in the order of the file; fitted rows are left out where others are there."""
+    found = []
+    for name in dict.fromkeys(row.campaign for row in rows):
+        ratios = [(row, row.ratio()) for row in rows if row.campaign == name]
+        text, by = "", 1.0
+        if name.startswith(DEEPSPEED):
+            count = DRAWN if len(ratios) > DRAWN else 1
+            text = f"from {count} row{'s' * (count > 1)}, all {math.comb(len(ratios), count)} draws"
+            errors = [
+                (row, ratio / _typical(ratios[i][1] for i in drawn) - 1)
+                for drawn in combinations(range(len(ratios)), count)
+                for place, (row, ratio) in enumerate(ratios)
+                if place not in drawn
+            ]
+        else:
+            if name.startswith("MLPerf"):
+                # A file of large runs only is scaled by the round's small ones among those that we have.
+                small = [row for row, _ in ratios if row.small_mlperf] or [
+                    row for row in shipped() if row.campaign == name and row.small_mlperf
+                ]
+                by = _typical(row.ratio() for row in small)
+                text = f"{1 / by:.3f}, its rows of <= {SMALL} GPUs"
+            errors = [(row, ratio / by - 1) for row, ratio in ratios if not row.fitted]
+        if errors:
+            found.append(Campaign(name, text, tuple(errors)))
+    return found
+
+
+def _typical(ratios: Iterable[float]) -> float:
+    """Their geometric mean; 1 of none."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(fmean(logs)) if logs else 1.0
+
+
+def regrets(rows: Sequence[Row]) -> list[tuple[str, int, float, str, str]]:
+    """Where a model was run in several layouts on equally many GPUs: name, layouts, what the chosen one costs more than
+    the best, the chosen, the best."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        model, job = row.job.model, row.job
+        groups.setdefault((row.campaign, model.layers, model.hidden, job.gpus, job.batch), []).append(row)
+    found = []
+    for (campaign, *_), alike in groups.items():
+        if len({(row.job.tp, row.job.pp, row.job.micro_batch) for row in alike}) > 1:
+            chosen = min(alike, key=lambda row: row.ratio() * row.seconds)
+            best = min(alike, key=lambda row: row.seconds)
+            name = f"{campaign}, {best.model.split()[0]}"
+            found.append((name, len(alike), chosen.seconds / best.seconds - 1, chosen.model, best.model))
+    return found
+
+
+def nearest(rows: Sequence[Row], cluster: Cluster, job: Job) -> Row | None:
+    """The published run that is most like a plan, by logarithms of its sizes; None where its GPU has none."""
+
+    def sizes(of: Job) -> list[float]:
+        return [math.log(x) for x in (of.gpus, of.model.parameters, of.tp, of.pp, of.micro_batch, of.micro_batches)]
+
+    mine = [row for row in rows if row.cluster.gpu.name == cluster.gpu.name]
+    return min(mine, key=lambda row: math.dist(sizes(row.job), sizes(job)), default=None)

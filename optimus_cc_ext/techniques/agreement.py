@@ -1,0 +1,105 @@
+"""What all ranks compare before any of them sends: their settings, and what equal bits depend on."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext import compressors
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.resolve import Layout
+from optimus_cc_ext.techniques.factor_state import state_dtype
+from optimus_cc_ext.techniques.grid import RankPlace
+
+__all__ = ["Machine", "agree"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank computes and sends with. Equal values have equal bits only where all of it is equal."""
+
+    processor: str
+    """The GPU's model: the library chooses its kernels by it. "cpu" for all CPUs."""
+
+    torch: str
+    kernels: str
+    """Triton and its version, or torch."""
+
+    backend: str
+    """Of the default group."""
+
+
+def agree(
+    place: RankPlace, config: OptimusConfig, layout: Layout | None, dtype: torch.dtype = torch.float32
+) -> tuple[list[RankPlace], str | None]:
+    """Everyone's place in the grid, and what there is to say. Collective over all ranks of the run.
+
+    Kernels that cannot be compiled on one rank are used on none.
+
+    Args:
+        dtype: of parameters.
+
+    Raises:
+        RanksDisagree: on all ranks: two run with different settings, or compute with what gives different bits.
+    """
+    kernels, failure = _kernels(config, dtype)
+    mine = (place, config, layout, _machine(kernels), failure)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for other, other_config, other_layout, *_ in everyone:
+        if (other_config, other_layout) != (config, layout):
+            raise RanksDisagree(
+                f"rank {place.rank} and rank {other.rank} run with different settings: "
+                f"{config}, {layout} against {other_config}, {other_layout}. Start all ranks with the same flags."
+            )
+    places = [other for other, *_ in everyone]
+    if not config.any_technique:
+        return places, None
+    fallen = [(other.rank, reason) for other, *_, reason in everyone if reason is not None]
+    if fallen:
+        compressors.use_torch()
+    for other, _, _, machine, _ in everyone:
+        for name, value in asdict(mine[3]).items():
+            theirs = getattr(machine, name)
+            if theirs != value and not (fallen and name == "kernels"):
+                raise RanksDisagree(
+                    f"rank {place.rank} and rank {other.rank} compute with different bits: {name} {value} against "
+                    f"{theirs}. Replicas, and both ends of a link, would drift apart. Run all ranks on GPUs of one "
+                    "model, in one environment."
+                )
+    if not fallen:
+        return places, None
+    rank, reason = fallen[0]
+    return places, (
+        f"Triton's kernels do not work on rank {rank} ({reason}): all ranks compress with torch, which takes longer. "
+        "They need a C compiler and Python's headers on every node"
+    )
+
+
+def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None]:
+    """`compressors.kernels` of what this configuration uses on a model of this dtype, whose gradients may be fp32."""
+    ranks = {
+        rank
+        for rank, on in (
+            (config.compressed_backprop_rank, config.backprop_remembers),
+            (config.dp_compression_rank, config.dp_compression and config.dp_compression_format == "low-rank"),
+        )
+        if on
+    }
+    chosen = (
+        config.pipeline_forward_format, config.compressed_backprop_format, config.dp_compression_format,
+        config.fused_embedding_sync_format,
+    )  # fmt: skip
+    formats = {format for name in chosen if (format := compressors.block_format(name)) is not None}
+    # Sums of gradients are sent back in it.
+    formats |= {"int8"} if formats else set()
+    remembered = state_dtype(config.compression_state_dtype)
+    return compressors.kernels(sorted(ranks), sorted(formats), {torch.float32, dtype}, remembered)
+
+
+def _machine(kernels: str) -> Machine:
+    # The CPU runtime answers for torch.cuda, with a device of this name.
+    processor = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return Machine(processor=processor, torch=torch.__version__, kernels=kernels, backend=dist.get_backend_config())

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# docs/api.md from the docstrings of what other programs call: scripts/api_reference.sh
+#
+# Needs griffe2md: pip install 'griffe2md>=1.5'. Run it after a change of a public name, argument or docstring.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+{
+  echo "# Python API"
+  echo
+  echo "Made by \`scripts/api_reference.sh\` from the docstrings. The first group is there as \`optimus_cc_ext.NAME\`, too."
+  echo "The fields of \`OptimusConfig\` are the flags of [flags.md](flags.md), with underscores."
+  for module in api bridge errors; do
+    echo
+    # Types without links: most are Python's.
+    PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" griffe2md "optimus_cc_ext.$module" |
+      sed -E 's/\[([^]*]+)\]\(#[^)]*\)/\1/g; s#</?code>#`#g; s/[[:space:]]+$//'
+  done
+} | cat -s >docs/api.md.partial
+mv docs/api.md.partial docs/api.md

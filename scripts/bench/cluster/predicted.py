@@ -1,0 +1,216 @@
+"""The planner held against shaped hosts: each variant's seconds over vanilla's at the same rate, measured and planned.
+
+    .venv/bin/python -m scripts.bench.cluster.predicted results/cluster
+
+Reads the folder that `python -m scripts.bench.cluster --layouts pp2dp1,pp1dp2 --rates R1,R2,R3,none` has written.
+The planner is given two times on unshaped links: vanilla's, for computation, and the variant's, for its compressors.
+All else is predicted: what shaped links take, and what hides it. Judged are layouts of at most two hosts, a core for
+each; others are printed. Exit status 1: judged ratios are off by more than 10 % in the median or 20 % at worst.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.plan.hardware import GPUS, Cluster, Network
+from optimus_cc_ext.plan.iteration import iteration
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.model import Model as PlanModel
+from optimus_cc_ext.plan.traffic import DENSE
+from optimus_cc_ext.report.table import Table
+from scripts.bench.cluster.bound import chosen_stages, config_of
+from scripts.bench.cluster.model import MODELS, VANILLA, Layout, Model, parse_layout
+from scripts.bench.cluster.page import load
+from scripts.bench.cluster.run import Run
+from scripts.hosts.network import UNSHAPED, bits_per_second
+
+__all__ = ["Ratio", "main", "ratios", "table"]
+
+MEDIAN, WORST, HOSTS = 0.10, 0.20, 2
+_PAYLOAD = 0.956
+"""Of a shaped line's bits: 1448 of 1514 bytes of an Ethernet frame are TCP's payload."""
+
+_EXCHANGE = 0.5
+"""Of a shaped line's rate: gloo's messages both ways take as long as one after the other, for acknowledgements queue
+behind data (tests/scripts/test_bench_cluster_network.py). Of 1F1B's messages all but warm-up and cooldown meet one."""
+
+_HOP = 60e-6
+"""Seconds between two hosts; nothing beside the times here."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One variant at one rate: its seconds over vanilla's."""
+
+    model: str
+    layout: Layout
+    variant: str
+    rate: str
+    block: int
+    measured: float
+    planned: float
+    spread: float
+    """Between the slowest and the fastest iteration, over vanilla's seconds."""
+
+    @property
+    def error(self) -> float:
+        """Of the planned ratio."""
+        return self.planned / self.measured - 1
+
+    @property
+    def judged(self) -> bool:
+        """Whether each host had a core of its own."""
+        return self.layout.hosts <= HOSTS
+
+
+def job_of(model: Model, layout: Layout) -> Job:
+    """What the benchmark trains, in fp32."""
+    multiple = 128 * layout.tensor
+    return Job(
+        model=PlanModel(
+            layers=model.layers_per_stage * layout.stages,
+            hidden=model.hidden,
+            heads=model.heads,
+            sequence=model.sequence,
+            vocabulary=-(-model.vocabulary // multiple) * multiple,
+        ),
+        gpus=layout.hosts * layout.tensor,
+        tp=layout.tensor,
+        pp=layout.stages,
+        micro_batch=model.micro_batch,
+        batch=model.micro_batch * model.micro_batches * layout.replicas,
+        precision="fp32",
+        flash=False,
+        distributed_optimizer=layout.sharded,
+    )
+
+
+def cluster_of(layout: Layout, bits: float) -> Cluster:
+    """Hosts behind lines of `bits` per second; how fast they compute is found out from measured seconds."""
+    line = Network(
+        name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, sums_in_table=False, exchange_share=_EXCHANGE
+    )
+    return Cluster(gpu=GPUS["A100"], network=line, gpus_per_node=layout.tensor)
+
+
+def _solved(seconds: Callable[[float], float], wanted: float) -> float:
+    """The scale at which `seconds` gives `wanted`; both grow together. 0 where even that is too much."""
+    low, high = 0.0, 1.0
+    while seconds(high) < wanted and high < 1e12:
+        high *= 4
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) < wanted else (low, middle)
+    return low
+
+
+def planned(
+    model: Model, layout: Layout, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float
+) -> float:
+    """Seconds of a variant over vanilla's on lines of `bits`, from both on unshaped links."""
+    job, free = job_of(model, layout), cluster_of(layout, float("inf"))
+
+    def of_vanilla(scale: float) -> float:
+        return iteration(replace(free, software_scale=scale), job).seconds
+
+    computes = replace(free, software_scale=_solved(of_vanilla, vanilla_free))
+
+    def of_ours(scale: float) -> float:
+        return iteration(replace(computes, coding_scale=scale), job, config).seconds
+
+    codes = replace(computes, coding_scale=_solved(of_ours, ours_free))
+    shaped = replace(codes, network=cluster_of(layout, bits).network)
+    return iteration(shaped, job, config).seconds / iteration(shaped, job, DENSE).seconds
+
+
+def ratios(runs: Sequence[Run]) -> list[Ratio]:
+    """All that can be compared: same model, layout and block, with vanilla and unshaped links in it."""
+    grouped = _grouped(runs)
+    seconds = {key: statistics.median(values) for key, values in grouped.items()}
+    said = {
+        (run.model, run.layout, run.block, run.variant, each.rate): (run.flags, chosen_stages(run.forecast))
+        for run in runs for each in run.iterations if each.measured
+    }  # fmt: skip
+    found = []
+    for (model, layout, block, variant, rate), ours in seconds.items():
+        here = model, layout, block
+        needed = [(*here, VANILLA, rate), (*here, VANILLA, UNSHAPED), (*here, variant, UNSHAPED)]
+        if variant == VANILLA or rate == UNSHAPED or not all(key in seconds for key in needed):
+            continue
+        vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
+        place, (flags, chosen) = parse_layout(layout), said[*here, variant, rate]
+        config = config_of(flags, place)
+        if config.dp_compression and config.dp_compression_stages == "auto":
+            if chosen != said[*here, variant, UNSHAPED][1]:
+                continue  # what its compressors take was not measured
+            stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
+            config = config.replace(**stages)
+        ratio = planned(MODELS[model], place, config, bits_per_second(rate), vanilla_free, ours_free)
+        each = grouped[*here, variant, rate]
+        spread = (max(each) - min(each)) / vanilla
+        found.append(Ratio(model, place, variant, rate, block, ours / vanilla, ratio, spread))
+    return found
+
+
+def order(found: Sequence[Ratio]) -> tuple[int, int]:
+    """(right, all) pairs of variants, of one layout, rate and block, whose seconds differ by more than their spread."""
+    right = count = 0
+    for one, other in combinations(found, 2):
+        same = (one.model, one.layout, one.rate, one.block) == (other.model, other.layout, other.rate, other.block)
+        told = one.planned != other.planned  # else the layout leaves both the same traffic
+        if same and told and abs(one.measured - other.measured) > max(one.spread, other.spread):
+            count += 1
+            right += (one.measured < other.measured) == (one.planned < other.planned)
+    return right, count
+
+
+def _grouped(runs: Sequence[Run]) -> dict[tuple[str, str, int, str, str], list[float]]:
+    found: dict[tuple[str, str, int, str, str], list[float]] = {}
+    for run in runs:
+        for each in run.iterations:
+            if each.measured and run.validation_loss is None:
+                found.setdefault((run.model, run.layout, run.block, run.variant, each.rate), []).append(each.seconds)
+    return found
+
+
+def table(found: Sequence[Ratio]) -> Table:
+    """All ratios, judged ones first."""
+    rows = [
+        (r.model, str(r.layout), r.rate, r.variant, r.block, r.measured, r.planned, 100 * r.error,
+         "yes" if r.judged else "")
+        for r in sorted(found, key=lambda r: (not r.judged, str(r.layout), bits_per_second(r.rate), r.variant))
+    ]  # fmt: skip
+    columns = ("model", "layout", "rate", "variant", "block", "measured", "planned", "error %", "judged")
+    return Table(columns, rows, title="Seconds over vanilla's")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.cluster.predicted", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    try:
+        _, runs, _ = load(parser.parse_args(argv).folder)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = ratios(runs)
+    print(table(found).markdown())
+    judged = [abs(ratio.error) for ratio in found if ratio.judged]
+    right, pairs = order([ratio for ratio in found if ratio.judged])
+    if not judged:
+        print("nothing to judge: it takes pp2dp1 or pp1dp2, vanilla, unshaped links (none) and others", file=sys.stderr)
+        return 1
+    print(
+        f"judged: {len(judged)}, median {statistics.median(judged):.1%}, worst {max(judged):.1%}; "
+        f"order right in {right} of {pairs} pairs that differ by more than their spread"
+    )
+    return 0 if statistics.median(judged) <= MEDIAN and max(judged) <= WORST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Each of Triton's kernels beside torch's own way of computing the same, eager and compiled."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from optimus_cc_ext.compressors import BlockCodec, BlockLayout, fast_codec, fast_compressor, private_generator
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
+from scripts.bench.compressors.timing import Work
+
+__all__ = ["EAGER", "contenders"]
+
+OURS, EAGER, COMPILED = "ours", "torch, eager", "torch, compiled"
+Contenders = dict[str, Work | None]
+"""None: only a GPU has it."""
+
+
+def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contenders]]:
+    """By case: a slice of 8.3B at ranks 16 and 128, and a bucket's values in blocks. What is compared is equal.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    n, m, ranks, numel = (64, 96, (16,), 1 << 13) if tiny else (1024, 3072, (16, 128), 1 << 26)
+    generator = private_generator(4, "bench kernels", device="cpu")
+    on_gpu, ours = device.type == "cuda", fast_compressor()
+    gradient, residual = (torch.randn(1, n, m, generator=generator).to(device) for _ in range(2))
+    gradient = gradient.bfloat16()
+    for r in ranks:
+        p, q = (torch.randn(1, side, r, generator=generator).to(device) for side in (n, m))
+        total, basis = gradient + residual, torch.linalg.qr(p).Q
+        into = [torch.empty_like(total), torch.empty_like(p), torch.empty_like(q)]
+        cases: dict[str, tuple[Work, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+            "sum and project": (
+                lambda q=q, into=into: ours.project_sum(gradient, residual, q, total=into[0], out=into[1]) or into[1],
+                _sum_and_project, (gradient, residual, q),
+            ),
+            "back project": (partial(ours.back_project, total, basis, out=into[2]), _back_project, (total, basis)),
+            "orthogonalize": (partial(ours.orthogonalize, p, out=torch.empty_like(p)), cholesky_qr, (p,)),
+            "reconstruct": (partial(ours.reconstruct, p, q, out=torch.empty_like(total)), _reconstruct, (p, q)),
+        }  # fmt: skip
+        for name, (work, plain, given) in cases.items():
+            case = f"{name}, {n} x {m}, rank {r}"
+            yield case, _compared(case, work if on_gpu else None, plain, given)
+    values, layout = torch.randn(numel, generator=generator).to(device), BlockLayout.of_one(numel)
+    for format in ("int8", "fp8"):
+        codec, parent = fast_codec(format, seed=1, rotated=False), BlockCodec(format)
+        out = torch.empty_like(values)
+        message = torch.empty(1, codec.message_bytes(layout, values.dtype), dtype=torch.uint8, device=device)
+        for name, run in (
+            ("encode", lambda c, m=message: c.encode(values, layout, m) or m),
+            ("decode", lambda c, m=message, o=out: c.decode(m, layout, o) or o),
+        ):
+            run(parent)
+            case, plain = f"{format}, {name}, {numel} values", partial(run, parent)
+            # Nothing to compile: what torch does with it is cut into parts by Python.
+            yield case, {OURS: partial(run, codec) if on_gpu else None, EAGER: plain, COMPILED: None}
+
+
+def _compared(
+    case: str, ours: Work | None, plain: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]
+) -> Contenders:
+    compiled = None if ours is None else _compiled(case, plain, given)
+    works: Contenders = {OURS: ours, EAGER: partial(plain, *given), COMPILED: compiled}
+    expected = plain(*given).double()
+    for name, work in works.items():
+        if work is not None:
+            off = float((work().double() - expected).norm() / expected.norm())  # type: ignore[attr-defined]
+            # fp32 products in different orders; a basis amplifies them by the condition of Gaussian columns.
+            if not off < 1e-4:
+                raise SystemExit(f"{case}: {name} is {off:.1e} off")
+    return works
+
+
+def _compiled(case: str, plain: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]) -> Work | None:
+    work = partial(torch.compile(plain), *given)
+    try:
+        work()
+    except Exception as error:  # its compiler's own classes
+        print(f"{case}: torch cannot compile it: {error!r:.200}", file=sys.stderr)
+        return None
+    return work
+
+
+def _sum_and_project(gradient: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (gradient + residual) @ q
+
+
+def _back_project(total: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return total.mT @ p
+
+
+def _reconstruct(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return p @ q.mT

@@ -1,0 +1,109 @@
+"""`scripts/gpu_check.sh`: whether a machine's GPU, driver, compiler and NCCL give what Optimus-CC relies on.
+
+Each check runs in a process of its own, for a limited time; what it measured goes into one JSON and one page.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.doctor.gpu import examine_gpu
+from optimus_cc_ext.report.page import machine
+from optimus_cc_ext.report.table import Table
+from scripts.gpu_check.checks import CHECKS, TOTAL, Setting
+
+COMMAND = "scripts/gpu_check.sh"
+
+
+@dataclass
+class Result:
+    """What became of one check."""
+
+    name: str
+    claim: str
+    failure: str = ""
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """A value that is None is missing: it needs a GPU."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0; 1: a check failed; 2: bad input, or a machine that cannot run them."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), metavar="DIR")
+    parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
+    parser.add_argument("--dry-run-on-cpu", action="store_true", help="all that runs without a GPU, and no figures")
+    parser.add_argument("--in-this-process", choices=tuple(CHECKS), help=argparse.SUPPRESS)
+    options, deadline = parser.parse_args(argv), time.monotonic() + TOTAL
+    if options.in_this_process:
+        rows = list(CHECKS[options.in_this_process].run(Setting(options.dry_run_on_cpu, options.output)))
+        (options.output / f"{options.in_this_process}.json").write_text(json.dumps(rows))
+        return 0
+    if not options.dry_run_on_cpu:
+        report = examine_gpu()
+        print(*report.lines(), sep="\n", flush=True)
+        if report.exit_code:
+            print(f"error: {report.verdict.state} (or {COMMAND} --dry-run-on-cpu)", file=sys.stderr)
+            return report.exit_code
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = [_run(name, options.output, options.dry_run_on_cpu, deadline) for name in options.only or CHECKS]
+    write(results, options.output, dry=options.dry_run_on_cpu)
+    print(f"written: {options.output / 'gpu_check.json'} and .md")
+    return 1 if any(result.failure for result in results) else 0
+
+
+def _run(name: str, output: Path, dry: bool, deadline: float) -> Result:
+    check, started = CHECKS[name], time.monotonic()
+    limit = max(0, min(check.limit, int(deadline - started)))
+    result, measured, log = Result(name, check.claim), output / f"{name}.json", output / f"{name}.log"
+    measured.unlink(missing_ok=True)
+    command = [sys.executable, "-P", "-m", "scripts.gpu_check", "--output", str(output), "--in-this-process", name]
+    searched = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, searched))}
+    if dry:
+        command.append("--dry-run-on-cpu")
+        environment |= {"OPTIMUS_CC_DEVICE": "cpu"} | ({"TRITON_INTERPRET": "1"} if check.interpreted else {})
+    try:
+        with log.open("w") as stream:
+            ended = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=limit)
+        if ended.returncode:
+            lines = log.read_text(errors="replace").splitlines() or ["nothing was said"]
+            result.failure = f"{lines[-1]} ({log})"
+        else:
+            result.rows = json.loads(measured.read_text())
+    except subprocess.TimeoutExpired:
+        result.failure = f"not over after {limit} s ({log})"
+    result.seconds = time.monotonic() - started
+    missing = sum(value is None for row in result.rows for value in row.values())
+    said = result.failure or f"{len(result.rows)} rows" + (f", {missing} figures missing" if missing else "")
+    print(f"{'FAIL' if result.failure else 'ok':<4} {name}: {said} ({result.seconds:.0f} s)", flush=True)
+    return result
+
+
+def write(results: Sequence[Result], output: Path, *, dry: bool) -> None:
+    """gpu_check.json and gpu_check.md."""
+    about = machine() | {"run": "dry, on a CPU" if dry else "on a GPU"}
+    text = json.dumps({"machine": about, "checks": [asdict(result) for result in results]}, indent=1)
+    (output / "gpu_check.json").write_text(text + "\n")
+    parts = [f"# GPU check\n\n{', '.join(f'{name}: {value}' for name, value in about.items())}.\n"]
+    if dry:
+        parts.append(f"Figures shown as `missing` need a GPU: `{COMMAND}` gives them.\n")
+    for result in results:
+        parts.append(f"## {result.name}: {'FAILED' if result.failure else 'holds'}\n\n{result.claim}\n")
+        parts += [f"{result.failure}\n"] * bool(result.failure)
+        columns = tuple(dict.fromkeys(name for row in result.rows for name in row))
+        cells = [tuple("missing" if name in row and row[name] is None else row.get(name, "") for name in columns)
+                 for row in result.rows]  # fmt: skip
+        parts += [Table(columns, cells).markdown()] * bool(columns)
+    (output / "gpu_check.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

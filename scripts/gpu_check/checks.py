@@ -1,0 +1,125 @@
+"""The checks: what each claims, and the rows that it measures. One that does not hold ends with SystemExit.
+
+Without a GPU the same code runs over gloo, torch and Triton's interpreter; a figure that only a GPU has is None.
+"""
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CHECKS", "TOTAL", "Check", "Setting"]
+
+Row = dict[str, Any]
+TOTAL = 480
+"""Seconds for all checks, and what comes before them."""
+
+MOST_APART = 3.0
+"""Percent between the losses of vanilla and preset at the end of a run: ten times what the study saw later."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was asked for."""
+
+    dry: bool
+    output: Path
+
+    @property
+    def device(self) -> torch.device:
+        """Where the checks run."""
+        return torch.device("cpu" if self.dry else "cuda")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One process."""
+
+    claim: str
+    run: Callable[[Setting], Iterator[Row]]
+    limit: int
+    """Seconds; all together may take `TOTAL`."""
+
+    interpreted: bool = False
+    """Whether a dry run has Triton's interpreter."""
+
+
+def _of(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
+    # Imported where it runs: the process that starts the checks speaks first of what the machine lacks.
+    return lambda setting: getattr(importlib.import_module(f"scripts.gpu_check.{module}"), function)(setting.device)
+
+
+def bench(setting: Setting) -> Iterator[Row]:
+    """The compressors' bench, whose own files lie beside the page."""
+    from scripts.bench.compressors.__main__ import main
+
+    arguments = ["--device", setting.device.type, "--results", str(setting.output), "--repeats", "2"]
+    sections = (
+        ["kernels", "formats"] if setting.dry else ["kernels", "slices", "orthogonalization", "bucket", "formats"]
+    )
+    main([*arguments, "--threads", "1", *(["--scale", "tiny"] if setting.dry else []), "--only", *sections])
+    yield {"see": f"compressors-{setting.device.type}.md"}
+
+
+def capture(setting: Setting) -> Iterator[Row]:
+    """The bench's section of that name."""
+    if setting.dry:
+        yield {"case": "graphs at ranks 16, 64, 128", "ms": None}
+        return
+    from scripts.bench.compressors.sections import SECTIONS
+    from scripts.bench.compressors.sections import Setting as Bench
+
+    yield from SECTIONS["capture"](Bench(setting.device, tiny=False, all_ranks=False, repeats=2))
+
+
+def training(setting: Setting) -> Iterator[Row]:
+    """The study of vanilla and the balanced preset, whose logs lie beside the page: losses side by side."""
+    from optimus_cc_ext.report.record import read_logs
+    from scripts.study.__main__ import main as study
+
+    os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
+    folder, iterations = setting.output / "training", 4 if setting.dry else 60
+    shutil.rmtree(folder, ignore_errors=True)  # what is there would not be trained again
+    words = f"--variants vanilla,balanced --seeds 1 --evaluations 1 --max-mb 1 --iterations {iterations}".split()
+    if study([*words, "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
+        raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
+    vanilla, balanced = (read_logs(folder / "runs" / f"{name}-seed1").training for name in ("vanilla", "balanced"))
+    for iteration, expected, found in zip(vanilla.iterations, vanilla.values, balanced.values, strict=True):
+        if iteration in (1, iterations) or iteration % 10 == 0:
+            gap = 100 * (found / expected - 1)
+            yield {"iteration": iteration, "vanilla": expected, "balanced": found, "difference, %": gap}
+    if not abs(gap) < MOST_APART:  # NaN, too, is not
+        raise SystemExit(f"balanced ends with a loss of {balanced.last:.4f}, vanilla with {vanilla.last:.4f}")
+
+
+CHECKS = {
+    "kernels": Check(
+        "Low-rank and block kernels give the reference's results in bf16, fp16 and fp32.",
+        _of("kernels", "check"), 90, interpreted=True,
+    ),
+    "capture": Check(
+        "A step at ranks 16, 64 and 128 waits for nothing, and a CUDA graph of it gives the same bits.", capture, 60
+    ),
+    "reduction": Check(
+        "Beside a busy main stream, the hook's reduction over NCCL leaves the bits that one in line leaves.",
+        _of("world_of_one", "reduction"), 45,
+    ),
+    "messages": Check(
+        "Of 100 messages the sender remembers, to the bit, what the receiver lacks.",
+        _of("world_of_one", "messages"), 45,
+    ),
+    "memory": Check(
+        "Metrics of a large batch of matrices take no memory of its size.",
+        _of("world_of_one", "metrics_memory"), 40,
+    ),
+    "training": Check(
+        "On one GPU, PP2 x DP2 in bf16, the balanced preset's losses over 60 iterations are vanilla's within "
+        f"{MOST_APART:g} %.", training, 240,
+    ),
+    "bench": Check("The compressors' seconds beside what the machine allows.", bench, 140),
+}  # fmt: skip

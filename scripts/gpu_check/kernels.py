@@ -1,0 +1,78 @@
+"""Triton's kernels beside the reference: float64 products, Gram-Schmidt, torch's block codecs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.compressors import BLOCK, BlockCodec, BlockLayout, ReferenceLowRank, private_generator
+from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
+from scripts.bench.compressors.sections import FORMATS, check_basis, check_format
+
+__all__ = ["check"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check(device: torch.device) -> Iterator[dict[str, Any]]:
+    """One row for each dtype and rank, and for each dtype and format."""
+    on_gpu = device.type == "cuda"
+    n, m, ranks = (1000, 1536, (16, 64, 128)) if on_gpu else (70, 96, (16,))
+    for dtype in DTYPES:
+        for rank in ranks:
+            yield _low_rank(device, dtype, n, m, rank)
+        for name in FORMATS:
+            yield _blocks(device, dtype, name, (1 << 20) if on_gpu else 64 * BLOCK)
+
+
+def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: int) -> dict[str, Any]:
+    case = f"low rank {rank}, {dtype}"
+    ours, reference = TritonLowRank(), ReferenceLowRank()
+    generator = private_generator(18, case, device="cpu")
+    matrices, residual, q = (
+        torch.randn(2, *shape, generator=generator).to(device) for shape in ((n, m), (n, m), (m, rank))
+    )
+    matrices = matrices.to(dtype)
+    total, p = torch.empty_like(residual), torch.empty(2, n, rank, device=device)
+    ours.project_sum(matrices, residual, q, total=total, out=p)
+    exact = (matrices.double() + residual.double()) @ q.double()
+    off = {"P": _off(p, exact), "sum": _off(total, matrices.double() + residual.double())}
+    basis = ours.orthogonalize(p)
+    check_basis(p, basis, case)
+    off["Q"] = _off(ours.back_project(total, basis), total.double().mT @ basis.double())
+    p, q = basis.to(dtype), ours.back_project(total, basis).to(dtype)
+    arrives = ours.reconstruct(p, q, out=torch.empty(2, n, m, dtype=dtype, device=device))
+    expected = reference.reconstruct(p.double(), q.double())
+    rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    off["P Q^T"] = max(0.0, _off(arrives, expected) - rounding)
+    # Products of fp32 with 3xTF32, and sums of a thousand: some ten of its last bits.
+    if worst := {name: value for name, value in off.items() if not value < 1e-5}:
+        raise SystemExit(f"{case}: off by {worst}")
+    remembered = total.clone()
+    ours.subtract_reconstruction(remembered, p, q)
+    if not torch.equal(remembered, total - arrives):
+        raise SystemExit(f"{case}: what is remembered is not what arrives")
+    return {"case": case, **{f"{name}, relative error": value for name, value in off.items()}}
+
+
+def _blocks(device: torch.device, dtype: torch.dtype, name: str, numel: int) -> dict[str, Any]:
+    format, rotated, expected = FORMATS[name]
+    generator = private_generator(18, name, device="cpu")
+    signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
+    ours, parent = TritonBlockCodec(format, signs=signs), BlockCodec(format, signs=signs)
+    values = torch.randn(numel, generator=generator).to(device, dtype)
+    check_format(ours, values, expected, f"{name}, {dtype}")
+    layout = BlockLayout.of_one(numel)
+    message = torch.empty(1, ours.message_bytes(layout, dtype), dtype=torch.uint8, device=device)
+    ours.encode(values, layout, message)
+    decoded = [torch.empty_like(values) for _ in range(2)]
+    for codec, out in zip((ours, parent), decoded, strict=True):
+        codec.decode(message, layout, out)
+    if not torch.equal(*decoded):
+        raise SystemExit(f"{name}, {dtype}: a message is decoded otherwise than torch decodes it")
+    return {"case": f"{name}, {dtype}", "decoded": "to the bit"}
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())

@@ -1,0 +1,110 @@
+"""What needs NCCL and streams, over a process group of this process alone; on a CPU over gloo."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors import fast_compressor
+from optimus_cc_ext.config import CompressedBackpropConfig
+from optimus_cc_ext.hooks.param_and_grad_buffer import _Reduction
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.side_stream import SideStream
+from scripts.bench.compressors.bucket import Bucket, one_process, reducer
+
+__all__ = ["messages", "metrics_memory", "reduction"]
+
+MESSAGES = 100
+STEPS = 5
+
+
+def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
+    """A bucket reduced by the hook's handle on a side stream, while the main one is busy; and by another in line."""
+    on_gpu = device.type == "cuda"
+    hidden, layers, rank = (1024, 8, 128) if on_gpu else (64, 2, 4)
+    shapes = ((3 * hidden, hidden), (hidden, 4 * hidden))
+    beside, in_line = (Bucket.random(layers, shapes, hidden, device, seed=18) for _ in range(2))
+    with one_process(device) as group:
+        ours, theirs = (reducer(bucket, rank, fast_compressor(), group) for bucket in (beside, in_line))
+        side = SideStream(device)
+        for step in range(STEPS):
+            # The gradients come late, and what follows the hook is late, too: who does not wait reads what is old.
+            _keep_busy(device)
+            for bucket in (beside, in_line):
+                bucket.flat.copy_(Bucket.random(layers, shapes, hidden, device, seed=step).flat)
+            handle = _Reduction([ours], [ours], side, whole=False)
+            _keep_busy(device)
+            handle.wait()
+            theirs.reduce()
+            for each in (ours, theirs):
+                each.states.commit({})
+        residuals = zip(ours.states.residuals(), theirs.states.residuals(), strict=True)
+        if not torch.equal(beside.flat, in_line.flat) or not all(torch.equal(*pair) for pair in residuals):
+            raise SystemExit("a reduction beside the main stream leaves other bits than one in line")
+    yield {"case": f"{layers} layers of hidden {hidden}, rank {rank}, {STEPS} steps", "bits": "equal"}
+
+
+def _keep_busy(device: torch.device) -> None:
+    """Give the current stream some tens of milliseconds of nothing."""
+    if device.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+
+
+def messages(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Messages of a link to itself, in bf16: what was sent and what was carried, less what arrived, is the residual."""
+    on_gpu = device.type == "cuda"
+    shape = (1024, 2, 1024) if on_gpu else (16, 2, 48)
+    config = CompressedBackpropConfig(
+        compressed_backprop=True, compressed_backprop_rank=16 if on_gpu else 4, compressed_backprop_messages="all",
+    )  # fmt: skip
+    plan = LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=18)
+    sender, receiver = SendingLink(plan, fast_compressor(), 0, 0), ReceivingLink(plan, fast_compressor(), 0, 0)
+    generator, carried = torch.Generator().manual_seed(18), torch.zeros(shape, device=device)
+    with one_process(device):
+        for number in range(MESSAGES):
+            for link in (sender, receiver):
+                link.begin(NonInterleaved(2, 1))
+            sent = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+            arrived = torch.empty_like(sent)
+            sending, receiving = sender.send(sent), receiver.receive(arrived)
+            requests = []
+            if on_gpu:
+                operations = [dist.P2POp(dist.isend, sending.tensor, 0), dist.P2POp(dist.irecv, receiving.tensor, 0)]
+                requests = dist.batch_isend_irecv(operations)
+            else:  # gloo sends nothing to itself
+                receiving.tensor.copy_(sending.tensor)
+            # As the hook does.
+            for step in (sending.after_post, receiving.after_post, *(request.wait for request in requests)):
+                step()
+            for transfer in (sending, receiving):
+                transfer.after_wait()
+            sender.states.commit({})
+            (residual,) = sender.states.residuals()
+            if not torch.equal(residual.view(shape), (sent.float() + carried) - arrived.float()):
+                raise SystemExit(f"message {number}: the sender remembers something else than the receiver lacks")
+            carried.copy_(residual.view(shape))
+    yield {"case": f"{MESSAGES} messages, bf16", "bits": "equal", "over NCCL": "yes" if on_gpu else None}
+
+
+def metrics_memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Bytes that the gauge's norms of one shape group take beyond it."""
+    on_gpu = device.type == "cuda"
+    values = torch.ones(500 if on_gpu else 4, 1000, 1000, device=device)
+    gauge, extra = Gauge(), None
+    gauge.begin(True)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    gauge.note(values, values)
+    error, of = gauge.squares()
+    if not abs(of / values.numel() - 1) < 1e-5 or error != of:
+        raise SystemExit(f"the squares of {values.numel()} ones are {of}")
+    if on_gpu:
+        extra = torch.cuda.max_memory_allocated() - before
+        if extra > values.nbytes / 10:
+            raise SystemExit(f"norms of {values.nbytes / 1e9:.1f} GB take {extra / 1e9:.1f} GB more")
+    yield {"case": f"{values.numel() / 1e6:.0f} M values", "MB beyond them": extra and extra / 1e6}

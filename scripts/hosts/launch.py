@@ -1,0 +1,189 @@
+"""One training run: torchrun on each host, or on this machine alone; the log followed, nothing left behind."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.report.log_lines import failure_reason
+from optimus_cc_ext.shared_gpu import Device
+from scripts.hosts.network import INTERFACE, Network
+
+__all__ = ["RunFailed", "run_on_hosts", "run_torchrun", "torchrun_command"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 30.0
+"""For the other hosts to end once the first has ended."""
+
+_FAILED_GRACE_SECONDS = 3.0
+"""For the others to say why they failed."""
+
+_KILL_SECONDS = 8.0
+_LOST = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "ConnectionError")
+_TAIL_LINES = 40
+
+
+class RunFailed(OptimusError):
+    """A run ended badly. `log`: what the host that failed printed; `tail`: its last lines."""
+
+    def __init__(self, reason: str, log: Path) -> None:
+        super().__init__(reason)
+        self.log, self.tail = log, _lines(log)[-_TAIL_LINES:]
+
+
+def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu") -> str:
+    """The command line that a person would type for a run on one machine."""
+    variable = "OPTIMUS_CC_DEVICE=shared-gpu " if device == "shared-gpu" else ""
+    return variable + shlex.join(
+        ["torchrun", "--standalone", f"--nproc_per_node={processes}", "-m", "optimus_cc_ext", *flags]
+    )
+
+
+def run_torchrun(
+    processes: int, flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float,
+    device: Device = "cpu",
+) -> float:  # fmt: skip
+    """Run `flags` on `processes` ranks of this machine; return the seconds it took.
+
+    Everything that it prints goes to folder/log.txt, and line by line to `on_line`. `deadline` is in the time of
+    time.monotonic. Returns or raises only when no process of the run is left.
+
+    Raises:
+        RunFailed: a rank failed, or the deadline passed.
+    """
+    log = folder / "log.txt"
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        stream.write(f"$ {torchrun_command(processes, flags, device)}\n\n")
+        stream.flush()
+        with _tied(processes, flags, stream, device) as process:
+            _follow([process], [log], on_line, deadline)
+    return time.monotonic() - started
+
+
+def run_on_hosts(
+    hosts: Network, ranks: int, flags: Sequence[str], logs: Sequence[Path], on_line: Callable[[str], None],
+    deadline: float,
+) -> float:  # fmt: skip
+    """Run `flags` with `ranks` ranks on each of the hosts; return the seconds it took.
+
+    Each host's output goes to one of `logs`, and that of the last, whose last rank is the one that Megatron logs on,
+    line by line to `on_line`. What still runs when this raises goes with the hosts.
+
+    Raises:
+        RunFailed: a host failed, or the deadline passed.
+    """
+    started = time.monotonic()
+    with ExitStack() as stack:
+        processes = [
+            hosts.popen(
+                host,
+                [
+                    sys.executable, "-m", "torch.distributed.run",
+                    f"--nnodes={len(logs)}", f"--node-rank={host}", f"--nproc-per-node={ranks}",
+                    f"--master-addr={hosts.address(0)}", "--master-port=29500", f"--log-dir={os.devnull}",
+                    "-m", "optimus_cc_ext", *flags,
+                ],
+                stdin=subprocess.DEVNULL, stdout=stack.enter_context(log.open("wb")), stderr=subprocess.STDOUT,
+                env=_environment(INTERFACE),
+            )
+            for host, log in enumerate(logs)
+        ]  # fmt: skip
+        _follow(processes, logs, on_line, deadline)
+    return time.monotonic() - started
+
+
+@contextmanager
+def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device) -> Iterator[psutil.Popen]:
+    """torchrun, running; on the way out its whole tree is ended."""
+    # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
+    # in front of torchrun and of each rank, all of them end with this process even where that is killed by SIGKILL.
+    tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else ["env"]
+    # --standalone: a rendezvous on a free port, so that several runs can share one machine.
+    # --log-dir: otherwise each run leaves an empty folder in the temporary directory.
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", f"--log-dir={os.devnull}"]
+    process = psutil.Popen(
+        [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],
+        # All ranks are here: without an interface, gloo depends on how the machine resolves its own name.
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment("lo", device),
+        # Ctrl-C is for this process, which ends the run in good order.
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        _end_tree(process)
+
+
+def _environment(interface: str, device: Device = "cpu") -> dict[str, str]:
+    environment = dict(os.environ)
+    # More threads than cores is slower by far.
+    environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment
+
+
+def _follow(
+    processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], on_line: Callable[[str], None], deadline: float
+) -> None:
+    """Until all processes have ended well."""
+    rest = ""
+    first_end: float | None = None
+    with logs[-1].open(encoding="utf-8", errors="replace") as stream:
+        while True:
+            # Asked first, read second: what was printed before the end is never missed.
+            statuses = [process.poll() for process in processes]
+            *lines, rest = (rest + stream.read()).split("\n")
+            for line in lines:
+                on_line(line)
+            if all(status == 0 for status in statuses):
+                return
+            now = time.monotonic()
+            if first_end is None and any(status is not None for status in statuses):
+                first_end = now
+            said_all = None not in statuses or (first_end is not None and now > first_end + _FAILED_GRACE_SECONDS)
+            if any(statuses) and said_all:
+                raise _failure(statuses, logs)
+            if first_end is not None and now > first_end + _GRACE_SECONDS:
+                raise RunFailed("some hosts did not end with the others", logs[-1])
+            if now > deadline:
+                raise RunFailed("it was not finished in time (--timeout MINUTES gives it more)", logs[-1])
+            time.sleep(_POLL_SECONDS)
+
+
+def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
+    """The cause: a refusal or an error that a host names, but for lost connections, which is how the others learn."""
+    reasons = {host: failure_reason(_lines(logs[host])) for host, status in enumerate(statuses) if status}
+    named = [host for host, reason in reasons.items() if reason and not any(word in reason for word in _LOST)]
+    host = (named or list(reasons))[0]
+    where = f"host {host}: " if len(logs) > 1 else ""
+    return RunFailed(f"{where}{reasons[host] or f'torchrun ended with status {statuses[host]}'}", logs[host])
+
+
+def _end_tree(process: psutil.Popen) -> None:
+    """End torchrun and all below it, kindly at first."""
+    tree = [process]
+    with suppress(psutil.Error):
+        tree += process.children(recursive=True)
+    with suppress(psutil.Error):
+        process.terminate()
+    _, left = psutil.wait_procs(tree, timeout=_KILL_SECONDS)
+    for survivor in left:
+        with suppress(psutil.Error):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=_KILL_SECONDS)
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,0 +1,118 @@
+# shellcheck shell=bash
+# Sourced by the batch scripts and submit.sh, where `job` is the job's name and `root` the repository. What a batch
+# script refuses ahead of `checked`, submit.sh refuses: it runs them on the login node with SUBMITTING=yes.
+# shellcheck source=scripts/help.sh
+source "${root:?}/scripts/help.sh"
+
+refuse() { # WHAT REASON CURE
+  printf '%s.sbatch: error: %s: %s. %s.\n' "${job:?}" "$@" >&2
+  exit 2
+}
+
+# Variables of other programs that submit.sh takes, and those that win over an image's own: no paths of this machine.
+# shellcheck disable=SC2034  # by submit.sh
+others='^(NCCL|GLOO|UCX|TORCH|PYTORCH|TRITON|NVTE|CUDA|OMP|MKL|HF|WANDB|OPTIMUS_CC|SBATCH)_'
+into_images='(NCCL|GLOO|UCX|TORCH_NCCL|NVTE|OMP|OPTIMUS_CC)_.*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_CUDA_ALLOC_CONF'
+
+known_variables() {
+  variables_of "$root/scripts/slurm/submit.sh" "$root/scripts/slurm/$job.sbatch"
+  [[ "$job" != pretrain ]] || variables_of "$root/scripts/pretrain_gpt.sh"
+}
+
+checked() { # the end of what can be said before the job runs
+  [[ -z "${SUBMITTING:-}" ]] || exit 0
+}
+
+check_command_line() { # FLAGS OF THE JOB...
+  local wrong right flag
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help "$root/scripts/slurm/$job.sbatch"
+    exit 0
+  fi
+  if read -r wrong right < <(misspelt "$(known_variables)" "$(compgen -e)"); then
+    refuse "$wrong" "it is not a variable of this job" "Write $right, or unset $wrong"
+  fi
+  for flag in "$@"; do
+    case "${flag%%=*}" in
+      --nodes | --partition | --account | --qos | --time | --mem | --gres | --gpus | --gpus-per-node | --cpus-per-task)
+        refuse "$flag" "it is an option of sbatch's, among the job's own flags" "Give it ahead of them"
+        ;;
+    esac
+  done
+}
+
+# --- the image
+folders=("$PWD")
+mount_folder() { # PATH: the folder that holds it, as far as there is one; fails where there is none
+  local folder known
+  folder="$(realpath -ms -- "$1")"
+  until [[ -d "$folder" ]]; do folder="$(dirname "$folder")"; done
+  [[ "$folder" != / ]] || return 1
+  for known in "${folders[@]}"; do
+    [[ "$folder/" != "$known/"* ]] || return 0
+  done
+  folders+=("$folder")
+}
+
+# What runs a command of the job: `step` inside of Slurm's srun, `container` ahead of the command. `scripts` is where
+# the repository's are to be found there.
+# shellcheck disable=SC2034  # by the batch scripts
+step=(srun) container=() scripts="$root/scripts"
+use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, and the folders of variables
+  [[ -n "${IMAGE:-}" ]] || return 0
+  # shellcheck disable=SC2034
+  scripts=/opt/optimus-cc/scripts
+  case "$IMAGE" in
+    /* | ./* | ../* | *.sqsh | *.sif)
+      [[ -e "$IMAGE" ]] || refuse IMAGE "there is no '$IMAGE'" "Build it (submit.sh build_image), or give its path"
+      # Pyxis takes a name without a slash for one of a registry's.
+      IMAGE="$(realpath -s -- "$IMAGE")"
+      ;;
+  esac
+  local name word paths
+  for name in CHECKPOINT_DIR TOKENIZER_MODEL VOCAB_FILE MERGE_FILE MEGATRON_LM CHECKPOINT MODEL_OUTPUT TEXT DATA_PATH; do
+    paths=("${!name:-}")
+    [[ "$name" != DATA_PATH ]] || read -r -a paths <<<"${DATA_PATH:-}" # a blend: weights and prefixes
+    for word in "${paths[@]}"; do
+      [[ "$word" != */* ]] || mount_folder "$word" ||
+        refuse "$name" "no folder above '$word' exists" "Give one on the file system that all nodes share"
+    done
+  done
+  for word in "$@"; do
+    [[ "${word#--*=}" != /* ]] || mount_folder "${word#--*=}" || true
+  done
+  if [[ "$IMAGE" == *.sif ]]; then
+    # shellcheck disable=SC2034
+    container=(apptainer exec --nv --pwd "$PWD" --bind "$(mounts)" "$IMAGE")
+    return 0
+  fi
+  ! command -v srun >/dev/null || [[ "$(srun --help 2>&1)" == *--container-image* ]] ||
+    refuse IMAGE "srun has no --container-image here: Pyxis is not installed" \
+      "Build a .sif, for Apptainer, or where only the nodes have Pyxis use plain sbatch"
+  step+=(--container-image="$IMAGE" --container-mounts="$(mounts twice)" --container-workdir="$PWD")
+  # An image's own setting would win over one from outside.
+  local set_here
+  set_here="$(compgen -e | grep -E -x -e "$(known_variables | paste -sd'|')" -e "$into_images" | paste -sd,)" || true
+  [[ -z "$set_here" ]] || step+=(--container-env="$set_here")
+}
+
+mounts() { # [twice]: with the place inside of the image, which is the same
+  local all=("${folders[@]}") given
+  IFS=, read -r -a given <<<"${IMAGE_MOUNTS:-}"
+  local path
+  for path in "${given[@]}"; do all+=("$path"); done
+  for path in "${all[@]}"; do
+    [[ -z "${1:-}" || "$path" == *:* ]] || path="$path:$path"
+    printf '%s\n' "$path"
+  done | paste -sd,
+}
+
+# --- resources: what the job has is the step's. Since Slurm 22.05 srun asks for one CPU a task unless it is told.
+own_resources() {
+  export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-$(least_cpus)}}"
+  [[ -n "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ]] || step+=(--mem=0)
+}
+
+least_cpus() { # of a node of the job: SLURM_JOB_CPUS_PER_NODE is like 64(x3),32
+  tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | cut -d'(' -f1 | sort -n | head -n 1
+}

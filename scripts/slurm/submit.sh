@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Checks a job on this machine, then hands it to sbatch: what is misspelt, missing or does not fit is refused here.
+#
+#   scripts/slurm/submit.sh JOB [VARIABLE=value ...] [options of sbatch ...] [-- flags of the job ...]
+#
+#   scripts/slurm/submit.sh pretrain MODEL=2.5b TENSOR_PARALLEL=8 PIPELINE_PARALLEL=4 DATA_PATH=... TOKENIZER_MODEL=... \
+#     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc
+#
+# JOB is build_image, prepare_data, pretrain or evaluate; `submit.sh JOB --help` explains its variables, which can be
+# set in the environment just as well. Sbatch's own variables hold, above all
+#   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      where the job goes, and at whose cost
+# It has to be called on a file system that all nodes share; the job runs in the current folder.
+#   OPTIMUS_CC_ROOT     the repository, if not this script's
+#   OPTIMUS_CC_DEVICE   cpu: no GPU is looked for
+set -euo pipefail
+root="${OPTIMUS_CC_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)}"
+here="$root/scripts/slurm"
+
+fail() { # WHAT REASON CURE
+  printf 'submit.sh: error: %s: %s. %s.\n' "$@" >&2
+  exit 2
+}
+
+job="${1:-}"
+case "$job" in
+  build_image | prepare_data | pretrain | evaluate) shift ;;
+  *)
+    # shellcheck source=scripts/help.sh
+    source "$root/scripts/help.sh"
+    print_help "$here/submit.sh"
+    [[ "$job" == --help || "$job" == -h ]] || exit 2
+    exit 0
+    ;;
+esac
+# shellcheck source=scripts/slurm/common.sh
+source "$here/common.sh"
+
+options=() nodes="" gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
+while (($# > 0)); do
+  case "$1" in
+    --)
+      shift
+      break
+      ;;
+    --help | -h)
+      print_help "$here/$job.sbatch"
+      exit 0
+      ;;
+    [A-Z]*=*)
+      name="${1%%=*}"
+      if ! known_variables | grep -x "$name" >/dev/null && [[ ! "$name" =~ $others ]]; then
+        nearly="$(misspelt "$(known_variables)" "$name")"
+        fail "$name" "it is not a variable of this job" "${nearly:+Write ${nearly#* }; }--help lists them"
+      fi
+      export "${1?}"
+      ;;
+    --nodes=* | --gpus-per-node=* | --gres=*)
+      options+=("$1")
+      [[ "$1" == --nodes=* ]] && nodes="${1#*=}" || gpus="${1#*=}"
+      ;;
+    -N | --nodes | --gpus-per-node | --gres)
+      options+=("$1" "${2:-}")
+      [[ "$1" == -N || "$1" == --nodes ]] && nodes="${2:-}" || gpus="${2:-}"
+      shift
+      ;;
+    *) options+=("$1") ;;
+  esac
+  shift
+done
+
+file="$here/$job.sbatch"
+[[ -n "$nodes" ]] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$file")"
+export OPTIMUS_CC_ROOT="$root"
+[[ "${gpus#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] && gpus="${BASH_REMATCH[2]}" || gpus=""
+# What Slurm would say in the job; of a range of nodes the least.
+SUBMITTING=yes SLURM_JOB_NUM_NODES="${nodes%%-*}" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "$@"
+echo "submit.sh: $job as checked here, account ${SBATCH_ACCOUNT:-(your default)}, partition ${SBATCH_PARTITION:-(the default)}" >&2
+exec sbatch --export=ALL "${options[@]}" "$file" "$@"

@@ -1,0 +1,211 @@
+"""What each format does to the gradients of the weights, without the noise of a training.
+
+    python -m scripts.study.gradients
+
+From the weights that vanilla has at some points of a training, at a learning rate of 0, the same batches are passed
+through Megatron's real loop dense and with each setting. Compared are the gradients of the layers of each stage:
+relative error and cosine of an iteration's (means over the iterations), and the error of their sum over all iterations.
+Messages: 4 stages, 16 micro-batches an iteration. Replicas: 2 stages x 2 replicas, 8 micro-batches each. What is made
+is not made again.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.report.record import read_logs, shares
+from optimus_cc_ext.report.table import Table
+from scripts.hosts.launch import RunFailed
+from scripts.quickstart.settings import TINY, Settings
+from scripts.study.__main__ import KEPT, add_common_options, prepared
+from scripts.study.runs import Runs
+
+DENSE = "dense"
+_LEP = {
+    "LEP off": "--no-lazy-error-propagation",
+    "LEP": "",
+    "LEP, carry": "--residual-across-iterations carry",
+}
+BACKWARD = {
+    f"rank {rank}, {messages}, {lep}": f"--compressed-backprop --compressed-backprop-rank {rank} "
+    f"--compressed-backprop-messages {messages} {flags}"
+    for messages in ("all", "epilogue")
+    for rank in (4, 8, 16)
+    for lep, flags in _LEP.items()
+} | {
+    "int8": "--compressed-backprop-format int8",
+    "int8, not rotated": "--compressed-backprop-format int8 --no-block-rotation",
+    "fp8": "--compressed-backprop-format fp8",
+    "int4": "--compressed-backprop-format int4",
+    "int4, not rotated": "--compressed-backprop-format int4 --no-block-rotation",
+    "int4, LEP": "--compressed-backprop-format int4 --lazy-error-propagation",
+    "int4, epilogue": "--compressed-backprop-format int4 --compressed-backprop-messages epilogue",
+}
+FORWARD = {
+    "int8": "--pipeline-forward-format int8",
+    "int8, not rotated": "--pipeline-forward-format int8 --no-block-rotation",
+    "fp8": "--pipeline-forward-format fp8",
+}
+REPLICAS = {
+    "int8": "--dp-compression-format int8",
+    "int8, not rotated": "--dp-compression-format int8 --no-block-rotation",
+    "int4": "--dp-compression-format int4",
+    "int4, not rotated": "--dp-compression-format int4 --no-block-rotation",
+    "rank 64": "--dp-compression --dp-compression-rank 64",
+    "rank 64, no error feedback": "--dp-compression --dp-compression-rank 64 --no-dp-error-feedback",
+}
+CLASSES: Mapping[str, Mapping[str, str]] = {
+    "pipeline backward": BACKWARD, "pipeline forward": FORWARD, "DP gradients": REPLICAS,
+}  # fmt: skip
+"""By class of traffic: a setting's flags by its name."""
+
+Gradients = dict[tuple[int, int], torch.Tensor]
+"""By (iteration, stage): those of the stage's layers, flat, fp32."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.study.gradients", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--points", default="20,80", help="iterations of the training (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=4, metavar="N", help="compared (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--match", default="", metavar="REGEX", help="only rows in whose 'POINT CLASS SETTING' it is found"
+    )
+    add_common_options(parser, Path("results/gradients"))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it; the exit status is as the study's."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    points = options.points.split(",")
+    if not all(point.isdecimal() and int(point) for point in points) or options.iterations < 1:
+        parser.error("--points, --iterations: give whole numbers of at least 1")
+    return run_command(lambda: study(options, sorted(map(int, points))), KEPT)
+
+
+def study(options: argparse.Namespace, points: Sequence[int]) -> int:
+    """Train once, then compare; show what there is."""
+    model = dataclasses.replace(TINY, layers=4) if options.tiny else Settings()
+    settings = dataclasses.replace(model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
+    data, runs = prepared(options, settings), Runs(options.output / "runs", options.timeout, options.retry)
+    checkpoints = (runs.folder / "training" / "save").absolute()
+    every = ["--save", str(checkpoints), "--save-interval", str(math.gcd(*points)), "--ckpt-format", "torch_dist"]
+    every += ["--eval-interval", str(2 * settings.iterations)]
+    flags = [*settings.megatron_flags(data, checkpoints.parent / "tensorboard"), *every, "--no-save-optim"]
+    runs.made("training", settings.processes, flags, lambda folder: {})
+
+    fixed = dataclasses.replace(settings, iterations=options.iterations, learning_rate=0.0, seed=settings.seed + 1)
+    failed, rows = 0, []
+    for point in points:
+        for traffic, named in CLASSES.items():
+            stages, replicas, micro_batches = (2, 2, 8) if traffic == "DP gradients" else (4, 1, 16)
+            layout = dataclasses.replace(fixed, stages=stages, replicas=replicas, micro_batches=micro_batches)
+            chosen = {
+                name: flags for name, flags in named.items() if re.search(options.match, f"{point} {traffic} {name}")
+            }
+            if not chosen:
+                continue
+            for setting, ours in ({DENSE: ""} | chosen).items():
+                # The dense run is the same for both ways between stages.
+                kind = f"{stages}-stages" if setting == DENSE else traffic.replace(" ", "-")
+                name = f"{kind}-{point}-{setting}".replace(", ", "-").replace(" ", "-")
+                folder = (runs.folder / name).absolute()
+                flags = [
+                    *layout.megatron_flags(data, folder / "tensorboard"), *ours.split(),
+                    "--load", str(checkpoints), "--ckpt-step", str(point), "--ckpt-format", "torch_dist", "--finetune",
+                    "--no-load-optim", "--no-load-rng", "--save", str(folder / "save"), "--no-save-optim",
+                    "--save-wgrads-interval", "1", "--save-interval", str(2 * layout.iterations),
+                    "--eval-interval", str(2 * layout.iterations),
+                ]  # fmt: skip
+                dense = runs.folder / f"{stages}-stages-{point}-{DENSE}"
+                read = kept if setting == DENSE else lambda folder, dense=dense: against(folder, dense)
+                try:
+                    found = runs.made(name, layout.processes, flags, read)
+                except RunFailed as failure:
+                    failed += 1
+                    print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
+                    if setting == DENSE:
+                        break
+                    continue
+                if setting != DENSE:
+                    sent, raw = found["bytes"][traffic]
+                    rows.append((point, traffic, setting, 100 * sent / raw, *_cells(found)))
+    names = [f"{what}, stage {stage}" for what in ("error, %", "cosine", "error of sum, %") for stage in range(4)]
+    table = Table(
+        ("weights of", "class", "setting", "sent, %", *names), rows, title="Gradients against dense ones",
+        note=f"{options.iterations} iterations from the same weights; a stage's layers, without the embeddings.",
+    )  # fmt: skip
+    print(table.markdown())
+    table.write_csv(options.output / "gradients.csv")
+    (options.output / "gradients.md").write_text(table.markdown(), encoding="utf-8")
+    return 1 if failed else 0
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """Of a dense run the gradients alone."""
+    for checkpoint in (folder / "save").glob("iter_*"):
+        shutil.rmtree(checkpoint)
+    return {}
+
+
+def against(folder: Path, dense: Path) -> dict[str, Any]:
+    """A setting's gradients against the dense run's, and its bytes; the gradients are deleted."""
+    found = compare(load(folder), load(dense))
+    found["bytes"] = {share.name: [share.sent, share.raw] for share in shares(read_logs(folder))}
+    shutil.rmtree(folder / "save")
+    return found
+
+
+def load(folder: Path) -> Gradients:
+    """What `--save-wgrads-interval` wrote in a run's folder, of the first replica."""
+    found = {}
+    for file in sorted(folder.glob("save/wgrads/iter_*/mp_rank_*.pth")):
+        chunks = torch.load(file, weights_only=True).values()
+        layers = [
+            gradient.float().flatten() for chunk in chunks for name, gradient in chunk.items() if "layers" in name
+        ]
+        found[int(file.parent.name.removeprefix("iter_")), int(file.stem.split("_")[-1])] = torch.cat(layers)
+    return found
+
+
+def compare(ours: Gradients, dense: Gradients) -> dict[str, Any]:
+    """By stage: relative error and cosine, means over the iterations, and the relative error of the sum over them."""
+    if ours.keys() != dense.keys() or not ours:
+        raise ValueError("the two runs have not made gradients of the same iterations and stages")
+    iterations, stages = (sorted({key[place] for key in dense}) for place in (0, 1))
+    found: dict[str, Any] = {"error": [], "cosine": [], "error of sum": []}
+    for stage in stages:
+        pairs = [(ours[iteration, stage].double(), dense[iteration, stage].double()) for iteration in iterations]
+        errors = [float((mine - exact).norm() / exact.norm()) for mine, exact in pairs]
+        cosines = [float(torch.cosine_similarity(mine, exact, dim=0)) for mine, exact in pairs]
+        total, exact_total = (torch.stack(list(each)).sum(0) for each in zip(*pairs, strict=True))
+        found["error"].append(sum(errors) / len(errors))
+        found["cosine"].append(sum(cosines) / len(cosines))
+        found["error of sum"].append(float((total - exact_total).norm() / exact_total.norm()))
+    return found
+
+
+def _cells(found: Mapping[str, Any]) -> list[float | None]:
+    def four(values: Sequence[float], scale: float) -> list[float | None]:
+        return [*(scale * value for value in values), *[None] * (4 - len(values))]
+
+    return four(found["error"], 100) + four(found["cosine"], 1) + four(found["error of sum"], 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

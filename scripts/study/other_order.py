@@ -1,0 +1,27 @@
+"""The package's own training with the same batches, last first: what the order alone does to a loss.
+
+torchrun ... -m optimus_cc_ext scripts/study/other_order.py <Megatron's flags>
+"""
+
+import functools
+from typing import Any
+
+from megatron.training import get_args
+from torch.utils.data import Subset
+
+from optimus_cc_ext import pretrain_gpt
+
+build_datasets = pretrain_gpt.build_datasets
+
+
+@functools.wraps(build_datasets)  # Megatron asks for an attribute of it
+def build_last_first(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The datasets of training, validation and test; of the first what is trained on, backwards."""
+    training, *others = build_datasets(*args, **kwargs)
+    samples = get_args().train_iters * get_args().global_batch_size
+    return (training and Subset(training, range(samples - 1, -1, -1)), *others)
+
+
+if __name__ == "__main__":
+    pretrain_gpt.build_datasets = build_last_first
+    pretrain_gpt.main()

@@ -1,0 +1,114 @@
+"""What the runs of a study say: tables, and the picture of loss over bytes. `Results` is by (variant, seed)."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.report.table import Table
+from scripts.study.variants import CONTROLS, VANILLA
+
+__all__ = ["Results", "losses", "prices", "save_picture", "spread", "traffic"]
+
+Results = Mapping[tuple[str, int], Mapping[str, Any]]
+
+
+def differences(results: Results, variant: str, seeds: Sequence[int]) -> list[float]:
+    """Percent over vanilla's validation loss, of each seed that has both."""
+    pairs = [(results.get((variant, seed)), results.get((VANILLA, seed))) for seed in seeds]
+    return [100 * (ours["validation loss"] / plain["validation loss"] - 1) for ours, plain in pairs if ours and plain]
+
+
+def losses(results: Results, variants: Sequence[str], seeds: Sequence[int], title: str, note: str) -> Table:
+    """Validation losses, and their paired differences from vanilla's with the same seed."""
+    rows: list[tuple[Any, ...]] = []
+    for variant in variants:
+        found = [results.get((variant, seed)) for seed in seeds]
+        over = differences(results, variant, seeds) if variant != VANILLA else []
+        each = ", ".join(f"{difference:+.3f}" for difference in over)
+        rows.append((variant, *(run["validation loss"] if run else None for run in found), *_mean(over), each))
+    columns = ("variant", *(f"seed {seed}" for seed in seeds), "over vanilla, %", "standard error", "each, %")
+    return Table(columns, rows, title, note)
+
+
+def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """(mean, its standard error), as far as there are enough values."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.mean(values) if values else None, error
+
+
+def traffic(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> Table:
+    """Bytes sent over vanilla's, by class, and the median iteration, of the first seed that there is."""
+    runs = {variant: _first(results, variant, seeds) for variant in variants}
+    names = list(dict.fromkeys(name for run in runs.values() if run for name in run["bytes"]))
+    rows: list[tuple[Any, ...]] = []
+    for variant, run in runs.items():
+        sent = (run["bytes"].get(name) if run else None for name in names)
+        rows.append((variant, *(s[1] / s[0] if s and s[0] else None for s in sent), run["seconds"] if run else None))
+    return Table(
+        ("variant", *names, "seconds"), rows, title="Traffic, of vanilla's bytes",
+        note="Seconds of an iteration (median) are this machine's.",
+    )  # fmt: skip
+
+
+def _first(results: Results, variant: str, seeds: Sequence[int]) -> Mapping[str, Any] | None:
+    return next((results[variant, seed] for seed in seeds if (variant, seed) in results), None)
+
+
+def spread(results: Results, seeds: Sequence[int]) -> dict[str, float]:
+    """By control, how far vanilla ends from itself: the root mean square of the paired differences, in percent."""
+    found = {control: differences(results, control, seeds) for control in CONTROLS}
+    return {control: math.sqrt(statistics.fmean(d * d for d in each)) for control, each in found.items() if each}
+
+
+def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> Table:
+    """What the picture shows: percent of vanilla's bytes, percent over its loss, standard error."""
+    rows: list[tuple[Any, ...]] = []
+    for variant in variants:
+        over, run = differences(results, variant, seeds), _first(results, variant, seeds)
+        if variant not in (VANILLA, *CONTROLS) and over and run:
+            raw, sent = run["bytes"]["all traffic"]
+            rows.append((variant, 100 * sent / raw, *_mean(over)))
+    return Table(("variant", "sent, %", "over vanilla, %", "standard error"), rows)
+
+
+def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: Path, name: str) -> None:
+    """`prices` as points, one a variant, over vanilla's own spread."""
+    # Here, not above: matplotlib takes a second, which tables need not wait for.
+    from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, save, tidy
+
+    figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
+    for control, width in sorted(bands.items(), key=lambda item: -item[1]):
+        shade = "#c9d1da" if control == max(bands, key=lambda each: bands[each]) else "#9aa7b5"
+        label = f"vanilla against itself: {CONTROLS[control]} ({width:.2f} %)"
+        axes.axhspan(-width, width, color=shade, alpha=0.55, lw=0, label=label)
+    axes.axhline(0, color=INK, lw=0.8)
+    for variant, sent, over, error in table.rows:
+        bold = variant in ("balanced", "paper")
+        paint = colour("compressed" if variant == "balanced" else "CB", 0) if bold else "#5f6b76"
+        axes.errorbar(
+            float(sent or 0), float(over or 0), yerr=error, fmt="o", ms=7 if bold else 5, capsize=3, color=paint,
+            mfc=paint if error is not None else "white",
+        )  # fmt: skip
+        axes.annotate(
+            str(variant), (float(sent or 0), float(over or 0)), xytext=(6, 5), textcoords="offset points",
+            fontsize="small", color=paint, fontweight="bold" if bold else "normal",
+        )  # fmt: skip
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_yticks([-0.1, 0, 0.1, 0.2, 0.5, 1, 2, 5], ["-0.1", "0", "0.1", "0.2", "0.5", "1", "2", "5"])
+    highest = max([0.1, *(over + (0 if error != error else error) for over, error in _heights(table))])
+    lowest = min([-0.1, *(over - (0 if error != error else error) for over, error in _heights(table))])
+    axes.set_ylim(1.3 * lowest, 1.5 * highest)
+    axes.set_xlim(0, 108)
+    axes.set_xlabel("bytes sent, % of vanilla's, all classes")
+    axes.set_ylabel("validation loss over vanilla's, %")
+    if bands:
+        axes.legend(frameon=False, fontsize="small", loc="lower right")
+    tidy(axes, title, "both")
+    axes.grid(visible=True, axis="y", which="minor", color=GRID, lw=0.4)
+    save(figure, folder, name)
+
+
+def _heights(table: Table) -> list[tuple[float, float]]:
+    return list(zip(table.numbers("over vanilla, %"), table.numbers("standard error"), strict=True))

@@ -1,0 +1,231 @@
+"""Doctor tells the truth: on each command line its exit status is what training ends with before its first iteration.
+
+Training is the launcher in one forked rank, with the package's own entry, up to its call of `pretrain()`.
+"""
+
+import argparse
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.forked_ranks import run_ranks
+from tests.launches import Launch, _Accepted, _captured, call
+from tests.megatron.runs import BLOCKS, PP2_DP2, SHARDED
+from tests.megatron.specs import RunSpec, uses
+from tests.megatron_runs import TINY_GPT
+
+TINY = shlex.join(TINY_GPT)
+PP2 = f"{TINY} --pipeline-model-parallel-size 2 "
+GPT_8_3B = """
+    --num-layers 72 --hidden-size 3072 --num-attention-heads 24 --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 4 --micro-batch-size 8 --global-batch-size 512 --seq-length 1024
+    --max-position-embeddings 1024 --train-iters 230000 --lr-decay-iters 320000 --lr 0.00015 --min-lr 1.0e-5
+    --lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --split 949,50,1
+    --eval-iters 10 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-path text_document
+    --save-interval 100
+"""
+ARTIFACT = """
+    --data-impl mmap --DDP-impl local --activations-checkpoint-method uniform --experiment_name N
+    --grad_comp --grad_comp_rank 128 --grad_comp_warm_up 0.0 --selective_grad_comp --selective_grad_comp_way 3
+    --inter_grad_comp --inter_grad_comp_rank 16 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
+"""
+BY_SAMPLES = PP2.replace("--train-iters 4", "--train-samples 160")
+
+GOOD = [
+    (PP2 + "--optimus-cc", 4),
+    (PP2, 4),
+    (GPT_8_3B + "--optimus-cc", 128),
+    (GPT_8_3B + ARTIFACT, 128),
+    (PP2 + "--optimus-cc --dp-compression-stages auto --bf16", 8),
+    (PP2 + "--optimus-cc --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4),
+    (PP2 + "--optimus-cc --num-layers-per-virtual-pipeline-stage 1", 4),
+    (BY_SAMPLES + "--optimus-cc --compressed-backprop-warmup 0.1 --dp-compression-warmup 0.1", 4),
+    (TINY + " --optimus-cc", 1),
+    (PP2 + "--compressed-backprop --sequence-parallel --tensor-model-parallel-size 2", 8),
+]
+BAD = [
+    # Where Megatron's own validation ends the process, with exit() or an assertion.
+    (GPT_8_3B + "--optimus-cc --checkpoint-activations", 128, "--checkpoint-activations is no longer valid"),
+    (PP2 + "--optimus-cc", 3, "world size (3) is not divisible"),
+    (GPT_8_3B + "--optimus-cc", 30, "world size (30) is not divisible"),
+    (PP2 + "--optimus-cc", 0, ""),
+    (PP2 + "--optimus-cc", -1, "world size (-1) is not divisible"),
+    (GPT_8_3B + "--optimus-cc --global-batch-size 127", 128, "global_batch_size (127) must be divisible"),
+    (PP2 + "--optimus-cc --num-layers 3", 4, ""),
+    (PP2 + "--optimus-cc --tensor-model-parallel-size 2 --num-attention-heads 5", 8, ""),
+    ("--pipeline-model-parallel-size 2 --optimus-cc", 4, "args.micro_batch_size is not None"),
+    (PP2 + "--optimus-cc --batch-size 4", 4, "--micro-batch-size instead"),
+    # Where we do.
+    (PP2 + "--optimus-cc --yaml-cfg a.yaml", 4, "--yaml-cfg: Optimus-CC cannot be set up from a YAML file"),
+    (PP2 + "--optimus-cc --sft", 4, "--sft: not supported by the built-in pretrain_gpt"),
+    (TINY + " --compressed-backprop", 4, "--compressed-backprop: there is nothing to compress"),
+    (PP2 + "--dp-compression", 2, "--dp-compression: there is nothing to compress"),
+    (PP2 + "--optimus-cc --context-parallel-size 2", 8, "--context-parallel-size: context parallelism"),
+    (PP2 + "--optimus-cc --grad_comp", 4, "Write the command line in one spelling"),
+    (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
+    # Where the parser does.
+    (PP2 + "--optimus-c", 4, "--optimus-c: did you mean --optimus-cc"),
+    (PP2 + "--optimus-cc --compressed-backprop-rnak 8", 4, "did you mean --compressed-backprop-rank"),
+    (PP2 + "--optimus-cc --dp-compression-stages most", 4, "--dp-compression-stages"),
+]
+
+
+def train_until_pretrain(argv: list[str]) -> Launch:
+    """The launcher with the package's own entry; files of a tokenizer are not asked for."""
+    from megatron.training import global_vars
+
+    from optimus_cc_ext import pretrain_gpt, startup
+
+    def pretrain(*_: Any) -> NoReturn:
+        raise _Accepted(argparse.Namespace())
+
+    def no_tokenizer(args: argparse.Namespace) -> None:
+        args.padded_vocab_size = 50304
+
+    pretrain_gpt.pretrain = pretrain
+    global_vars._build_tokenizer = no_tokenizer
+    return _captured(startup.launch, (argv,))
+
+
+def ask_doctor(line: str, world_size: int | None, *options: str) -> Launch:
+    from optimus_cc_ext import cli
+
+    count = [] if world_size is None else ["--world-size", str(world_size)]
+    return call(cli.main, ["doctor", *count, *options, "--", *shlex.split(line)])
+
+
+def ask_both(line: str, world_size: int) -> tuple[Launch, Launch]:
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    [training] = run_ranks(1, train_until_pretrain, shlex.split(line), timeout=60, env=env)
+    return ask_doctor(line, world_size), training
+
+
+@pytest.mark.parametrize(("line", "world_size"), GOOD)
+def test_what_trains_is_said_to_train(line: str, world_size: int) -> None:
+    doctor, training = ask_both(line, world_size)
+    assert training.accepted, training.output[-2000:]
+    assert doctor.code == 0, doctor.output[-2000:]
+    assert doctor.output.startswith("ok ") and "memory per rank" in doctor.output
+    assert "FAIL" not in doctor.output
+
+
+@pytest.mark.parametrize(("line", "world_size", "says"), BAD)
+def test_what_does_not_train_is_refused_with_trainings_own_status(line: str, world_size: int, says: str) -> None:
+    doctor, training = ask_both(line, world_size)
+    assert not training.accepted
+    assert doctor.code == training.code != 0, (training.code, training.output[-2000:], doctor.output[-2000:])
+    verdict = doctor.output.splitlines()[0]
+    assert verdict.startswith("FAIL flags ") and says in verdict
+    assert says in training.output
+    assert "Traceback" not in doctor.output and "usage:" not in doctor.output
+
+
+def test_a_whole_launch_line_says_how_many_ranks_there_are() -> None:
+    flags = PP2 + "--optimus-cc"
+    for launch in ("torchrun --nproc-per-node 4 -m optimus_cc_ext", "srun -N 2 torchrun --nproc-per-node 2 train.py"):
+        found = ask_doctor(f"{launch} {flags}", None)
+        assert found.code == 0 and "4 ranks: pipeline 2 x data 2" in found.output, found.output
+    assert "train.py is not here" in found.output
+    own = ask_doctor(f"torchrun --nproc-per-node 4 train.py {flags} --a-flag-of-its-own 1", None)
+    assert own.code == 2 and "flags that the script itself adds" in own.output
+    alone = ask_doctor(flags, None)
+    assert alone.code == 1 and "give --world-size N, or the whole torchrun or srun line" in alone.output
+
+
+def test_a_script_that_is_not_patched_is_not_said_to_know_our_flags(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("from megatron.training import pretrain\n")
+    found = ask_doctor(f"torchrun --nproc-per-node 4 {script} {PP2} --optimus-cc", None)
+    assert found.code == 2 and "it is not patched" in found.output and f"-m optimus_cc_ext {script}" in found.output
+    assert ask_doctor(f"torchrun --nproc-per-node 4 -m optimus_cc_ext {script} {PP2} --optimus-cc", None).code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--compressed-backprop-rank 16", "--compressed-backprop-rank: no effect: --compressed-backprop is off"),
+        ("--dp-error-feedback", "--dp-error-feedback: no effect: --dp-compression is off"),
+        ("--compressed-backprop --dp-compression-rank 8", "--dp-compression-rank: no effect"),
+        ("--dp-compression --dp-compression-rank 4000", "--dp-compression-rank 4000: saves nothing on this model"),
+        ("--compressed-backprop --compressed-backprop-rank 900", "--compressed-backprop-rank 900: saves nothing"),
+    ],
+)
+def test_what_has_no_effect_is_warned_of(flags: str, says: str) -> None:
+    found = ask_doctor(PP2 + flags, 4)
+    assert found.code == 0 and says in found.output, found.output
+
+
+def test_as_json_it_is_for_programs() -> None:
+    answer = json.loads(ask_doctor(PP2 + "--optimus-cc --dp-compression-stages 1", 4, "--json").output)
+    assert "(rank 128, the first stage)" in answer["verdict"]
+    assert (answer["ok"], answer["exit_code"], answer["world_size"]) == (True, 0, 4)
+    assert answer["config"]["dp_compression"] and answer["layout"]["stages"] == 2
+    backward = answer["bytes_per_iteration"]["pipeline backward"]
+    assert 0 < backward["sent"] < backward["raw"]
+    assert answer["memory_per_rank"]["weights and optimizer"] > 0
+    refused = json.loads(ask_doctor(PP2 + "--optimus-c", 4, "--json").output)
+    assert (refused["ok"], refused["exit_code"]) == (False, 2) and "did you mean" in refused["verdict"]
+
+
+OURS = "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8 --dp-compression-stages 1"
+FORESEEN = [
+    RunSpec(name=f"what doctor foresees of {what}", layout=PP2_DP2, flags=f"--train-iters 1 {flags}", ours=ours)
+    for what, ours, flags in (
+        ("low rank", OURS, ""), ("gradients in blocks", "--dp-compression-format int4", ""),
+        ("blocks", BLOCKS, ""), ("blocks, sharded", BLOCKS, SHARDED),
+    )
+]  # fmt: skip
+
+
+@uses(*FORESEEN)
+def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> None:
+    answer = json.loads(
+        ask_doctor(f"{shlex.join(TINY_GPT)} {runs.spec.flags} {PP2_DP2[1]} {runs.spec.ours}", 4, "--json").output
+    )
+    counted: dict[str, list[int]] = {}
+    for rank in runs.ranks:
+        for name, (raw, sent) in rank.ours.traffic.items():
+            both = counted.setdefault(name, [0, 0])
+            both[0], both[1] = both[0] + raw, both[1] + sent
+    foreseen = {name: [one["raw"], one["sent"]] for name, one in answer["bytes_per_iteration"].items()}
+    assert foreseen == {name: both for name, both in counted.items() if both[0]}
+
+
+def no_megatron() -> int:
+    import importlib.util
+    import sys
+
+    from optimus_cc_ext import cli
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    importlib.util.find_spec.__globals__["_find_spec"] = lambda *_: None
+    return cli.main(["doctor", "--", *TINY_GPT])
+
+
+def test_a_missing_megatron_is_one_sentence_with_the_cure() -> None:
+    found = call(no_megatron)
+    assert found.code == 2 and "Traceback" not in found.output
+    first = found.output.splitlines()[0]
+    assert first.startswith("FAIL this machine") and "no Megatron can be imported here" in first
+    assert "PYTHONPATH=PATH/TO/Megatron-LM" in first
+
+
+def the_checkout_here(folder: str) -> list[str]:
+    import sys
+
+    from optimus_cc_ext.doctor.machine import find_checkout
+
+    os.chdir(folder)
+    find_checkout(None)
+    return sys.path[:1]
+
+
+def test_a_checkout_in_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    [found] = run_ranks(1, the_checkout_here, str(tmp_path))
+    assert found == [str(tmp_path)]

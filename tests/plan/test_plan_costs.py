@@ -1,0 +1,188 @@
+"""What the planner's costs follow from: tiles, bytes, one queue per node, constants with a source."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.compute import gemm, layer
+from optimus_cc_ext.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
+from optimus_cc_ext.plan.iteration import iteration
+from optimus_cc_ext.plan.links import Group, all_reduce, all_to_all, reduce_scatter, send
+from optimus_cc_ext.plan.memory import check_memory, memory
+from optimus_cc_ext.plan.model import MODELS, Job, Model
+from optimus_cc_ext.plan.traffic import BITS, low_rank_values, message_costs
+
+A100, CLUSTER = GPUS["A100"], CLUSTERS["a100-hdr200"]
+JOB = Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512)
+
+
+def test_every_constant_says_where_it_comes_from() -> None:
+    for part in (*GPUS.values(), *(cluster.network for cluster in CLUSTERS.values())):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and name != "node_rate":
+                assert isinstance(value, Constant) and value.source, (part.name, name)
+                assert value.kind in ("measured", "specified", "fitted", "assumed")
+    fitted = [
+        n for gpu in GPUS.values() for n, v in vars(gpu).items() if isinstance(v, Constant) and v.kind == "fitted"
+    ]
+    assert len(fitted) == 5  # at most three for each GPU
+
+
+def test_a_gemm_pays_for_whole_waves_of_tiles_and_never_runs_faster_than_its_bytes() -> None:
+    full = gemm(A100, 128 * 108, 256 * 10, 4096)
+    assert full == pytest.approx(2 * 128 * 108 * 2560 * 4096 / (A100.bf16 * A100.gemm_efficiency))
+    assert gemm(A100, 128 * 108 + 1, 256 * 10, 4096) > 1.02 * full
+    thin = gemm(A100, 65536, 16, 65536)
+    assert thin >= 2 * 65536 * 65536 / A100.memory_rate
+
+
+def test_full_recomputation_adds_one_forward_pass_and_selective_only_the_attention() -> None:
+    none, selective, full = (layer(A100, JOB.replace(flash=False, recompute=r)) for r in ("none", "sel", "full"))
+    assert full.backward == pytest.approx(none.backward + none.forward)
+    assert none.backward < selective.backward < full.backward
+    assert none.forward == full.forward
+
+
+def test_a_micro_batchs_gradient_moves_8_bytes_a_value_10_in_a_kernel_of_its_own_and_18_cast_before() -> None:
+    ways = (layer(A100, JOB.replace(accumulation=way)).backward for way in ("fused", "added", "cast"))
+    fused, added, cast = (seconds * A100.memory_rate * A100.memory_efficiency for seconds in ways)
+    values = JOB.model.layer_parameters / JOB.tp
+    assert (added - fused, cast - added) == (pytest.approx(2 * values), pytest.approx(8 * values))
+
+
+def test_ranks_of_a_node_share_its_one_queue() -> None:
+    alone, eight = send(CLUSTER, 1e8, 1, True), send(CLUSTER, 1e8, 8, True)
+    assert eight - CLUSTER.network.hop == pytest.approx(8 * (alone - CLUSTER.network.hop))
+    assert send(CLUSTER, 1e8, 8, False) < eight
+    # Eight rings through one node's line against one ring through it.
+    shared = reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 8), 1e8)
+    assert shared == pytest.approx(8 * reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 1), 1e8), rel=0.01)
+
+
+def test_groups_are_megatrons() -> None:
+    assert Group.strided(4, 8, 8) == Group(4, 1, 8)  # a replica per node, of each of eight tensor ranks
+    assert Group.strided(16, 2, 8) == Group(16, 4, 2)
+    assert Group.strided(16, 1, 8) == Group(16, 8, 1) and Group.strided(16, 1, 8).nodes == 2
+
+
+def test_small_messages_cost_latency_and_large_rings_lose_bandwidth() -> None:
+    assert all_reduce(CLUSTER, Group(64, 8, 1), 8) > 20e-6
+    small, large = Group(16, 8, 1), Group(1024, 8, 1)
+    assert reduce_scatter(CLUSTER, large, 1e9) > 1.5 * reduce_scatter(CLUSTER, small, 1e9)
+    assert all_reduce(CLUSTER, Group(1, 1, 1), 1e9) == 0.0
+
+
+def test_an_all_to_all_has_no_sums_on_the_way() -> None:
+    """Of two full nodes half of what each rank holds has to leave the node; a ring sends it once per node."""
+    two_nodes = Group(16, 8, 1)
+    assert all_to_all(CLUSTER, two_nodes, 1e9) > 3 * reduce_scatter(CLUSTER, two_nodes, 1e9)
+
+
+@pytest.mark.parametrize(("form", "bits"), [("int8", 8.125), ("int4", 4.125), ("fp8", 8.125)])
+def test_blocks_send_their_bits_and_a_scale(form: str, bits: float) -> None:
+    costs = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form))
+    assert costs.gradient_bytes == JOB.rows * JOB.model.hidden * bits / 8 and BITS[form] == bits
+    assert costs.coding["remember"] == 0.0 and costs.activation_bytes == 2 * JOB.rows * JOB.model.hidden
+    lep = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form, lazy_error_propagation=True))
+    # What was sent is decoded once more, and both ends of the sum are read and written.
+    assert lep.coding["remember"] > lep.coding["decompress"] == costs.coding["decompress"]
+    assert lep.coding["compress"] > costs.coding["compress"]
+
+
+def test_low_rank_sends_its_factors_and_nothing_where_nothing_is_saved() -> None:
+    costs = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop=True))
+    assert costs.gradient_bytes == 2 * 16 * (JOB.rows + JOB.model.hidden)
+    all_of_it = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4096)
+    assert message_costs(CLUSTER, JOB, all_of_it).gradient_bytes == 2 * JOB.rows * JOB.model.hidden
+    assert low_rank_values(JOB, OptimusConfig(dp_compression=True, dp_compression_rank=4096)) == (0, 0)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("form", ["int8", "int4", "low-rank"])
+def test_on_a_slow_line_compressed_gradients_are_reduced_in_less_than_half_the_time(
+    form: str, distributed: bool
+) -> None:
+    job, cluster = JOB.replace(distributed_optimizer=distributed), CLUSTERS["10gbe"]
+    ours = iteration(cluster, job, OptimusConfig(dp_compression_format=form, dp_compression=True))
+    dense = iteration(cluster, job)
+    assert dense.reductions[0] == dense.reductions[-1] > 1.05 * dense.reductions[1]
+    # The middle stages, which hold no embedding.
+    assert ours.reductions[1] < 0.5 * dense.reductions[1] and ours.seconds < dense.seconds
+
+
+def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
+    low_rank = OptimusConfig(dp_compression=True, compressed_backprop=True)
+    assert memory(JOB)["compression"] == 0.0
+    # A residual in fp32 of all matrices, and little more.
+    matrices = 4 * 12 * JOB.model.hidden**2 * 18 / 8
+    assert memory(JOB, low_rank)["compression"] == pytest.approx(matrices, rel=0.35)
+    halved = replace(low_rank, compression_state_dtype="bf16")
+    assert memory(JOB, halved)["compression"] == memory(JOB, low_rank)["compression"] / 2
+    # Messages of 8.125 bits a value, for both ways; an activation in bf16.
+    int8 = OptimusConfig(dp_compression_format="int8")
+    assert memory(JOB, int8)["compression"] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters)
+    lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
+    assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
+    messages = OptimusConfig(compressed_backprop=True, lazy_error_propagation=True)
+    assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
+    big = Job(model=MODELS["175b"], gpus=64, tp=8, pp=4, batch=64)
+    with pytest.raises(PlanError, match=r"does not fit: a rank needs \d+\.\d GB, \d+\.\d GB more than the A100 has"):
+        check_memory(CLUSTER, big)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"gpus": 100}, "100 GPUs do not divide among 32 tensor x pipeline ranks"),
+        ({"pp": 16}, "72 layers do not divide among 16 stages x chunks"),
+        ({"vpp": 5}, "72 layers do not divide among 20 stages x chunks"),
+        ({"batch": 100}, "a batch of 100 does not divide among 4 replicas x micro-batches of 8: give a multiple of 32"),
+        ({"vpp": 2, "batch": 32 * 6}, "interleaving wants micro-batches"),
+        ({"micro_batch": 0}, "micro_batch: 0 is not a positive number"),
+        ({"tp": 16, "gpus": 256}, "24 heads do not divide among 16 tensor ranks"),
+        ({"model": Model(layers=72, hidden=3071, heads=24)}, "3071 hidden do not divide among 24 heads"),
+        ({"model": Model(layers=0, hidden=3072, heads=24)}, "positive number of layers"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        JOB.replace(**changes)
+
+
+def test_a_cluster_file_changes_what_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"gpu": "H100", "network": "100gbe", "memory": 9.4e10, "gpus_per_node": 4}))
+    mine = cluster_of(str(path))
+    assert (mine.gpu.memory, mine.gpus_per_node, mine.network.node_rate) == (9.4e10, 4, 1e10)
+    assert isinstance(mine.gpu.memory, Constant) and mine.gpu.memory.source == str(path)
+    assert mine.gpu.bf16 == GPUS["H100"].bf16
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "It wants"),
+        ('{"gpu": "H100"}', "'network'. It wants"),
+        ('{"gpu": "H200", "network": "ndr8"}', "unknown GPU 'H200': did you mean H100"),
+        ('{"gpu": "H100", "network": "ndr8", "memroy": 1}', "unknown field 'memroy': did you mean memory"),
+        ('{"gpu": "H100", "network": "ndr8", "memory": -1}', "memory: -1 is not a positive number"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=complaint):
+        cluster_of(str(path))
+
+
+def test_unknown_names_get_the_near_ones() -> None:
+    with pytest.raises(PlanError, match="unknown cluster 'a100-hdr': did you mean a100-hdr200"):
+        cluster_of("a100-hdr")
+    with pytest.raises(PlanError, match="unknown network 'ndr0': did you mean ndr8"):
+        network_of("ndr0")
+    with pytest.raises(PlanError, match=r"no_such_file\.json"):
+        cluster_of("no_such_file.json")

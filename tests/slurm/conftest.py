@@ -1,0 +1,12 @@
+"""Jobs run the package's own entry, whatever checkout other tests are given."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_a_checkout() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MEGATRON_LM", raising=False)
+        yield

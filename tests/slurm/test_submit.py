@@ -1,0 +1,222 @@
+"""What submit.sh refuses and hands to sbatch, and the steps that jobs start; Slurm's programs here only print."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.shell_scripts import ROOT, Ended, run_script
+
+PYXIS = 'test "$1" != --help || { echo "  --container-image=..."; exit; }; '
+PROGRAMS = {
+    "sbatch": 'printf "%s\\n" sbatch "$@"',
+    "srun": PYXIS + 'printf "%s\\n" "cpus per task: $SRUN_CPUS_PER_TASK" srun "$@" "$OPTIMUS_CC_DEVICE"',
+    "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
+    # As Enroot does.
+    "enroot": 'test ! -e "$3" || { echo "File already exists: $3" >&2; exit 1; }; echo new > "$3"; echo enroot "$@"',
+}
+JOB = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "MASTER_ADDR": "n1",
+    "SLURM_JOB_CPUS_PER_NODE": "64(x3),32", "PROCESSES_PER_NODE": "8", "OPTIMUS_CC_ROOT": str(ROOT),
+}  # fmt: skip
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A script of scripts/slurm in a folder of its own, with `programs` of one's own ahead on PATH."""
+    programs = tmp_path / "bin"
+    folder = tmp_path / "work"
+    programs.mkdir()
+    folder.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    def in_folder(script: str, *arguments: str, **env: str) -> Ended:
+        path = f"{programs}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+        return run_script(f"slurm/{script}", *arguments, env={"PATH": path, **env}, cwd=folder)
+
+    return in_folder
+
+
+def submit(run: Run, *words: str, **env: str) -> Ended:
+    """As a person writes it: `submit.sh JOB ...`."""
+    return run("submit.sh", *words, **env)
+
+
+REFUSED = {
+    "pretrain TENSOR_PARALEL=8 --gpus-per-node=8": (
+        "submit.sh: error: TENSOR_PARALEL: it is not a variable of this job. Write TENSOR_PARALLEL; --help lists them."
+    ),
+    "pretrain UNHEARD_OF=8 --gpus-per-node=8": "UNHEARD_OF: it is not a variable of this job. --help lists them.",
+    "pretrain CHECKPOINT=x --gpus-per-node=8": "CHECKPOINT: it is not a variable of this job.",
+    "pretrain MODEL=7b --gpus-per-node=8": "MODEL: '7b' is not known. Give tiny, 125m",
+    "pretrain": "PROCESSES_PER_NODE: neither it nor --gpus-per-node is given.",
+    "pretrain --gpus-per-node=8 -- --dryrun": "--dryrun: it is not an option of this script. Write --dry-run.",
+    "pretrain --gpus-per-node=8 -- --nodes=16": "--nodes=16: it is an option of sbatch's",
+    "pretrain --nodes=3 --gres=gpu:h100:8": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
+    "pretrain -N 3 --gpus-per-node h100:8": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
+    "pretrain --gpus-per-node=8 IMAGE=optimus-cc.sqsh": "IMAGE: there is no 'optimus-cc.sqsh'.",
+    "pretrain --gpus-per-node=8 IMAGE=host#name:tag CHECKPOINT_DIR=/nowhere/x": (
+        "CHECKPOINT_DIR: no folder above '/nowhere/x' exists."
+    ),
+    "pretrain --gpus-per-node=8 DATA_PATH=/nowhere/x TOKENIZER_MODEL=.": "DATA_PATH: /nowhere/x.idx does not exist.",
+    "prepare_data -- --output x": "--input: it is not given. Give a file or a folder of text, after --.",
+    "evaluate": "CHECKPOINT: it is not set.",
+    "evaluate CHECKPOINT=. MODEL_OUTPUT=model": "CHECKPOINT: there is no checkpoint in '.'.",
+    "evaluate CHECKPOINT=. MODEL_OUTPUT=. TEXT=x": "TEXT: there is no 'x'.",
+    "build_image OUTPUT=optimus-cc.img": "OUTPUT: 'optimus-cc.img' has another ending. Give a name that ends in .sif,",
+    "build_image OUTPUT=nowhere/optimus-cc.sqsh": "OUTPUT: the folder of 'nowhere/optimus-cc.sqsh' is not there",
+    "build_image MEGATRON_LM=.": "MEGATRON_LM: there is no pretrain_gpt.py in '.'.",
+    "build_image BUILDER=make": "BUILDER: 'make' is not known.",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=list(REFUSED))
+def test_what_cannot_work_is_refused_on_the_login_node(line: str, message: str, run: Run) -> None:
+    ended = submit(run, *line.split())
+    assert ended.code == 2 and ended.output == "", ended.errors
+    assert message in ended.errors and ended.errors.count("error: ") == 1
+
+
+def test_a_misspelt_variable_in_the_environment_is_refused_and_a_strange_one_is_not(run: Run) -> None:
+    ended = submit(run, "pretrain", "--gpus-per-node=8", CHECKPOINT_DIRS="x", FOLDER="y")
+    assert ended.code == 2 and ended.output == ""
+    assert "CHECKPOINT_DIRS: it is not a variable of this job. Write CHECKPOINT_DIR, or unset" in ended.errors
+    ended = submit(run, "pretrain", "--gpus-per-node=8", SBATCH_PARTITON="big")
+    assert ended.code == 2 and "Write SBATCH_PARTITION" in ended.errors
+    assert submit(run, "pretrain", "--gpus-per-node=8", FOLDER="y", NODE="z").code == 0
+
+
+def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: Run) -> None:
+    words = "pretrain MODEL=2.5b NCCL_DEBUG=INFO --nodes=16 --gpus-per-node=8 --time=1:00 -- --bf16 --lr 3e-4"
+    ended = submit(run, *words.split(), SBATCH_ACCOUNT="chemistry", MICRO_BATCH_SIZE="2")
+    assert ended.code == 0, ended.errors
+    file = str(ROOT / "scripts/slurm/pretrain.sbatch")
+    options = ["--export=ALL", "--nodes=16", "--gpus-per-node=8", "--time=1:00"]
+    assert ended.output.splitlines() == ["sbatch", *options, file, "--bf16", "--lr", "3e-4"]
+    assert "account chemistry, partition (the default)" in ended.errors
+
+
+def test_every_job_has_a_help_that_lists_its_variables(run: Run) -> None:
+    for job, variable in {
+        "build_image": "OUTPUT", "prepare_data": "IMAGE", "pretrain": "NETWORK_INTERFACE", "evaluate": "TASKS"
+    }.items():  # fmt: skip
+        for ended in (submit(run, job, "--help"), run(f"{job}.sbatch", "--help", OPTIMUS_CC_ROOT=str(ROOT))):
+            assert ended.code == 0 and f"\n  {variable} " in ended.output and "#" not in ended.output, ended.errors
+    assert submit(run, "train").code == 2
+
+
+def test_outside_of_slurm_a_training_job_says_how_it_is_submitted(run: Run) -> None:
+    ended = run("pretrain.sbatch", OPTIMUS_CC_ROOT=str(ROOT))
+    assert ended.code == 2 and "this is not a job of Slurm's. Use scripts/slurm/submit.sh." in ended.errors
+
+
+def step(ended: Ended) -> dict[str, str]:
+    """The options of the step that was started, by name, its program under `program`."""
+    assert ended.code == 0, ended.errors
+    [cpus, _, *words] = ended.output[ended.output.index("cpus per task: ") :].splitlines()
+    options = [word for word in words if word.startswith("--")]
+    program = next(word for word in words if not word.startswith("--"))
+    return {"cpus": cpus.removeprefix("cpus per task: "), "program": program} | {
+        name.lstrip("-"): value for name, _, value in (option.partition("=") for option in options)
+    }
+
+
+def test_a_step_has_the_cpus_and_the_memory_of_its_job(run: Run) -> None:
+    ended = step(run("pretrain.sbatch", **JOB))
+    assert (ended["cpus"], ended["mem"], ended["nodes"]) == ("32", "0", "2")
+    chosen = step(run("pretrain.sbatch", **JOB, SLURM_CPUS_PER_TASK="16", SLURM_MEM_PER_CPU="2000"))
+    assert chosen["cpus"] == "16" and "mem" not in chosen
+
+
+@pytest.mark.parametrize("gpus, asked, device", [("8", "", "cuda"), ("8", "cpu", "cpu"), ("", "", "")])
+def test_a_job_with_gpus_trains_on_them_or_not_at_all(run: Run, gpus: str, asked: str, device: str) -> None:
+    ended = run("pretrain.sbatch", **JOB, SLURM_GPUS_ON_NODE=gpus, OPTIMUS_CC_DEVICE=asked)
+    assert ended.code == 0 and ended.output.splitlines()[-1] == device, ended.errors
+
+
+def test_an_image_is_named_absolutely_with_what_it_needs_mounted_and_what_was_set_outside(
+    run: Run, tmp_path: Path
+) -> None:
+    data, runs, work = tmp_path / "data", tmp_path / "runs", tmp_path / "work"
+    (data / "deep").mkdir(parents=True)
+    for path in (work / "optimus-cc.sqsh", data / "deep/a.idx", data / "b.idx", data / "merges.txt", data / "v.json"):
+        path.touch()
+    runs.mkdir()
+    (data / "pretrain_gpt.py").touch()
+    settings = {
+        "IMAGE": "optimus-cc.sqsh", "DATA_PATH": f"0.5 {data}/deep/a 0.5 {data}/b", "CHECKPOINT_DIR": f"{runs}/new/one",
+        "VOCAB_FILE": f"{data}/v.json", "MERGE_FILE": f"{data}/merges.txt", "MEGATRON_LM": str(data),
+        "NCCL_DEBUG": "INFO", "STRANGE": "x", "CUDA_HOME": "/usr/local/cuda",
+    }  # fmt: skip
+    boards = tmp_path / "boards"
+    boards.mkdir()
+    started = step(
+        run("pretrain.sbatch", "--tensorboard-dir", f"{boards}/run1", **JOB, **settings, IMAGE_MOUNTS="/opt")
+    )
+    assert started["container-image"] == f"{work}/optimus-cc.sqsh"
+    mounted = started["container-mounts"].split(",")
+    assert mounted == [f"{path}:{path}" for path in (work, runs, data, boards, "/opt")]
+    outside = started["container-env"].split(",")
+    assert {"MEGATRON_LM", "DATA_PATH", "NCCL_DEBUG", "OPTIMUS_CC_DEVICE"} <= set(outside)
+    assert not {"STRANGE", "CUDA_HOME"} & set(outside)
+    assert started["program"] == "/opt/optimus-cc/scripts/slurm/on_node.sh"
+
+
+def test_an_image_for_apptainer_is_bound_alike_and_without_pyxis_another_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "work/optimus-cc.sif").touch()
+    ended = run("pretrain.sbatch", **JOB, IMAGE="optimus-cc.sif", IMAGE_MOUNTS="/opt:/mnt")
+    work = tmp_path / "work"
+    words = ended.output.splitlines()
+    start = words.index("apptainer")
+    expected = ["exec", "--nv", "--pwd", str(work), "--bind", f"{work},/opt:/mnt", f"{work}/optimus-cc.sif"]
+    assert words[start + 1 : start + 8] == expected
+    (tmp_path / "bin/srun").write_text("#!/bin/sh\n")
+    ended = submit(run, "pretrain", "--gpus-per-node=8", "IMAGE=host#name:tag")
+    assert ended.code == 2 and "Pyxis is not installed" in ended.errors
+
+
+def test_data_and_evaluation_run_in_the_image_too(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "work/optimus-cc.sqsh").touch()
+    (tmp_path / "work/latest_checkpointed_iteration.txt").touch()
+    prepared = run("prepare_data.sbatch", "--input", "/opt", **JOB, IMAGE="./optimus-cc.sqsh")
+    assert step(prepared)["program"] == "python" and f"{tmp_path}/work:{tmp_path}/work,/opt:/opt" in prepared.output
+    evaluated = run("evaluate.sbatch", **JOB, IMAGE="./optimus-cc.sqsh", CHECKPOINT=".", MODEL_OUTPUT="model")
+    assert step(evaluated)["program"] == "/opt/optimus-cc/scripts/eval/convert.sh"
+
+
+def test_without_a_python_preparing_data_says_so(run: Run, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "scripts").symlink_to(ROOT / "scripts")
+    path = tmp_path / "no-python"
+    path.mkdir()
+    for name in ("bash", "sh", "sed", "tr", "awk", "dirname", "paste", "grep", "env", "cut"):
+        (path / name).symlink_to(Path("/usr/bin") / name)
+    ended = run("prepare_data.sbatch", "--input", "x", OPTIMUS_CC_ROOT=str(package), PATH=str(path))
+    assert ended.code == 2 and "PATH: there is no 'python' on it" in ended.errors
+
+
+@pytest.mark.parametrize("name", ["optimus-cc.sqsh", "optimus-cc.tar"])
+def test_an_image_rebuilt_takes_the_place_of_the_old_one(name: str, run: Run, tmp_path: Path) -> None:
+    image = tmp_path / "work" / name
+    image.write_text("old")
+    ended = run("build_image.sbatch", OPTIMUS_CC_ROOT=str(ROOT), OUTPUT=name, BUILDER="buildah")
+    assert ended.code == 0, ended.errors
+    assert image.read_text() == "new\n" and list(image.parent.iterdir()) == [image]
+
+
+def test_an_image_that_could_not_be_made_leaves_the_old_one(run: Run, tmp_path: Path) -> None:
+    image = tmp_path / "work/optimus-cc.sqsh"
+    image.write_text("old")
+    (tmp_path / "bin/enroot").write_text("#!/bin/sh\necho half > $3\nexit 1\n")
+    settings = {"OPTIMUS_CC_ROOT": str(ROOT), "BUILDER": "buildah"}
+    assert run("build_image.sbatch", **settings, OUTPUT="optimus-cc.sqsh").code == 1
+    assert image.read_text() == "old" and list(image.parent.iterdir()) == [image]
+    ended = run("build_image.sbatch", **settings, OUTPUT="optimus-cc.sif")
+    assert ended.code == 2 and "takes apptainer, which is not on PATH" in ended.errors and ended.output == ""

@@ -1,0 +1,260 @@
+"""Triton's block formats against torch's; in the interpreter or on a GPU, as in test_triton_kernels.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import BLOCK, BlockCodec, BlockLayout, fast_codec
+from optimus_cc_ext.compressors.triton import blocks as block_launches
+from optimus_cc_ext.compressors.triton import launches
+from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from tests.allocations import Watch
+from tests.cuda_graphs import assert_replays_without_synchronisation
+from tests.interpreted import assert_holds_in_tritons_interpreter
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+RUNS_HERE = launches.AVAILABLE and (GPU or launches.INTERPRETED)
+needs_triton = pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+SIGNS = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(5)).mul_(2).sub_(1).float()
+FORMATS = pytest.mark.parametrize(
+    "format, rotated", [("int8", False), ("int8", True), ("int4", False), ("int4", True), ("fp8", False)]
+)
+CASES = pytest.mark.parametrize(
+    "format, rotated, dtype",
+    [
+        ("int8", False, torch.float16),
+        ("int8", True, torch.float32),
+        ("int4", False, torch.bfloat16),
+        ("int4", True, torch.bfloat16),
+        ("int4", True, torch.float16),
+        ("fp8", False, torch.bfloat16),
+    ],
+)
+# Short blocks, more blocks than one program takes (in the interpreter 16), a message with a single value encoded.
+SCATTERED = BlockLayout(
+    [[(640, 300), (3, 128), (131, 200), (1100, 1300)], [(1000, 1)]], [[(350, 5), (355, 2), (400, 150)], [(600, 30)]]
+)
+NUMEL = 2500
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def both(format, rotated) -> tuple[TritonBlockCodec, BlockCodec]:
+    signs = SIGNS if rotated else None
+    return TritonBlockCodec(format, signs=signs), BlockCodec(format, signs=signs)
+
+
+def encoded(codec: BlockCodec, values: Tensor, layout: BlockLayout = SCATTERED) -> Tensor:
+    nbytes = codec.message_bytes(layout, values.dtype)
+    messages = torch.zeros(layout.messages, nbytes, dtype=torch.uint8, device=values.device)
+    codec.encode(values, layout, messages)
+    return messages
+
+
+def decoded(codec: BlockCodec, messages: Tensor, dtype: torch.dtype, layout: BlockLayout = SCATTERED) -> Tensor:
+    out = torch.full((NUMEL,), torch.nan, dtype=dtype, device=messages.device)
+    codec.decode(messages, layout, out)
+    return out
+
+
+@needs_triton
+@pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
+def test_the_block_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_in_tritons_interpreter(__file__, "TestBlockKernels")
+
+
+@FORMATS
+def test_what_the_kernels_do_not_take_goes_the_parents_way(format, rotated) -> None:
+    ours, parent = both(format, rotated)
+    # On a CPU without the interpreter all; elsewhere fp64, and what does not lie next to each other.
+    values = gaussian(NUMEL, dtype=torch.float64 if RUNS_HERE else torch.float32)
+    messages = encoded(ours, values)
+    assert torch.equal(messages, encoded(parent, values))
+    found, expected = (decoded(codec, messages, values.dtype) for codec in (ours, parent))
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    spread = gaussian(2 * NUMEL)[::2]
+    assert torch.equal(encoded(ours, spread), encoded(parent, spread))
+
+
+@pytest.mark.parametrize("gpus, expected", [(0, BlockCodec), (1, TritonBlockCodec)])
+def test_training_takes_the_kernels_where_there_is_a_gpu(monkeypatch, gpus: int, expected: type) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: gpus)
+    assert type(fast_codec("int4", seed=1, rotated=True)) is expected
+    assert type(fast_codec("int4", seed=1, rotated=True, exact=True)) is BlockCodec
+
+
+@needs_triton
+@pytest.mark.skipif(launches.INTERPRETED or GPU, reason="compiles without a GPU what a GPU would compile anyway")
+@pytest.mark.parametrize(
+    "capability, format, rotated, dtype",
+    [
+        (80, "int4", True, torch.float32),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (80, "fp8", False, torch.bfloat16),
+                (90, "int4", True, torch.float32),
+                (100, "int4", True, torch.bfloat16),
+                (120, "int4", True, torch.bfloat16),
+                (120, "int8", True, torch.float32),
+                (90, "int8", True, torch.float16),
+                (90, "fp8", False, torch.bfloat16),
+            ]
+        ),
+    ],
+)
+def test_they_compile_for_gpus(monkeypatch, tmp_path, capability: int, format, rotated, dtype) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list = []
+    run = JITFunction.run
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *a, warmup, **k: compiled.append(run(self, *a, warmup=True, **k))
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pretended = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: (capability, format),  # triton remembers what it compiled by device
+        get_current_stream=lambda device=None: 0,
+    )
+    monkeypatch.setattr(driver, "_active", pretended)
+    monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
+    codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=dtype)
+    messages = encoded(codec, values)
+    codec.decode(messages, SCATTERED, values)
+    codec.decode_add(messages[:1].repeat(3, 1), SCATTERED, 0, values)
+    assert len(compiled) == 6
+    # 99 KiB of shared memory a program is what compute capability 12.0 has, the others have more.
+    assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
+
+
+@FORMATS
+def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatch, format, rotated) -> None:
+    class Launched:
+        def __getitem__(self, grid):
+            assert all(isinstance(size, int) and size > 0 for size in grid)
+            return lambda *args, **kwargs: None
+
+    pytest.importorskip("triton")
+    names = ("encode_blocks", "add_up_blocks", "copy_values", "add_up_values")
+    monkeypatch.setattr(block_launches, "block_kernels", SimpleNamespace(**dict.fromkeys(names, Launched())))
+    monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
+    codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=torch.bfloat16)
+    messages = encoded(codec, values)
+    several = messages[:1].repeat(3, 1)
+
+    def step() -> None:
+        codec.encode(values, SCATTERED, messages)
+        codec.decode(messages, SCATTERED, values)
+        codec.decode_add(several, SCATTERED, 0, values)
+
+    step()
+    with Watch() as watch:
+        step()
+    assert watch.allocated == watch.read_by_host == []
+
+
+class TestBlockKernels:
+    __test__ = RUNS_HERE
+
+    @pytest.fixture(autouse=True)
+    def _few_programs(self, monkeypatch) -> None:
+        if launches.INTERPRETED:
+            monkeypatch.setattr(block_launches, "ROWS", 16)
+
+    @CASES
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: 0 / 0
+    def test_messages_and_what_is_decoded_are_torchs_to_the_bit(self, format, rotated, dtype) -> None:
+        ours, torchs = both(format, rotated)
+        # Rotated to the same sums in any order: multiples of 2^-4 to +-8.
+        exact = gaussian(NUMEL).mul_(2).clamp_(-8, 8).mul_(16).round_().div_(16).to(dtype)
+        exact[700:900] = 0
+        messages = encoded(ours, exact)
+        assert torch.equal(messages, encoded(torchs, exact))
+        # Any numbers: rotated codes may be one apart.
+        values = (gaussian(NUMEL) * torch.logspace(-3, 3, NUMEL, device=DEVICE)).to(dtype)
+        messages, expected = encoded(ours, values), encoded(torchs, values)
+        found = decoded(ours, messages, dtype)
+        assert torch.equal(found.nan_to_num(), decoded(torchs, messages, dtype).nan_to_num())
+        # And nothing else is written to.
+        assert found.isnan().sum() == NUMEL - 1929 - 187
+        if not rotated:
+            assert torch.equal(messages, expected)
+            return
+        for mine, other in zip(messages, expected, strict=True):
+            (_, scales, codes), (_, expected_scales, expected_codes) = (
+                torchs._split(message, SCATTERED, dtype) for message in (mine, other)
+            )
+            assert torch.equal(scales, expected_scales)
+            apart = torchs._widened(codes, "one") - torchs._widened(expected_codes, "other")
+            assert apart.abs().max() <= 1 and apart.abs().mean() < 1e-3
+
+    @CASES
+    def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype) -> None:
+        ours, torchs = both(format, rotated)
+        sent = torch.stack([encoded(torchs, gaussian(NUMEL, seed=seed, dtype=dtype))[0] for seed in range(3)])
+        found, expected = torch.zeros(2, NUMEL, dtype=dtype, device=DEVICE)
+        ours.decode_add(sent, SCATTERED, 0, found)
+        torchs.decode_add(sent, SCATTERED, 0, expected)
+        if rotated:
+            # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
+            torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        else:
+            assert torch.equal(found, expected)
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+    @pytest.mark.parametrize(
+        "format, rotated, poison",
+        [("int8", False, torch.inf), ("int4", True, torch.inf), ("int4", True, torch.nan), ("fp8", False, torch.nan)],
+    )
+    def test_what_is_not_finite_reaches_the_result_and_stays_in_its_block(self, format, rotated, poison) -> None:
+        layout, (ours, _) = BlockLayout.of_one(300), both(format, rotated)
+        values, out = gaussian(300), torch.empty(300, device=DEVICE)
+        values[200] = poison
+        messages = torch.cat([encoded(ours, values, layout), encoded(ours, torch.ones_like(values), layout)])
+        for senders in (1, 2):
+            ours.decode_add(messages[:senders], layout, 0, out)
+            assert not out[BLOCK : 2 * BLOCK].isfinite().any()
+            assert out[:BLOCK].isfinite().all() and out[2 * BLOCK :].isfinite().all()
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+    def test_e4m3_is_torchs_of_all_numbers_ties_and_subnormal_ones(self) -> None:
+        numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        between = (numbers[1:] + numbers[:-1]) / 2
+        values = torch.cat([numbers, between, between * (1 + 2**-20), between * (1 - 2**-20), torch.zeros(3)])
+        # Of each block the first is 448: a scale of 1.
+        blocks = torch.cat([torch.full((4, 1), 448.0), values.view(4, 127)], 1)
+        values = torch.cat([blocks, -blocks]).flatten().to(DEVICE)
+        ours, torchs = both("fp8", False)
+        layout = BlockLayout.of_one(values.numel())
+        messages = encoded(ours, values, layout)
+        assert torch.equal(messages, encoded(torchs, values, layout))
+        _, _, codes = ours._split(messages[0], layout, values.dtype)
+        assert torch.equal(codes.flatten().view(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn))
+        out = torch.empty_like(values)
+        ours.decode(messages, layout, out)
+        assert torch.equal(out, values.to(torch.float8_e4m3fn).float())
+
+    @needs_gpu
+    @FORMATS
+    def test_a_cuda_graph_replays_a_message_without_synchronisation(self, format, rotated) -> None:
+        codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=torch.bfloat16)
+        messages, out, total = encoded(codec, values), torch.zeros_like(values), torch.zeros_like(values)
+
+        def message() -> None:
+            codec.encode(values, SCATTERED, messages)
+            codec.decode(messages, SCATTERED, out)
+            codec.decode_add(messages[:1].expand(3, -1), SCATTERED, 0, total)
+
+        assert_replays_without_synchronisation(message, (messages, out, total))

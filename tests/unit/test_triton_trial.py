@@ -1,0 +1,156 @@
+"""What is compiled when a run starts is all that its steps launch; in the interpreter, as in test_triton_kernels.py."""
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import BlockLayout
+from optimus_cc_ext.compressors.triton import launches, trial
+from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
+from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
+from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.schedule import NonInterleaved
+from scripts.bench.compressors.bucket import one_process
+from tests.interpreted import assert_holds_in_tritons_interpreter
+from tests.low_rank_steps import gaussian
+
+if launches.AVAILABLE:
+    from optimus_cc_ext.compressors.triton import block_kernels, kernels
+
+DEVICE = "cpu"
+
+
+@pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
+@pytest.mark.skipif(launches.INTERPRETED, reason="they run in this process")
+def test_what_is_tried_holds_in_tritons_interpreter() -> None:
+    assert_holds_in_tritons_interpreter(__file__, "TestTrial")
+
+
+class Launched:
+    """What Triton compiles anew when it changes: of each kernel launched meanwhile (and not run) dtypes, constants, and
+    whether numbers and addresses are multiples of 16."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.keys: set = set()
+        self._patch = monkeypatch
+
+    def __enter__(self) -> None:
+        for module in (kernels, block_kernels):
+            for name in module.__all__:
+                self._patch.setattr(module, name, _Noting(name, getattr(module, name), self.keys))
+
+    def __exit__(self, *unused) -> None:
+        self._patch.undo()
+
+
+class _Noting:
+    def __init__(self, name: str, kernel, keys: set) -> None:
+        self.name, self.kernel, self.keys = name, kernel, keys
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs) -> None:
+            named = inspect.signature(self.kernel.fn).bind_partial(*args).arguments
+            free, anywhere = (self.kernel.kwargs[name] or () for name in ("do_not_specialize", ALIGNMENT))
+            constants = tuple((n, value) for n, value in kwargs.items() if n not in free and n != "share")
+            numbers = tuple(_compiled_for(v, name in anywhere) for name, v in named.items() if name not in free)
+            self.keys.add((self.name, numbers, constants))
+
+        return launch
+
+
+ALIGNMENT = "do_not_specialize_on_alignment"
+
+
+def _compiled_for(value, anywhere: bool = False):
+    if isinstance(value, tuple):
+        return tuple(map(_compiled_for, value))
+    if isinstance(value, Tensor):
+        return value.dtype, anywhere or value.data_ptr() % 16 == 0
+    return value if value in (None, 1) else value % 16 == 0
+
+
+def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
+    config = CompressedBackpropConfig(
+        compressed_backprop=True, compressed_backprop_rank=16, compressed_backprop_messages="all",
+        lazy_error_propagation=feedback,
+    )  # fmt: skip
+    plan = LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=18, state_dtype=state_dtype, force=True)
+    sender, receiver = SendingLink(plan, TritonLowRank(), 0, 0), ReceivingLink(plan, TritonLowRank(), 0, 0)
+    gradient = gaussian(rows, 1, columns, dtype=dtype)
+    for link in (sender, receiver):
+        link.begin(NonInterleaved(2, 1))
+    sending, receiving = sender.send(gradient), receiver.receive(torch.empty_like(gradient))
+    receiving.tensor.copy_(sending.tensor)
+    sending.after_post()
+    receiving.after_wait()
+
+
+def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
+    flat = gaussian(1, 1, 4 * 64 * 128).flatten().to(dtype)
+    matrices = [part.view(64, 128) for part in flat.split(64 * 128)]
+    config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_error_feedback=feedback)
+    for shard in (None, flat[: 64 * 128]):
+        reducer = BucketReducer(
+            matrices, [], shard=shard, group=group, compressor=TritonLowRank(), config=config, seed=18, salt="",
+            state_dtype=state_dtype,
+        )  # fmt: skip
+        for whole in (False, True):
+            reducer.reduce(whole)
+        reducer.states.commit({})
+
+
+def _encode_and_decode(format: str, dtype: torch.dtype) -> None:
+    codec, layout = TritonBlockCodec(format), BlockLayout([[(0, 512)], [(512, 512)]], [[(1024, 64)], [(1088, 64)]])
+    for kind in {torch.float32, dtype}:
+        values = gaussian(1, 1, 2048).flatten().to(kind)
+        messages = torch.empty(2, codec.message_bytes(layout, kind), dtype=torch.uint8, device=DEVICE)
+        codec.encode(values, layout, messages)
+        codec.decode(messages, layout, values)
+        codec.decode_add(messages[:1].expand(4, -1), layout, 1, values)
+
+
+class TestTrial:
+    __test__ = launches.INTERPRETED
+
+    def test_all_kernels_are_tried_and_one_that_fails_is_named(self, monkeypatch) -> None:
+        monkeypatch.setattr(trial, "_SIZE", 64)  # the interpreter takes its time
+        everything = [3], ["int8"], torch.device(DEVICE), [torch.bfloat16]
+        assert trial.failure(*everything) is None
+
+        def no_compiler(*args, **kwargs):
+            raise RuntimeError("Failed to find C compiler.\nSet CC")
+
+        for name in ("project_sum", "orthogonalize", "back_project", "subtract_reconstruction", "reconstruct"):
+            with monkeypatch.context() as patch:
+                patch.setattr(launches, name, no_compiler)
+                assert trial.failure(*everything) == "RuntimeError: Failed to find C compiler."
+        for name in ("encode", "decode", "decode_add"):
+            with monkeypatch.context() as patch:
+                patch.setattr(TritonBlockCodec, name, no_compiler)
+                assert trial.failure(*everything) == "RuntimeError: Failed to find C compiler."
+
+    @pytest.mark.parametrize(
+        "dtype, state_dtype, feedback",
+        [
+            (torch.float32, torch.float32, True), (torch.bfloat16, torch.bfloat16, True),
+            (torch.float16, torch.float32, False), (torch.bfloat16, torch.float32, False),
+        ],
+    )  # fmt: skip
+    def test_a_first_step_launches_nothing_that_was_not_tried(self, monkeypatch, dtype, state_dtype, feedback) -> None:
+        tried, launched = (Launched(monkeypatch) for _ in range(2))
+        with tried:
+            dtypes = sorted({torch.float32, dtype}, key=str)
+            assert trial.failure([16], ["int8", "int4"], torch.device(DEVICE), dtypes, state_dtype) is None
+        # Multiples of 16, as models have them; in few parts and in many.
+        with launched, one_process(torch.device(DEVICE)) as group:
+            for rows, columns in ((32, 64), (64, 96), (64, 1056), (512, 128)):
+                _send_and_receive(rows, columns, dtype, state_dtype, feedback)
+            for bucket_dtype in {torch.float32, dtype} - {torch.float16}:
+                _reduce(group, bucket_dtype, state_dtype, feedback)
+            for format in ("int8", "int4"):
+                _encode_and_decode(format, dtype)
+        assert launched.keys and sorted(map(str, launched.keys - tried.keys)) == []
