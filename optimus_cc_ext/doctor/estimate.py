@@ -18,10 +18,7 @@ from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
-__all__ = [
-    "Gpt", "activation_bytes", "bytes_by_class", "gathered_bytes", "gpt_from", "gradient_bytes", "link_plan",
-    "message_bytes", "state_bytes", "without_gain",
-]  # fmt: skip
+__all__ = ["Gpt", "bytes_by_class", "gpt_from", "state_bytes", "without_gain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sc
         TrafficClass.EMBEDDING.value: _over_stages(stages, partial(_embedding, gpt, layout, config)),
     }
     if layout.distributed_optimizer:
-        counted[TrafficClass.PARAM_GATHER.value] = _over_stages(stages, partial(gathered_bytes, gpt, layout))
+        counted[TrafficClass.PARAM_GATHER.value] = _over_stages(stages, partial(_gathered, gpt, layout))
     per = {name: replicas * gpt.tensor_parallel for name in counted}
     return {name: (raw * per[name], sent * per[name]) for name, (raw, sent) in counted.items() if raw}
 
@@ -155,14 +152,8 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
     """(what both ends of a link know, the receiver), receiver by receiver."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
-            sender = (stage + 1) % schedule.stages
-            yield link_plan(config, sender, stage), stage
-
-
-def link_plan(config: OptimusConfig, sending_stage: int, receiving_stage: int) -> LinkPlan:
-    """What both ends of a link know."""
-    codec = _codec(config.compressed_backprop_format)
-    return LinkPlan(config=config, sending_stage=sending_stage, receiving_stage=receiving_stage, seed=0, codec=codec)
+            codec, sender = _codec(config.compressed_backprop_format), (stage + 1) % schedule.stages
+            yield LinkPlan(config=config, sending_stage=sender, receiving_stage=stage, seed=0, codec=codec), stage
 
 
 def _codec(chosen: str) -> BlockCodec | None:
@@ -171,33 +162,20 @@ def _codec(chosen: str) -> BlockCodec | None:
 
 
 def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: bool) -> tuple[int, int]:
-    dense = gpt.message.numel() * gpt.pipeline_dtype.itemsize
-    sent_forward = activation_bytes(gpt, config)
-    raw = sent = 0
-    for plan, stage in _links(config, schedule):
-        for message in schedule.messages(stage):
-            raw += dense
-            sent += sent_forward if forward else message_bytes(gpt, plan, message)
-    return raw, sent
+    dtype = gpt.pipeline_dtype
+    dense, blocks = gpt.message.numel() * dtype.itemsize, BlockLayout.of_one(gpt.message.numel())
 
+    def sent_bytes(plan: LinkPlan, message: Message) -> int:
+        if not forward and not (config.compressed_backprop and plan.compresses(message, gpt.message)):
+            return dense
+        if isinstance(codec := _codec(config.pipeline_forward_format) if forward else plan.codec, BlockCodec):
+            return codec.message_bytes(blocks, dtype)
+        return dense if forward else plan.wire(gpt.message, dtype).numel * dtype.itemsize
 
-def activation_bytes(gpt: Gpt, config: OptimusConfig) -> int:
-    """What an activation takes on its way to the next stage."""
-    codec = _codec(config.pipeline_forward_format)
-    return gpt.message.numel() * gpt.pipeline_dtype.itemsize if codec is None else _block_bytes(codec, gpt)
-
-
-def message_bytes(gpt: Gpt, plan: LinkPlan, message: Message) -> int:
-    """What an activation's gradient takes on its way to the stage before."""
-    if not plan.config.compressed_backprop or not plan.compresses(message, gpt.message):
-        return gpt.message.numel() * gpt.pipeline_dtype.itemsize
-    if isinstance(plan.codec, BlockCodec):
-        return _block_bytes(plan.codec, gpt)
-    return plan.wire(gpt.message, gpt.pipeline_dtype).numel * gpt.pipeline_dtype.itemsize
-
-
-def _block_bytes(codec: BlockCodec, gpt: Gpt) -> int:
-    return codec.message_bytes(BlockLayout.of_one(gpt.message.numel()), gpt.pipeline_dtype)
+    found = [
+        sent_bytes(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)
+    ]
+    return dense * len(found), sum(found)
 
 
 def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
@@ -206,20 +184,14 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
 
 
 def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    raw, compressed = gradient_bytes(gpt, layout, config, stage)
-    return raw, compressed if _compressed_stage(config, stage) else raw
-
-
-def gradient_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    """(vanilla, compressed): one rank's share of the reduction over its replicas, where the stage compresses.
-
-    Without a tied embedding, which is a class of its own.
-    """
+    """One rank's share of the reduction over its replicas, without a tied embedding, which is a class of its own."""
     gradients = gpt.of_stage(stage, layout.stages)
     tied = gpt.tied and layout.stages > 1
     dense = 0 if tied else gpt.word_embeddings(stage, layout.stages) * gpt.embedding_bytes(gpt.gradient_dtype)
     nbytes = sum(gradient.nbytes for gradient in gradients) + dense
     raw = (reduce_scatter_bytes if layout.distributed_optimizer else all_reduce_bytes)(nbytes, layout.data_parallel)
+    if not _compressed_stage(config, stage):
+        return raw, raw
     codecs = BlockCodecs.of(config.dp_compression_format, BlockCodec)
     if codecs is not None:
         plan = _exchange(gpt, layout, gradients, 0 if tied else dense // gpt.gradient_dtype.itemsize, codecs)
@@ -264,7 +236,7 @@ def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> t
     return raw, of_pair + sent_alone(numel, gpt.gradient_dtype, layout.data_parallel, sharded, codecs)
 
 
-def gathered_bytes(gpt: Gpt, layout: Layout, stage: int) -> tuple[int, int]:
+def _gathered(gpt: Gpt, layout: Layout, stage: int) -> tuple[int, int]:
     """(vanilla, ours): one rank's share of the distributed optimizer's gather of the parameters, dense in both."""
     values = sum(gradient.numel() for gradient in gpt.of_stage(stage, layout.stages))
     nbytes = values * gpt.parameter_dtype.itemsize

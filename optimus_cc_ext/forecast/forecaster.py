@@ -23,7 +23,7 @@ from optimus_cc_ext.techniques.block_reducer import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
-__all__ = ["Forecaster", "embedding_bytes", "second_phase"]
+__all__ = ["Forecaster"]
 
 _TIMED_PASS = 1
 """Counted from 0. The one before allocates, compiles and connects."""
@@ -120,7 +120,7 @@ class Forecaster:
             decode=decode,
             dense_bytes=sum(buckets.dense_bytes for buckets in gradients.buckets),
             compressed_bytes=sum(buckets.compressed_bytes for buckets in gradients.buckets),
-            second_phase=second_phase(gradients.codecs, sharded),
+            second_phase=_second_phase(gradients.codecs, sharded),
             compress_gradients=compress_gradients,
             buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
@@ -138,7 +138,7 @@ def _lacking(nbytes: int, device: torch.device) -> int:
     return max(0, nbytes - room)
 
 
-def second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
+def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
     """The share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
     if codecs is None:
         return 0.5  # P and Q are of much the same size
@@ -152,17 +152,10 @@ def second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
 def _embedding(session: Session, sharded: bool) -> EmbeddingBytes:
     assert session.grid is not None
     nbytes, replicas = sum(buckets.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
-    codecs = session.embedding.codecs if session.embedding is not None else None
-    return embedding_bytes(nbytes, replicas, sharded=sharded, codecs=codecs, has_pair=session.grid.stages > 1)
-
-
-def embedding_bytes(
-    nbytes: int, replicas: int, *, sharded: bool, codecs: BlockCodecs | None, has_pair: bool
-) -> EmbeddingBytes:
-    """What the reduction of a tied embedding of `nbytes` moves; `codecs` are those of its format."""
     with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
-    if not nbytes or not has_pair:
+    if not nbytes or session.grid.stages == 1:
         return EmbeddingBytes(with_replicas=with_replicas, fused_with_replicas=with_replicas)
+    codecs = session.embedding.codecs if session.embedding is not None else None
     fused = fused_bytes(nbytes, replicas, sharded=sharded, codecs=codecs)
     # Of the shards alone: what the pair sums when the replicas have.
     of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, codecs=codecs) if sharded else fused

@@ -19,18 +19,19 @@ import shlex
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.data import DataError, PreparedData, prepare
-from scripts.bench.cluster.bound import chooses_by_the_links
 from scripts.bench.cluster.model import (
+    BOUND,
     MODELS,
     VANILLA,
     VARIANTS,
     Layout,
     Model,
+    chooses_by_the_links,
     compression_ranks,
     megatron_flags,
     parse_layout,
@@ -39,6 +40,7 @@ from scripts.bench.cluster.model import (
 )
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import FindRate, Plan, plans
+from scripts.bench.cluster.results import payload
 from scripts.bench.cluster.run import Iteration, Run, train
 from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
@@ -76,6 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--warm-up", type=positive, default=3,
         help="iterations of a run that do not count (%(default)s: the third holds the package's own measuring)",
     )  # fmt: skip
+    much.add_argument(
+        "--bound", action="store_true",
+        help="also run vanilla on links as much faster as a variant's bytes are fewer: a run more of each",
+    )  # fmt: skip
     much.add_argument("--timeout", type=positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
     other = parser.add_argument_group("instead of a sweep").add_mutually_exclusive_group()
@@ -103,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.layouts = options.layouts or [Layout(1, 2, 2)]
     if options.ranks_of_interest and not options.loss_iterations:
         parser.error("--ranks-of-interest: they are for loss runs. Give --loss-iterations N, or -- and the flags")
+    if options.bound and VANILLA not in options.variants:
+        parser.error(f"--bound: it is {VANILLA}'s. Give it in --variants")
     try:
         _do(options, words[cut + 1 :])
     except RunFailed as error:
@@ -181,6 +189,29 @@ class Bench:
                 for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
                     self._keep(self._train(name, layout, variant, ranks, plan, label, block=block))
+            if options.bound:
+                self._measure_bounds(name, layout, block, much)
+
+    def _measure_bounds(self, name: str, layout: Layout, block: int, much: Mapping[str, int]) -> None:
+        """Vanilla once more for each other run of a block, under the rates that its iterations are the bound of."""
+        mine = [run for run in self.runs if (run.model, run.layout, run.block) == (name, str(layout), block)]
+        counted = [[each for each in run.iterations if each.measured] for run in mine]
+        [plain] = [payload(each) for run, each in zip(mine, counted, strict=True) if run.variant == VANILLA]
+        for run, measured in zip(mine, counted, strict=True):
+            ratio = plain / payload(measured)
+            rates = {
+                f"{bits_per_second(each.rate) * ratio / 1e6:.2f}mbit": each.rate
+                for each in measured if each.rate != UNSHAPED
+            }  # fmt: skip
+            if run.variant == VANILLA or not rates:
+                continue
+            [plan] = plans(list(rates), chooses=False, **much)
+            label = f"block{block}-{BOUND}{run.variant}-{plan.rates[-1]}".replace(" ", "-")
+            bound = self._train(name, layout, VANILLA, (0, 0), plan, label, block=block)
+            bound.variant = BOUND + run.variant
+            for each in bound.iterations:
+                each.rate = rates.get(each.rate, each.rate)
+            self._keep(bound)
 
     def check_comparable(self, name: str, layout: Layout) -> None:
         """What is appended to has to be the same training.

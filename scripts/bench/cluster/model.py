@@ -1,14 +1,21 @@
 """What is trained: models whose traffic has a large model's proportions, layouts, and the variants to compare."""
 
+import argparse
 import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from optimus_cc_ext import resolve
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.data import PreparedData
+from optimus_cc_ext.flags import add_flags, request_from
 
 VANILLA = "vanilla"
+BOUND = "bound of "
+"""A variant, in the name of vanilla's run on links that are faster by as much as the variant's bytes are fewer."""
+
 _LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?")
 _PAPERS_SHARE_OF_STAGES = 0.75
 
@@ -160,6 +167,22 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
     if layout.stages == 1:
         techniques = re.sub(r"--(pipeline-forward|fused-embedding-sync)(-format \w+)?(?= |$)", "", techniques)
     return [*techniques.split(), *further]
+
+
+def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
+    """What the package makes of a variant's flags on this layout."""
+    args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
+    place = resolve.Layout(
+        stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1,
+        distributed_optimizer=layout.sharded,
+    )  # fmt: skip
+    return resolve.resolve(request_from(args), place).config
+
+
+def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
+    """Whether a variant measures at its start which stages it compresses."""
+    config = config_of(flags, layout)
+    return config.dp_compression and config.dp_compression_stages == "auto"
 
 
 def megatron_flags(

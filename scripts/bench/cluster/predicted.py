@@ -23,8 +23,7 @@ from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.model import Model as PlanModel
 from optimus_cc_ext.plan.traffic import DENSE
 from optimus_cc_ext.report.table import Table
-from scripts.bench.cluster.bound import chosen_stages, config_of
-from scripts.bench.cluster.model import MODELS, VANILLA, Layout, Model, parse_layout
+from scripts.bench.cluster.model import MODELS, VANILLA, Layout, Model, config_of, parse_layout
 from scripts.bench.cluster.page import load
 from scripts.bench.cluster.run import Run
 from scripts.hosts.network import UNSHAPED, bits_per_second
@@ -39,6 +38,7 @@ _EXCHANGE = 0.5
 """Of a shaped line's rate: gloo's messages both ways take as long as one after the other, for acknowledgements queue
 behind data (tests/scripts/test_bench_cluster_network.py). Of 1F1B's messages all but warm-up and cooldown meet one."""
 
+_CHOICE = "--dp-compression-stages auto: of "
 _HOP = 60e-6
 """Seconds between two hosts; nothing beside the times here."""
 
@@ -126,6 +126,15 @@ def planned(
     codes = replace(computes, coding_scale=_solved(of_ours, ours_free))
     shaped = replace(codes, network=cluster_of(layout, bits).network)
     return iteration(shaped, job, config).seconds / iteration(shaped, job, DENSE).seconds
+
+
+def chosen_stages(said: Sequence[str]) -> frozenset[int]:
+    """The stages that `auto` chose, from the lines of the forecast; none where it did not say so."""
+    for line in said:
+        if line.startswith(_CHOICE):
+            chosen = line.rsplit(": ", 1)[1]
+            return frozenset() if chosen == "none" else frozenset(map(int, chosen.split(", ")))
+    return frozenset()
 
 
 def ratios(runs: Sequence[Run]) -> list[Ratio]:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report.table import Cell, Table
-from scripts.bench.cluster.bound import bound_share, chooses_by_the_links, chosen_stages, config_of
-from scripts.bench.cluster.model import MODELS, VANILLA, parse_layout
+from scripts.bench.cluster.model import BOUND, VANILLA, chooses_by_the_links, config_of, parse_layout
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
-__all__ = ["ALL", "losses", "losses_agree", "share_recovered", "times", "traffic"]
+__all__ = ["ALL", "losses", "losses_agree", "payload", "share_recovered", "times", "traffic"]
 
 ALL = "all"
 """In place of a block: all of them together."""
@@ -45,8 +44,8 @@ def times(runs: Sequence[Run]) -> Table:
             rows += _times([run for run in of_a_model if run.block == block], block)
     note = (
         "Seconds of an iteration: medians. Exposed: seconds above those of vanilla on unshaped links. Recovered: the"
-        " share of vanilla's exposed seconds that is gone. Bound: the share that the same bytes would recover in the"
-        " simulated schedule if compression took no time."
+        " share of vanilla's exposed seconds that is gone. Bound: the share that is gone for vanilla on links as"
+        " much faster as the variant's bytes are fewer, which is what these bytes take without any work."
     )
     return Table(_TIMES, rows, note=note)
 
@@ -61,15 +60,16 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
                 at[run.variant, each.rate][id(run)] = run
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     unshaped = medians.get((VANILLA, UNSHAPED))
-    common = min(len(run.iterations) for run in runs)
-    for variant, rate in sorted(seconds, key=lambda key: -bits_per_second(key[1])):
+    common = min(len(run.iterations) for run in runs if not run.variant.startswith(BOUND))
+    shown = [key for key in seconds if not key[0].startswith(BOUND)]
+    for variant, rate in sorted(shown, key=lambda key: -bits_per_second(key[1])):
         values, ours, mine = seconds[variant, rate], medians[variant, rate], list(at[variant, rate].values())
         vanilla = None if variant == VANILLA else medians.get((VANILLA, rate))
         recovered = bound = None
         if vanilla and unshaped and rate != UNSHAPED:
             recovered = share_recovered(vanilla, ours, unshaped)
-            # Of every run its own: what each has chosen differs.
-            bound = statistics.mean(_bound(run, rate, unshaped) for run in mine) if recovered is not None else None
+            fastest = medians.get((BOUND + variant, rate))
+            bound = share_recovered(vanilla, fastest, unshaped) if fastest else None
         lower, _, upper = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
         yield (
             mine[0].model, mine[0].layout, rate, variant, block, ours, lower, upper, len(values),
@@ -78,14 +78,10 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
         )  # fmt: skip
 
 
-def _bound(run: Run, rate: str, unshaped: float) -> float:
-    """Of a rate at which vanilla was measured to lose time; where the simulation has it lose none: 0."""
-    layout = parse_layout(run.layout)
-    share = bound_share(
-        MODELS[run.model], layout, config_of(run.flags, layout), chosen_stages(run.forecast),
-        bits=bits_per_second(rate), unshaped=unshaped,
-    )  # fmt: skip
-    return share or 0.0
+def payload(counted: Sequence[Iteration]) -> float:
+    """Bytes an iteration of all hosts, by the kernel."""
+    # A mean: what is read too early for one iteration is in the next one's, and a median would drop either.
+    return statistics.mean(sum(each.payload) for each in counted)
 
 
 def traffic(runs: Sequence[Run]) -> Table:
@@ -97,14 +93,12 @@ def traffic(runs: Sequence[Run]) -> Table:
     """
     rows: list[tuple[Cell, ...]] = []
     for of_a_model in _grouped(runs):
-        for variant in dict.fromkeys(run.variant for run in of_a_model):
+        for variant in dict.fromkeys(run.variant for run in of_a_model if not run.variant.startswith(BOUND)):
             counted = [each for run in of_a_model if run.variant == variant for each in _after_warm_up(run)]
             if counted:
                 both = [[each.traffic.get(name.value, (0.0, 0.0)) for each in counted] for name in TrafficClass]
                 sent, raw = ([statistics.median(each[side] for each in of) / 1e6 for of in both] for side in (0, 1))
-                by_host = zip(*(each.payload for each in counted), strict=True)
-                # Means: what is read too early for one iteration is in the next one's, and a median would drop either.
-                kernel = sum(statistics.mean(host) for host in by_host) / 1e6
+                kernel = payload(counted) / 1e6
                 again = statistics.mean(each.retransmitted for each in counted)
                 ratio = kernel / sum(sent) if sum(sent) else None
                 one = of_a_model[0]
