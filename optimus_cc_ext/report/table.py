@@ -39,6 +39,10 @@ class Table:
         wanted = [(self.columns.index(name), value) for name, value in values.items()]
         return replace(self, rows=[row for row in self.rows if all(row[place] == value for place, value in wanted)])
 
+    def records(self) -> list[dict[str, Cell]]:
+        """The rows, as JSON has them."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
     def write_csv(self, path: Path) -> None:
         """Every digit, for further work."""
         path.write_text(self.csv(), encoding="utf-8", newline="")

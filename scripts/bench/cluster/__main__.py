@@ -2,7 +2,6 @@
 
     .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
     .venv/bin/python -m scripts.bench.cluster --find-rate         the rate at which half of vanilla's time is communication
-    .venv/bin/python -m scripts.bench.cluster --loss-iterations 200 --ranks-of-interest 2:11,4:22
 
 One host for each pipeline stage of each replica, torchrun on every one, vanilla and ours in turn with the same seed and
 data, in alternating blocks. A run is one variant: the rate of all links is changed while it trains, once through all
@@ -45,10 +44,6 @@ from scripts.bench.cluster.run import Iteration, Run, train
 from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
 
-_EVALUATION_ITERATIONS = 20
-_SCHEDULE_ITERATIONS = 200
-"""Of the learning rate where times are compared: runs differ in length, and their losses should not by that."""
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -84,11 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     much.add_argument("--timeout", type=positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
-    other = parser.add_argument_group("instead of a sweep").add_mutually_exclusive_group()
+    other = parser.add_argument_group("instead of a sweep")
     other.add_argument("--find-rate", action="store_true", help="search where vanilla takes twice its unshaped time")
-    other.add_argument("--loss-iterations", type=positive, metavar="N", help="so long on unshaped links, for losses")
-    other.add_argument("--redraw", action="store_true", help="tables and plots again, from OUTPUT/cluster.json")
-    what.add_argument("--ranks-of-interest", type=_list(_rank_pair), metavar="CB:SC,...", help="for the loss runs")
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
     files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
@@ -107,8 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(words[:cut])
     options.layouts = options.layouts or [Layout(1, 2, 2)]
-    if options.ranks_of_interest and not options.loss_iterations:
-        parser.error("--ranks-of-interest: they are for loss runs. Give --loss-iterations N, or -- and the flags")
     if options.bound and VANILLA not in options.variants:
         parser.error(f"--bound: it is {VANILLA}'s. Give it in --variants")
     try:
@@ -131,10 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _do(options: argparse.Namespace, further: list[str]) -> None:
-    if options.redraw:
-        arguments, runs, machine = load(options.output)
-        print(write(options.output, arguments, runs, machine))
-        return
     if (reason := why_not()) is not None:
         raise NetworkError(f"{reason}. Run as root, or where users may make namespaces, on Linux")
     bench = Bench(options, further)
@@ -142,8 +128,6 @@ def _do(options: argparse.Namespace, further: list[str]) -> None:
         print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
         if options.find_rate:
             bench.find_rate(model, layout)
-        elif options.loss_iterations:
-            bench.compare_losses(model, layout)
         else:
             bench.sweep(model, layout)
     if bench.text:
@@ -171,13 +155,13 @@ class Bench:
                 f"--output {options.output}: it has results. Give --append to keep them, or another folder"
             )
         if options.append:
-            earlier, self.runs, _ = load(options.output)
+            earlier, self.runs = load(options.output)
             if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
                 raise ValueError(f"--append: {options.output} is of another text. Give another --output")
 
     def sweep(self, name: str, layout: Layout) -> None:
         """All variants in alternating blocks, all rates in each run."""
-        options, ranks = self.options, compression_ranks(MODELS[name])
+        options = self.options
         much = {"each": options.iterations, "cycles": options.cycles, "warm_up": options.warm_up}
         self.check_comparable(name, layout)
         earlier = [run.block for run in self.runs if (run.model, run.layout) == (name, str(layout))]
@@ -185,29 +169,27 @@ class Bench:
         for block in range(first, first + options.blocks):
             # There and back, so that a drift of the machine's speed weighs on all variants alike.
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
-                chooses = chooses_by_the_links(variant_flags(variant, layout, ranks, self.further), layout)
+                chooses = chooses_by_the_links(self._flags(name, layout, variant), layout)
                 for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
-                    self._keep(self._train(name, layout, variant, ranks, plan, label, block=block))
+                    self._keep(self._train(name, layout, variant, plan, label, block))
             if options.bound:
                 self._measure_bounds(name, layout, block, much)
 
     def _measure_bounds(self, name: str, layout: Layout, block: int, much: Mapping[str, int]) -> None:
         """Vanilla once more for each other run of a block, under the rates that its iterations are the bound of."""
         mine = [run for run in self.runs if (run.model, run.layout, run.block) == (name, str(layout), block)]
-        counted = [[each for each in run.iterations if each.measured] for run in mine]
-        [plain] = [payload(each) for run, each in zip(mine, counted, strict=True) if run.variant == VANILLA]
-        for run, measured in zip(mine, counted, strict=True):
-            ratio = plain / payload(measured)
-            rates = {
-                f"{bits_per_second(each.rate) * ratio / 1e6:.2f}mbit": each.rate
-                for each in measured if each.rate != UNSHAPED
-            }  # fmt: skip
+        # Of all iterations together: a log line that is read late moves bytes from one to the next.
+        sent = [payload(run.iterations[self.options.warm_up :]) for run in mine]
+        plain = sent[[run.variant for run in mine].index(VANILLA)]
+        for run, ours in zip(mine, sent, strict=True):
+            measured = dict.fromkeys(each.rate for each in run.iterations if each.measured and each.rate != UNSHAPED)
+            rates = {f"{bits_per_second(rate) * plain / ours / 1e6:.2f}mbit": rate for rate in measured}
             if run.variant == VANILLA or not rates:
                 continue
             [plan] = plans(list(rates), chooses=False, **much)
             label = f"block{block}-{BOUND}{run.variant}-{plan.rates[-1]}".replace(" ", "-")
-            bound = self._train(name, layout, VANILLA, (0, 0), plan, label, block=block)
+            bound = self._train(name, layout, VANILLA, plan, label, block)
             bound.variant = BOUND + run.variant
             for each in bound.iterations:
                 each.rate = rates.get(each.rate, each.rate)
@@ -221,7 +203,7 @@ class Bench:
         """
         for run in self.runs:
             if (run.model, run.layout) == (name, str(layout)) and run.variant in self.options.variants:
-                flags = variant_flags(run.variant, layout, compression_ranks(MODELS[name]), self.further)
+                flags = self._flags(name, layout, run.variant)
                 if (run.flags, run.seed) != (flags, self.options.seed):
                     raise ValueError(
                         f"--append: {self.options.output} has {run.variant} with other flags or another seed"
@@ -233,7 +215,7 @@ class Bench:
         options = self.options
         start = next((rate for rate in options.rates if rate != UNSHAPED), "50mbit")
         plan = FindRate(options.warm_up, start, options.iterations)
-        self._train(name, layout, VANILLA, (0, 0), plan, "find-rate")
+        self._train(name, layout, VANILLA, plan, "find-rate", 0)
         for rate, seconds in plan.tried:
             print(f"  {rate}: {seconds:.2f} s, {seconds / plan.unshaped:.2f} times unshaped")
         rate, seconds = plan.best
@@ -242,34 +224,12 @@ class Bench:
             f" {1 - plan.unshaped / seconds:.0%} of the iteration is exposed communication"
         )
 
-    def compare_losses(self, name: str, layout: Layout) -> None:
-        """Vanilla, unless the file that is appended to has it, and every other variant at every pair of ranks."""
-        options, steps = self.options, self.options.loss_iterations
-        pairs = options.ranks_of_interest or [compression_ranks(MODELS[name])]
-        wanted = [(variant, pair) for variant in options.variants if variant != VANILLA for pair in pairs]
-        known = any(
-            (run.model, run.layout, run.variant, run.seed) == (name, str(layout), VANILLA, options.seed)
-            and run.validation_loss is not None and len(run.iterations) == steps
-            for run in self.runs
-        )  # fmt: skip
-        for variant, ranks in wanted if known else [(VANILLA, pairs[0]), *wanted]:
-            plan = Plan([UNSHAPED] * steps, warm_up=0)
-            label = "losses" if variant == VANILLA else f"losses-{ranks[0]}-{ranks[1]}"
-            run = self._train(name, layout, variant, ranks, plan, label, evaluations=_EVALUATION_ITERATIONS)
-            if run.validation_loss is None:
-                raise RunFailed("it ended without a validation loss", Path(run.log))
-            self._keep(run)
+    def _flags(self, name: str, layout: Layout, variant: str) -> list[str]:
+        return variant_flags(variant, layout, compression_ranks(MODELS[name]), self.further)
 
-    def _train(
-        self, name: str, layout: Layout, variant: str, ranks: tuple[int, int], plan: Plan, label: str,
-        *, block: int = 0, evaluations: int = 0,
-    ) -> Run:  # fmt: skip
-        options, model = self.options, MODELS[name]
-        ours = variant_flags(variant, layout, ranks, self.further)
-        shared = megatron_flags(
-            model, layout, self._data(model), iterations=len(plan.rates), seed=options.seed,
-            decay_iterations=options.loss_iterations or _SCHEDULE_ITERATIONS, evaluation_iterations=evaluations,
-        )  # fmt: skip
+    def _train(self, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int) -> Run:
+        options, model, ours = self.options, MODELS[name], self._flags(name, layout, variant)
+        shared = megatron_flags(model, layout, self._data(model), iterations=len(plan.rates), seed=options.seed)
         print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
         run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours, seed=options.seed)
         folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
@@ -340,13 +300,6 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
 def _rate(word: str) -> str:
     bits_per_second(word)
     return word
-
-
-def _rank_pair(word: str) -> tuple[int, int]:
-    backprop, colon, dp = word.partition(":")
-    if not (colon and backprop.isdecimal() and dp.isdecimal() and int(backprop) and int(dp)):
-        raise ValueError(f"{word!r} is not a pair of ranks. Give CB:SC, such as 2:11")
-    return int(backprop), int(dp)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ BOUND = "bound of "
 
 _LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?")
 _PAPERS_SHARE_OF_STAGES = 0.75
+_SCHEDULE_ITERATIONS = 200
+"""Of the learning rate: runs differ in length, and their losses should not by that."""
 
 
 @dataclass(frozen=True, order=True)
@@ -185,18 +187,12 @@ def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
     return config.dp_compression and config.dp_compression_stages == "auto"
 
 
-def megatron_flags(
-    model: Model, layout: Layout, data: PreparedData, *,
-    iterations: int, decay_iterations: int, seed: int, evaluation_iterations: int = 0,
-) -> list[str]:  # fmt: skip
+def megatron_flags(model: Model, layout: Layout, data: PreparedData, *, iterations: int, seed: int) -> list[str]:
     """The flags that all variants share. No dropout: what differs between the losses is the compression.
 
     Weights begin with a deviation of hidden^-1/2, which is Megatron's 0.02 at a hidden size of 2500: at 0.02 a model as
     narrow as these has residual streams that pass by zero early on, where a layer norm's gradient has no bound, and
     single iterations with fifty times the gradient hide what compression does.
-
-    `decay_iterations`: length of the learning rate's schedule; the same for all runs whose losses are compared.
-    `evaluation_iterations`: global batches of the one validation, after the last iteration; 0: none.
     """
     flags = f"""
         --tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.stages}
@@ -207,9 +203,9 @@ def megatron_flags(
         --micro-batch-size {model.micro_batch}
         --global-batch-size {model.micro_batch * model.micro_batches * layout.replicas}
         --train-iters {iterations} --seed {seed} --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine
-        --lr-decay-iters {decay_iterations} --lr-warmup-fraction 0.1
+        --lr-decay-iters {_SCHEDULE_ITERATIONS} --lr-warmup-fraction 0.1
         --init-method-std {model.hidden**-0.5:.4f} --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
-        --eval-interval {iterations} --eval-iters {evaluation_iterations} --split 90,10,0 --num-workers 0
+        --eval-interval {iterations} --eval-iters 0 --split 90,10,0 --num-workers 0
         --tokenizer-type HuggingFaceTokenizer --log-interval 1 --timing-log-level 0
         {"--use-distributed-optimizer" if layout.sharded else ""}
     """

@@ -8,59 +8,48 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.report.page import machine as this_machine
+from optimus_cc_ext.report.page import machine
 from optimus_cc_ext.report.pictures import INK, colour, panels, save, tidy
 from optimus_cc_ext.report.table import Table
 from scripts.bench.cluster.model import MODELS, PAPER, VANILLA, parse_layout, proportions
-from scripts.bench.cluster.results import ALL, losses, losses_agree, times, traffic
+from scripts.bench.cluster.results import ALL, losses_agree, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
 __all__ = ["JSON_NAME", "load", "write"]
 
 JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
-_FORMAT = 3
+_FORMAT = 4
 
 
-def write(
-    folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run], machine: Mapping[str, Any] | None = None
-) -> str:
-    """Write JSON, tables and plots of what there is so far; return the tables.
-
-    Args:
-        machine: where the runs ran; None: here.
-    """
+def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Write JSON, tables and plots of what there is so far; return the tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine = machine or this_machine()
-    timed = [run for run in runs if run.validation_loss is None]
-    long = [run for run in runs if run.validation_loss is not None]
-    tables = {"times": times(timed), "traffic": traffic(timed), "losses": losses(long)}
+    here, tables = machine(), {"times": times(runs), "traffic": traffic(runs)}
     content = {
-        "format": _FORMAT, "machine": machine, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
+        "format": _FORMAT, "machine": here, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
         "arguments": arguments, "runs": [asdict(run) for run in runs],
-        **{name: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for name, table in tables.items()},
+        **{name: table.records() for name, table in tables.items()},
     }  # fmt: skip
     _replace(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
-    where = ", ".join(f"{name} {value}" for name, value in machine.items())
+    where = ", ".join(f"{name} {value}" for name, value in here.items())
     parts = [f"# Training on shaped links\n\n{where}. Arguments: `{json.dumps(arguments)}`.\n"]
-    for model, layout in dict.fromkeys((run.model, run.layout) for run in timed):
-        here = {name: table.where(model=model, layout=layout) for name, table in tables.items()}
+    for model, layout in dict.fromkeys((run.model, run.layout) for run in runs):
+        of_times, of_traffic = (table.where(model=model, layout=layout) for table in tables.values())
         parts.append(f"## {model}, {layout}\n\nTraffic of a rank: {proportions(MODELS[model], parse_layout(layout))}.")
-        parts += [f"The paper's 8.3B: {PAPER}.\n", here["times"].markdown(), here["traffic"].markdown()]
-        parts.append(_remarks([run for run in timed if (run.model, run.layout) == (model, layout)]))
-        pictures = {"time": _draw_times(here["times"].where(block=ALL)), "recovered": _draw_shares(here["times"])}
+        parts += [f"The paper's 8.3B: {PAPER}.\n", of_times.markdown(), of_traffic.markdown()]
+        parts.append(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)]))
+        pictures = {"time": _draw_times(of_times.where(block=ALL)), "recovered": _draw_shares(of_times)}
         for name, figure in pictures.items():
             save(figure, folder, f"{name}_{model}_{layout}")
             parts.append(f"![{name}]({name}_{model}_{layout}.png)\n")
-    if tables["losses"].rows:
-        parts.append(f"## Losses on unshaped links\n\n{tables['losses'].markdown()}")
     text = "\n".join(parts)
     _replace(folder / MARKDOWN_NAME, text)
     return text
 
 
-def load(folder: Path) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
-    """Read what `write` wrote: the arguments, the runs, and the machine.
+def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
+    """Read what `write` wrote: the arguments, and the runs.
 
     Raises:
         OSError: there is no such file.
@@ -78,7 +67,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run], dict[str, Any]]:
         for each in saved["iterations"]:
             each["traffic"] = {name: tuple(both) for name, both in each["traffic"].items()}
         runs.append(Run(**saved | {"iterations": [Iteration(**each) for each in saved["iterations"]]}))
-    return content["arguments"], runs, content["machine"]
+    return content["arguments"], runs
 
 
 def _remarks(runs: Sequence[Run]) -> str:

@@ -182,7 +182,7 @@ def _grouped(runs: Sequence[Run]) -> dict[tuple[str, str, int, str, str], list[f
     found: dict[tuple[str, str, int, str, str], list[float]] = {}
     for run in runs:
         for each in run.iterations:
-            if each.measured and run.validation_loss is None:
+            if each.measured:
                 found.setdefault((run.model, run.layout, run.block, run.variant, each.rate), []).append(each.seconds)
     return found
 
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.cluster.predicted", description=__doc__)
     parser.add_argument("folder", type=Path)
     try:
-        _, runs, _ = load(parser.parse_args(argv).folder)
+        _, runs = load(parser.parse_args(argv).folder)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

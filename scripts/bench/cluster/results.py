@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.report.table import Cell, Table
-from scripts.bench.cluster.model import BOUND, VANILLA, chooses_by_the_links, config_of, parse_layout
+from scripts.bench.cluster.model import BOUND, VANILLA, chooses_by_the_links, parse_layout
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
-__all__ = ["ALL", "losses", "losses_agree", "payload", "share_recovered", "times", "traffic"]
+__all__ = ["ALL", "losses_agree", "payload", "share_recovered", "times", "traffic"]
 
 ALL = "all"
 """In place of a block: all of them together."""
@@ -22,10 +22,6 @@ _TIMES = (
 _TRAFFIC = (
     "model", "layout", "variant", *(f"{each.value}, MB" for each in TrafficClass), "metrics, MB", "uncompressed, MB",
     "kernel, MB", "kernel over metrics", "segments sent again",
-)  # fmt: skip
-_LOSSES = (
-    "model", "layout", "iterations", "seed", "variant", "CB rank", "SC rank", "training loss", "validation loss",
-    "over vanilla, %", "flags",
 )  # fmt: skip
 
 
@@ -111,24 +107,6 @@ def _after_warm_up(run: Run) -> list[Iteration]:
     """The last of a run may be without an account by the metrics."""
     first = next((place for place, each in enumerate(run.iterations) if each.measured), len(run.iterations))
     return [each for each in run.iterations[first:] if each.traffic]
-
-
-def losses(runs: Sequence[Run]) -> Table:
-    """Of runs that ended with a validation loss."""
-
-    def training(run: Run) -> tuple[str, str, int, int]:
-        return run.model, run.layout, len(run.iterations), run.seed
-
-    vanilla = {training(run): run.validation_loss for run in runs if run.variant == VANILLA}
-    rows: list[tuple[Cell, ...]] = []
-    for run in runs:
-        ours, base = run.validation_loss or 0.0, vanilla.get(training(run))
-        config = config_of(run.flags, parse_layout(run.layout))
-        ranks = (config.compressed_backprop_rank, config.dp_compression_rank) if run.flags else (None, None)
-        last = statistics.mean(each.loss for each in run.iterations[-max(len(run.iterations) // 10, 1) :])
-        gap = 100 * (ours / base - 1) if base and run.variant != VANILLA else None
-        rows.append((*training(run), run.variant, *ranks, last, ours, gap, " ".join(run.flags)))
-    return Table(_LOSSES, rows, note="Training loss: mean of the last tenth of the iterations.")
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:

@@ -59,9 +59,6 @@ class Run:
     """What the package said it measured, chose and expects."""
 
     iterations: list[Iteration] = field(default_factory=list)
-    validation_loss: float | None = None
-    """After the last iteration; None: a run for its times."""
-
     log: str = ""
 
 
@@ -77,8 +74,6 @@ class _Follower:
         if progress := parse_progress(line):
             if progress.seconds is not None:
                 self._iteration(progress, progress.seconds)
-            elif self._run.validation_loss is None:  # after training Megatron evaluates once more, on other samples
-                self._run.validation_loss = progress.loss
         elif self._run.iterations and (counted := parse_scalars(line)):
             self._run.iterations[-1].traffic |= {
                 name: (counted[sent], counted[raw]) for name, (sent, raw) in _TRAFFIC.items() if sent in counted
