@@ -74,7 +74,7 @@ def capture(setting: Setting) -> Iterator[Row]:
     from scripts.bench.compressors.sections import SECTIONS
     from scripts.bench.compressors.sections import Setting as Bench
 
-    yield from SECTIONS["capture"](Bench(setting.device, tiny=False, all_ranks=False, repeats=2))
+    yield from SECTIONS["capture"](Bench(setting.device, tiny=False, repeats=2))
 
 
 def training(setting: Setting) -> Iterator[Row]:

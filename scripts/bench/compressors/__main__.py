@@ -9,7 +9,6 @@ Sections:
     orthogonalization  batches of P alone
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
     formats            such a bucket (1 GB) in int4, int8 and fp8, and at low rank: encoded, and decoded and added
-    layers             a bucket of 8 to 64 layers of a small model, reduced: time and operators
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time
 
 What is timed is checked first; a wrong result ends the script. Medians and interquartile ranges of
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--case", default="", metavar="TEXT", help="only slices whose case contains this")
-    parser.add_argument("--all-ranks", action="store_true", help="reference and hook at all ranks, not at 8, 16, 40")
     parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (%(default)s)")
     options = parser.parse_args(argv)
@@ -52,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.device == "cpu" and options.only == ["capture"]:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
-    setting = Setting(
-        torch.device(options.device), options.scale == "tiny", options.all_ranks, options.repeats, options.case
-    )
+    setting = Setting(torch.device(options.device), options.scale == "tiny", options.repeats, options.case)
     on_gpu = options.device == "cuda"
     processor = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
     about = machine() | {"device": processor, "threads": str(options.threads), "scale": options.scale}

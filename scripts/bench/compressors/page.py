@@ -1,7 +1,7 @@
 """The compressors' benchmark as JSON, a page and pictures."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -14,21 +14,20 @@ __all__ = ["write"]
 
 
 def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], stem: Path) -> None:
-    """STEM.json, STEM.md with the tables, and STEM-slices and STEM-layers as pictures, of the sections `measured`."""
+    """STEM.json, STEM.md with the tables, and STEM-slices as a picture, of the sections `measured`."""
     rows = [{"section": section, **row} for section, of in measured.items() for row in of]
     text = json.dumps({"machine": machine, "rows": rows}, indent=1)
     stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     parts = [f"# Compressors\n\n{', '.join(f'{name}: {value}' for name, value in machine.items())}.\n"]
     parts.append("Medians and interquartile ranges of `torch.utils.benchmark`, all contenders in turn. One run.\n")
-    draw: dict[str, Callable[[Table], Figure]] = {"slices": _draw_slices, "layers": _draw_layers}
     for section in SECTIONS:
         parts.append(f"## {section}\n")
         if section not in measured:
             parts.append("not measured\n")
             continue
         table = _table(section, measured[section])
-        if section in draw:
-            save(draw[section](table), stem.parent, f"{stem.name}-{section}")
+        if section == "slices":
+            save(_draw_slices(table), stem.parent, f"{stem.name}-{section}")
             parts.append(f"![{section}]({stem.name}-{section}.png)\n")
         parts.append(table.markdown())
     stem.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")
@@ -61,14 +60,4 @@ def _draw_slices(table: Table) -> Figure:
         axes.set(xlabel="compression rank", ylabel="Gbit/s", yscale="log")
         tidy(axes, str(model))
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
-    return figure
-
-
-def _draw_layers(table: Table) -> Figure:
-    """Milliseconds and operators of a reduction by the number of layers."""
-    figure, (row,) = panels(1, 2, 3.8, 3.0)
-    for axes, name in zip(row, ("ms", "operators"), strict=True):
-        lines(axes, table, "layers", name, by="case")
-        axes.set(xlabel="layers", ylim=(0, None))
-        tidy(axes, f"{name} per reduction")
     return figure

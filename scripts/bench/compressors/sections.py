@@ -4,12 +4,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Measurement
 
 from optimus_cc_ext.compressors import (
@@ -32,7 +30,7 @@ from scripts.paper.figure14 import RANKS, SLICES, Message, check
 __all__ = ["SECTIONS", "Row", "Setting", "check_basis", "check_bucket", "check_format"]
 
 COMPARED_RANKS = (8, 16, 40)
-"""At which reference and hook are timed too, unless all ranks are asked for."""
+"""At which reference and hook are timed too."""
 
 STAGE_8_3B: tuple[tuple[int, int], ...] = ((1152, 3072), (3072, 384), (1536, 3072), (3072, 1536))
 """(rows, columns) of a layer's matrices at TP8: QKV, projection, and the MLP's two. 3072 hidden, 24 heads."""
@@ -46,7 +44,6 @@ class Setting:
 
     device: torch.device
     tiny: bool
-    all_ranks: bool
     repeats: int
     case: str = ""
     """What a slice's case has to contain."""
@@ -94,17 +91,16 @@ def slices(setting: Setting) -> Iterator[Row]:
                 nbytes, factors = 4 * n * m, 4 * packed_numel(n, m, rank)
                 # Read gradient and residual, write the sum, multiply it twice meanwhile; read it, write the residual.
                 floors = {"compress": (5 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
-                compared = setting.all_ranks or rank in COMPARED_RANKS
-                for work, taken in setting.in_turn(_slice(model, n, m, rank, setting.device, compared)).items():
+                for work, taken in setting.in_turn(_slice(model, n, m, rank, setting.device)).items():
                     more: Row = {"model": model, "rank": rank, "Gbit/s": nbytes * 8e-9 / taken.median}
                     yield row(case, work, taken, floors.get(work.split(", ")[1]), **more)
 
 
-def _slice(model: str, n: int, m: int, compression_rank: int, device: torch.device, compared: bool) -> dict[str, Work]:
+def _slice(model: str, n: int, m: int, compression_rank: int, device: torch.device) -> dict[str, Work]:
     generator = private_generator(714, model, device="cpu")
     gradient = torch.randn(1, n, m, generator=generator).to(device)
     compressors: dict[str, Callable[[], LowRank]] = {"ours": fast_compressor}
-    if compared:
+    if compared := compression_rank in COMPARED_RANKS:
         compressors["reference"] = ReferenceLowRank
     works: dict[str, Work] = {}
     for name, compressor in compressors.items():
@@ -178,14 +174,23 @@ def check_basis(p: torch.Tensor, basis: torch.Tensor, subject: str) -> None:
         raise SystemExit(f"orthogonalisation of {subject}: {off:.1e} off, {missed:.1e} missed")
 
 
+def _stage(setting: Setting, seed: int) -> tuple[Bucket, int]:
+    """A stage's bucket, and the compression rank."""
+    if not setting.tiny:
+        return Bucket.random(STAGE_LAYERS, STAGE_8_3B, STAGE_VECTOR, setting.device, seed), 128
+    shapes = [(n // 16, m // 16) for n, m in STAGE_8_3B]
+    return Bucket.random(2, shapes, STAGE_VECTOR // 16, setting.device, seed), 8
+
+
+def _of(gradients: Bucket) -> str:
+    return f"{gradients.layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB"
+
+
 def bucket(setting: Setting) -> Iterator[Row]:
     """A whole gradient bucket of a stage; against the time of its products at the rate of a large one here."""
-    shapes, layers, vector, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTOR, 128
-    if setting.tiny:
-        shapes, layers, vector, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vector // 16, 8
-    gradients = Bucket.random(layers, shapes, vector, setting.device, seed=1)
+    gradients, r = _stage(setting, seed=1)
     with one_process(setting.device) as group:
-        check_bucket(fast_compressor(), shapes, setting.device, r, group)
+        check_bucket(fast_compressor(), gradients.shapes, setting.device, r, group)
         works: dict[str, Work] = {
             "ours": partial(step, reducer(gradients, r, fast_compressor(), group)),
             "hook, batched": hook(gradients.copy(), r, batched=True),
@@ -194,7 +199,7 @@ def bucket(setting: Setting) -> Iterator[Row]:
         taken = setting.in_turn(works, once=setting.device.type == "cpu")
     floor = gradients.flops(r) / setting.product_rate()
     for name, measurement in taken.items():
-        yield row(f"{layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB, rank {r}", name, measurement, floor)
+        yield row(f"{_of(gradients)}, rank {r}", name, measurement, floor)
 
 
 def check_bucket(
@@ -234,10 +239,7 @@ FORMATS: dict[str, tuple[BlockFormat, bool, float]] = {
 
 def formats(setting: Setting) -> Iterator[Row]:
     """A stage's bucket encoded, and decoded and added, in every format and at low rank; against a copy's bandwidth."""
-    shapes, count, vector, r = STAGE_8_3B, STAGE_LAYERS, STAGE_VECTOR, 128
-    if setting.tiny:
-        shapes, count, vector, r = tuple((n // 16, m // 16) for n, m in shapes), 2, vector // 16, 8
-    gradients = Bucket.random(count, shapes, vector, setting.device, seed=4)
+    gradients, r = _stage(setting, seed=4)
     values, out = gradients.flat, torch.empty_like(gradients.flat)
     layout, bandwidth = BlockLayout.of_one(values.numel()), setting.bandwidth(min(values.numel(), 1 << 26))
     works, floors = _low_rank(gradients, out, r), {}
@@ -252,7 +254,7 @@ def formats(setting: Setting) -> Iterator[Row]:
         floors[name] = (values.nbytes + nbytes) / bandwidth
     for name, taken in setting.in_turn(works, once=setting.device.type == "cpu" and not setting.tiny).items():
         floor = floors.get(name.rsplit(", ", 1)[0])
-        yield row(f"{count} layers, {values.nbytes / 1e9:.2f} GB", name, taken, floor)
+        yield row(_of(gradients), name, taken, floor)
 
 
 def _low_rank(gradients: Bucket, out: torch.Tensor, r: int) -> dict[str, Work]:
@@ -294,39 +296,6 @@ def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: s
     error = float((out - values).norm() / values.norm())
     if not abs(error / expected - 1) < 0.1:
         raise SystemExit(f"{subject}: an error of {error:.4f}, not of {expected}")
-
-
-def layers(setting: Setting) -> Iterator[Row]:
-    """A bucket's seconds and operators by the number of layers."""
-    hidden, r, counts = (64, 4, (2, 4)) if setting.tiny else (256, 8, (8, 16, 32, 64))
-    shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
-    with one_process(setting.device) as group:
-        check_bucket(fast_compressor(), shapes, setting.device, r, group)
-        buckets = {count: Bucket.random(count, shapes, 0, setting.device, seed=3) for count in counts}
-        works: dict[str, Work] = {
-            f"{count} layers": partial(step, reducer(each, r, fast_compressor(), group))
-            for count, each in buckets.items()
-        }
-        operators = [_operators(work) for work in works.values()]
-        for (name, taken), count, calls in zip(setting.in_turn(works).items(), counts, operators, strict=True):
-            yield row(f"hidden {hidden}, rank {r}", name, taken, layers=count, operators=calls)
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the operators that compute; views launch nothing."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.calls += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def _operators(work: Work) -> int:
-    work()  # what is allocated once
-    with _Counter() as counter:
-        work()
-    return counter.calls
 
 
 def kernels(setting: Setting) -> Iterator[Row]:
@@ -372,6 +341,5 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "orthogonalization": orthogonalization,
     "bucket": bucket,
     "formats": formats,
-    "layers": layers,
     "capture": capture,
 }
