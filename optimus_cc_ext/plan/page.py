@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 
 from optimus_cc_ext.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.tables import records
 from optimus_cc_ext.plan.trace import trace
 from optimus_cc_ext.plan.variants import Variant
 from optimus_cc_ext.report import page
@@ -29,7 +28,7 @@ def write_plan(
     """index.html, plan.csv, plan.json, the pictures, and trace_vanilla.json and trace_best.json for ui.perfetto.dev."""
     folder.mkdir(parents=True, exist_ok=True)
     tables[0].write_csv(folder / "plan.csv")
-    content = {table.title: records(table) for table in tables}
+    content = {table.title: table.records() for table in tables}
     (folder / "plan.json").write_text(json.dumps({"lines": list(lines), **content}, indent=1) + "\n")
     for name, variant in (("vanilla", found[0]), ("best", chosen)):
         (folder / f"trace_{name}.json").write_text(json.dumps(trace(job, variant.config, variant.result)))
@@ -55,7 +54,7 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
     """index.html, sweep.csv, sweep.json and a picture: the gains of the fastest layout over the nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     table.write_csv(folder / "sweep.csv")
-    (folder / "sweep.json").write_text(json.dumps(records(table), indent=1) + "\n")
+    (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
     figure, ((*axes,),) = panels(1, len(table.distinct("link")), 4.6, 3.6, sharey=True)
     for ax, link in zip(axes, table.distinct("link"), strict=True):
         here = table.where(link=link)

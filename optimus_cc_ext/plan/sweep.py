@@ -64,15 +64,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One layout on one cluster, vanilla's seconds, and what each set of flags gains; None: refused there."""
-
-    cluster: Cluster
-    job: Job
-    memory: float
-    seconds: float
-    gains: tuple[Gain | None, ...]
+Point = tuple[Cluster, Job, float, float, list[Gain | None]]
+"""One layout on one cluster, bytes on a rank, vanilla's seconds, and what each set of flags gains; None: refused."""
 
 
 def layouts(job: Job, gpus: int, batch: int, gpus_per_node: int) -> Iterator[Job]:
@@ -106,7 +99,7 @@ def points(
             seconds.append(iteration(place, way).seconds)
         of_cluster = groupby(range(len(chosen)), key=lambda i: (chosen[i][0], chosen[i][1].gpus))
         chosen = [chosen[min(group, key=lambda i: seconds[i])] for _, group in of_cluster]
-    found = []
+    found: list[Point] = []
     for count, (place, way, used) in enumerate(chosen):
         progress(count, len(chosen))
         band = Band(place, way)
@@ -116,8 +109,8 @@ def points(
                 gains.append(band.gain(config_of(text.split(), way)))
             except FlagError:
                 gains.append(None)
-        found.append(Point(place, way, used, band.vanilla.seconds, tuple(gains)))
-    return sorted(found, key=lambda p: (p.job.gpus, p.cluster.network.name, p.seconds))
+        found.append((place, way, used, band.vanilla.seconds, gains))
+    return sorted(found, key=lambda point: (point[1].gpus, point[0].network.name, point[3]))
 
 
 def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Job, float]]:

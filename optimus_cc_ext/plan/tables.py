@@ -14,18 +14,13 @@ from optimus_cc_ext.plan.validate import BAND, CALCULON, Campaign, Row, nearest,
 from optimus_cc_ext.plan.variants import Gain, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
-__all__ = ["lines", "needs", "parts", "printed", "records", "summary", "sweep", "validation"]
-
-
-def records(table: Table) -> list[dict[str, Cell]]:
-    """Its rows, as JSON has them."""
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+__all__ = ["lines", "needs", "parts", "printed", "summary", "sweep", "validation"]
 
 
 def printed(tables: Sequence[Table], form: str) -> str:
     """As json, csv or Markdown."""
     if form == "json":
-        return json.dumps({table.title or "table": records(table) for table in tables}, indent=1) + "\n"
+        return json.dumps({table.title or "table": table.records() for table in tables}, indent=1) + "\n"
     return "\n".join(table.csv() if form == "csv" else table.markdown() for table in tables) + "\n" * (form == "table")
 
 
@@ -101,11 +96,11 @@ def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
     )  # fmt: skip
     rows = [
         (
-            job.gpus // p.cluster.gpus_per_node, job.gpus, p.cluster.network.name, job.tp, job.pp, job.vpp, job.dp,
-            job.micro_batch, job.batch, job.recompute, round(p.memory / 1e9, 1), p.seconds,
-            *(cell for gain in p.gains for cell in _percent(gain)),
+            job.gpus // place.gpus_per_node, job.gpus, place.network.name, job.tp, job.pp, job.vpp, job.dp,
+            job.micro_batch, job.batch, job.recompute, round(used / 1e9, 1), seconds,
+            *(cell for gain in gains for cell in _percent(gain)),
         )
-        for p in found for job in (p.job,)
+        for place, job, used, seconds, gains in found
     ]  # fmt: skip
     return Table(columns, rows, title="Sweep, from the fastest of each cluster")
 
