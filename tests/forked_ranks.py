@@ -61,11 +61,7 @@ class _Rank:
 
 
 def run_ranks(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout: float = 180.0,
-    env: Mapping[str, str] | None = None,
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
     """``fn(*args)`` in ``world_size`` processes with torchrun's variables set; the results in rank order.
 

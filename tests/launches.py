@@ -75,9 +75,7 @@ def call(function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None
 
 
 def _launch(
-    argv: list[str],
-    before: Callable[[], Any] | None,
-    probe: Callable[[argparse.Namespace], Any] | None,
+    argv: list[str], before: Callable[[], Any] | None, probe: Callable[[argparse.Namespace], Any] | None
 ) -> Launch:
     from megatron.training import arguments
 
@@ -93,9 +91,7 @@ def _launch(
 
 
 def _captured(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    probe: Callable[[argparse.Namespace], Any] | None = None,
+    function: Callable[..., Any], args: Sequence[Any], probe: Callable[[argparse.Namespace], Any] | None = None
 ) -> Launch:
     output, probed, code = io.StringIO(), None, None
     os.environ["COLUMNS"] = "110"  # argparse breaks its lines at the terminal's width

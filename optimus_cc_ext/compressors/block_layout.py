@@ -42,9 +42,7 @@ class BlockLayout:
     """
 
     def __init__(
-        self,
-        coded: Sequence[Sequence[tuple[int, int]]],
-        dense: Sequence[Sequence[tuple[int, int]]] | None = None,
+        self, coded: Sequence[Sequence[tuple[int, int]]], dense: Sequence[Sequence[tuple[int, int]]] | None = None
     ) -> None:
         self.pieces = tuple(tuple(_pieces(ranges)) for ranges in coded)
         """By message."""

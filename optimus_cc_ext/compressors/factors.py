@@ -54,11 +54,7 @@ def initial_q(
 
 @torch.no_grad()
 def next_warm_start(
-    q_new: Tensor,
-    fallback: Tensor,
-    compressor: LowRank,
-    out: Tensor | None = None,
-    scratch: Scratch | None = None,
+    q_new: Tensor, fallback: Tensor, compressor: LowRank, out: Tensor | None = None, scratch: Scratch | None = None
 ) -> Tensor:
     """The Q that the next step projects with, (B, m, r), fp32 (or fp64): an orthonormal basis of Q' = M^T P.
 

@@ -20,10 +20,7 @@ from optimus_cc_ext.cpu_runtime.patching import Patches
 __all__ = ["install"]
 
 # What `torch.distributed._coalescing_manager` calls; until PyTorch 2.12 under the older name.
-_NAMES = {
-    "all_gather_single_coalesced": "all_gather_single",
-    "allgather_into_tensor_coalesced": "_allgather_base",
-}
+_NAMES = {"all_gather_single_coalesced": "all_gather_single", "allgather_into_tensor_coalesced": "_allgather_base"}
 
 
 def install(patches: Patches) -> None:

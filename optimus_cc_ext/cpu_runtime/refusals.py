@@ -14,10 +14,7 @@ __all__ = ["NoCpuMeaningError", "install"]
 # Names with a meaning of their own where no GPU is: exceptions, submodules and facts about the build.
 KEPT = frozenset(("CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "get_gencode_flags"))
 # Private, but the usual way to ask for a memory profile, or used by Megatron.
-PRIVATE = {
-    torch.cuda: ("_sleep",),
-    torch.cuda.memory: ("_snapshot", "_dump_snapshot", "_record_memory_history"),
-}
+PRIVATE = {torch.cuda: ("_sleep",), torch.cuda.memory: ("_snapshot", "_dump_snapshot", "_record_memory_history")}
 
 
 class NoCpuMeaningError(RuntimeError):

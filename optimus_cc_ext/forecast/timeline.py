@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from optimus_cc_ext.techniques.schedule import Message, Pass, Schedule
 
-__all__ = [
-    "StageCost",
-    "iteration_seconds",
-    "last_backward_ends",
-    "left_after_backward",
-    "smallest_useful",
-]
+__all__ = ["StageCost", "iteration_seconds", "last_backward_ends", "left_after_backward", "smallest_useful"]
 
 INDIFFERENT = 0.025
 """Relative differences of iteration times that are worth no accuracy, and that no measurement here could show."""

@@ -73,8 +73,7 @@ def _attention(gpu: Gpu, job: Job) -> Seconds:
     values = heads * s * s
     # Forward: softmax reads and writes, dropout reads, writes, and writes its mask. Backward: dropout 5, softmax 6.
     return Seconds(
-        scores + product + moved(gpu, (4 + 5) * values),
-        2 * (scores + product) + moved(gpu, (5 + 6) * values),
+        scores + product + moved(gpu, (4 + 5) * values), 2 * (scores + product) + moved(gpu, (5 + 6) * values)
     )
 
 

@@ -26,10 +26,7 @@ def harness_command(arguments: list[str] | None = None) -> list[str]:
     """What `arguments` ask for, in the harness's flags. Raises FlagError or DataError for what it would
     not survive."""
     parser = argparse.ArgumentParser(
-        prog="harness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="what convert made")
     parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text file, or a .jsonl file")

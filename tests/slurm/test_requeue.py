@@ -22,10 +22,7 @@ ON_CPUS = [
     *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
 ]
 WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)")]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:

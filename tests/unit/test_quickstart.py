@@ -44,11 +44,7 @@ def test_page_and_summary_hold_all_of_an_outcome(tmp_path: Path) -> None:
     outcome = outcome_of()
     outcome.write(tmp_path)
     page = (tmp_path / "index.html").read_text()
-    for escaped in (
-        "my &lt;text&gt; &amp; more",
-        "compressed &lt;techniques&gt;",
-        "torchrun vanilla",
-    ):
+    for escaped in ("my &lt;text&gt; &amp; more", "compressed &lt;techniques&gt;", "torchrun vanilla"):
         assert escaped in page
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["runs"]["compressed"]["record"]["scalars"]["lm loss"] == {str(i): 1.0 for i in range(1, 31)}

@@ -119,8 +119,7 @@ def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense(dense, co
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=5),
-    st.floats(0, 5),
+    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=5), st.floats(0, 5)
 )
 def test_no_choice_of_stages_is_faster_than_the_chosen_one(
     stages: list[tuple[float, float, float]], embedding: float

@@ -260,17 +260,7 @@ def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["chunks", "senders", "stride"], do_not_specialize_on_alignment=["table", "slots"])
-def add_up_values(
-    dense,
-    table,
-    slots,
-    out,
-    stride,
-    chunks,
-    senders,
-    BF16: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def add_up_values(dense, table, slots, out, stride, chunks, senders, BF16: tl.constexpr, ROWS: tl.constexpr):
     """Writes to `out` the sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one sender (.., N)."""
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)

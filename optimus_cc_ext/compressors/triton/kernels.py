@@ -12,14 +12,7 @@ the first iteration, not when a run starts.
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_up",
-    "inverse_factor",
-    "multiply_out",
-    "orthonormal",
-    "partial_grams",
-    "sum_and_project",
-]
+__all__ = ["add_up", "inverse_factor", "multiply_out", "orthonormal", "partial_grams", "sum_and_project"]
 
 SIXTEEN_EPS = tl.constexpr(2.0**-48)
 """Of float64."""
