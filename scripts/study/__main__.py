@@ -12,6 +12,7 @@ Variant "mine" is what follows --. Variants "one-ulp" and "other-order" are vani
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", action="store_true", help="what is there, and train nothing that is not")
     add_common_options(parser, Path("results/study"))
     parser.add_argument("--iterations", type=int, default=160, metavar="N", help="of each run (%(default)s)")
+    parser.add_argument("--common", default="", metavar="FLAGS", help="of every run, vanilla too, in one word")
     parser.add_argument("--evaluations", type=int, default=64, metavar="N", help="validation batches (%(default)s)")
     return parser
 
@@ -82,9 +84,10 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     """Make what is missing, seed by seed, so that pairs are complete as early as can be; show all."""
     model = TINY if options.tiny else Settings()
     settings = dataclasses.replace(model, iterations=options.iterations, device=device_here(model.processes))
+    common = shlex.split(options.common)
     ours = {variant: list(mine) if variant == MINE else words_of(variant, settings) for variant in variants}
     for variant in variants:
-        if variant not in CONTROLS:
+        if variant not in CONTROLS and not common:  # which may change what is refused: the first run says so
             config_of(settings, ours[variant])
     if settings.device != "cpu":
         print(f"device: {settings.device}, bf16", flush=True)
@@ -99,7 +102,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
             flags = [
                 *script_of(variant), *seeded.megatron_flags(data, runs.folder / name / "tensorboard"), *ours[variant],
                 # One validation, after the last iteration.
-                "--eval-interval", str(10 * settings.iterations),
+                "--eval-interval", str(10 * settings.iterations), *common,
             ]  # fmt: skip
             if options.show and runs.known(name, flags) is None:
                 continue
