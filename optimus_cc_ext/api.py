@@ -80,7 +80,13 @@ def uninstall() -> None:
 
 
 def preset(
-    name: str, *, stages: int, data_parallel: int, tied_embeddings: bool = True, **changes: object
+    name: str,
+    *,
+    stages: int,
+    data_parallel: int,
+    tied_embeddings: bool = True,
+    distributed_optimizer: bool = False,
+    **changes: object,
 ) -> OptimusConfig:
     """A preset by its name, as far as the layout allows it: what `--optimus-cc NAME` stands for.
 
@@ -89,6 +95,7 @@ def preset(
         stages: pipeline stages P.
         data_parallel: replicas D.
         tied_embeddings: whether the first stage's word embedding is the last stage's output weight as well.
+        distributed_optimizer: whether it is Megatron's, for parameters in bf16 or fp16.
         changes: fields of OptimusConfig that win over the preset.
 
     Raises:
@@ -101,7 +108,14 @@ def preset(
 
     if name not in PRESETS:
         raise FlagError("preset", f"{name!r} is none", f"Give {' or '.join(PRESETS)}")
-    layout = Layout(stages=stages, data_parallel=data_parallel, tied_embeddings=tied_embeddings, train_iters=1)
+    layout = Layout(
+        stages=stages,
+        data_parallel=data_parallel,
+        tied_embeddings=tied_embeddings,
+        distributed_optimizer=distributed_optimizer,
+        master_copies=distributed_optimizer,
+        train_iters=1,
+    )
     return resolve(Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout).config
 
 

@@ -56,7 +56,8 @@ class Compression:
                 stages=model.pipeline_model_parallel_size,
                 data_parallel=int(os.environ.get("WORLD_SIZE", "1")) // parallel,
                 tied_embeddings=getattr(model, "share_embeddings_and_output_weights", True),
-                **changes,
+                distributed_optimizer=_gathers(config),
+                **changes,  # type: ignore[arg-type]
             )
         api.install(compression, train_iters=config.train.train_iters)
 
@@ -101,6 +102,13 @@ class Compression:
         session = api.current_session()
         if session is not None:
             save_beside(session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
+
+
+def _gathers(config: Any) -> bool:
+    """Whether the distributed optimizer gathers 16-bit parameters that it copies over from fp32 ones."""
+    sharded = getattr(config.ddp, "use_distributed_optimizer", False)
+    in_16_bits = getattr(config.model, "bf16", False) or getattr(config.model, "fp16", False)
+    return sharded and in_16_bits and not getattr(config.optimizer, "use_precision_aware_optimizer", False)
 
 
 def _iteration_folder(checkpoints: str, step: int) -> Path:

@@ -204,9 +204,20 @@ class DataParallelCompressionConfig(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamGatherConfig(_Options):
+    """Beyond the paper: what the distributed optimizer's replicas tell each other after its step."""
+
+    param_gather_format: Literal["dense", "int8", "int4"] = option(
+        "dense",
+        "What the distributed optimizer gathers parameters as; in int8 and int4 what changed since the last gather.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimusConfig(
-    DataParallelCompressionConfig, FusedEmbeddingSyncConfig, CompressedBackpropConfig, PipelineForwardConfig
-):
+    ParamGatherConfig, DataParallelCompressionConfig, FusedEmbeddingSyncConfig, CompressedBackpropConfig,
+    PipelineForwardConfig,
+):  # fmt: skip
     """Everything that `optimus_cc_ext.install` needs to know.
 
     Raises:
@@ -244,6 +255,7 @@ class OptimusConfig(
             or self.fused_embedding_sync
             or self.dp_compression
             or self.pipeline_forward_format != "dense"
+            or self.param_gather_format != "dense"
         )
 
     def replace(self, **changes: object) -> "OptimusConfig":

@@ -50,7 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="A preset, as far as the layout allows it; individual flags win. paper (the flag alone): "
         "--compressed-backprop, --fused-embedding-sync, and --dp-compression on ceil(0.75 P) stages, with their "
         "defaults. balanced: vanilla's loss first; activations in fp8, their gradients in int8, data-parallel "
-        "gradients in int4 on the stages where it pays (auto), the tied embedding in int8.",
+        "gradients in int4 on the stages where it pays (auto), the tied embedding in int8, the distributed optimizer's "
+        "parameters in int4.",
     )
     for field in dataclasses.fields(OptimusConfig):
         text = field.metadata["help"]

@@ -28,7 +28,10 @@ _TECHNIQUES = {
     "fused_embedding_sync": "fused embedding sync",
     "dp_compression": "data-parallel compression",
 }
-_NAMES = _TECHNIQUES | {"pipeline_forward_format": "compressed activations"}
+_NAMES = _TECHNIQUES | {
+    "pipeline_forward_format": "compressed activations",
+    "param_gather_format": "compressed parameter gather",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,9 @@ class Layout:
 
     distributed_optimizer: bool = False
     """Whether each replica's optimizer reads only its shard of the gradients."""
+
+    master_copies: bool = False
+    """Whether Megatron keeps parameters in bf16 or fp16, and copies them over from an fp32 copy after each step."""
 
     train_iters: int | None = None
     seed: int = 1234
@@ -141,7 +147,8 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
 
 
 def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
-    """By what cannot work on a layout, as its field: why, why in a refusal, and the cure."""
+    """By what cannot work on a layout, as its field: why a preset leaves it out (nothing: nobody would miss it), why in
+    a refusal, and the cure."""
     one_stage, more = "one pipeline stage", "Leave it out, or use --pipeline-model-parallel-size 2 or more"
     found = {}
     if layout.stages == 1:
@@ -158,6 +165,16 @@ def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
     if layout.data_parallel == 1:
         reason = "there is nothing to compress: with one data-parallel replica no gradient is reduced"
         found["dp_compression"] = ("one data-parallel replica", reason, "Leave it out, or run more replicas")
+        reason = "there is nothing to compress: with one data-parallel replica no parameter is gathered"
+        found["param_gather_format"] = ("", reason, "Leave it out, or run more replicas")
+    elif not layout.distributed_optimizer:
+        reason = "there is nothing to compress: only the distributed optimizer gathers parameters"
+        cure = "Leave it out, or add --use-distributed-optimizer"
+        found["param_gather_format"] = ("", reason, cure)
+    elif not layout.master_copies:
+        reason = "what a message leaves out has to stay in an fp32 copy that Megatron updates the parameters from"
+        cure = "Leave it out, or use --bf16 or --fp16, without --use-precision-aware-optimizer"
+        found["param_gather_format"] = ("no fp32 copies of parameters", reason, cure)
     return found
 
 
@@ -179,13 +196,15 @@ def _preset(name: str, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
             "dp_compression": True,
             "dp_compression_format": "int4",
             "dp_compression_stages": "auto",
+            "param_gather_format": "int4",
         },
     }
     wanted = presets[name]
     flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
-    obstacles = {
+    obstacles = _obstacles(layout)
+    notes = {
         field: f"{flag} leaves out {_NAMES[field]}: {why}"
-        for field, (why, _, _) in _obstacles(layout).items()
-        if any(mine.startswith(field) for mine in wanted)
+        for field, (why, _, _) in obstacles.items()
+        if why and any(mine.startswith(field) for mine in wanted)
     }
-    return {field: value for field, value in wanted.items() if not field.startswith(tuple(obstacles))}, obstacles
+    return {field: value for field, value in wanted.items() if not field.startswith(tuple(obstacles))}, notes

@@ -28,6 +28,7 @@ from optimus_cc_ext.techniques.compressed_forward import CompressedForward
 from optimus_cc_ext.techniques.factor_state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from optimus_cc_ext.techniques.technique import Iteration, Technique
@@ -82,7 +83,8 @@ class Session:
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
             codecs=self.new_codecs(config.dp_compression_format),
         )  # fmt: skip
-        self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients)
+        self.parameters = ParamGather(self.new_codec(config.param_gather_format))
+        self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)
 
         self.embedding: FusedEmbeddingSync | None = None
         self.alone: dist.ProcessGroup | None = None
@@ -156,7 +158,7 @@ class Session:
                 group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
                 if grid.place.rank in ranks:
                     self.embedding = FusedEmbeddingSync(group, codecs=codecs)
-        if self.config.fused_embedding_sync or self.config.dp_compression:
+        if self.config.fused_embedding_sync or self.config.dp_compression or self.parameters.codec is not None:
             # Local synchronisation: nobody else needs to take part, however many ranks there are.
             self.alone = dist.new_group(
                 [grid.place.rank], timeout=grid.timeout, use_local_synchronization=True,
@@ -178,9 +180,9 @@ class Session:
 
     @property
     def message_bytes(self) -> int:
-        """Memory of this rank for messages of gradients and of the tied embedding."""
+        """Memory of this rank for messages of gradients, of the tied embedding and of parameters."""
         embedding = 0 if self.embedding is None else self.embedding.nbytes
-        return embedding + sum(reducer.nbytes for reducer in self.gradients.reducers)
+        return embedding + self.parameters.nbytes + sum(reducer.nbytes for reducer in self.gradients.reducers)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 

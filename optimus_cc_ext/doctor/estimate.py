@@ -138,7 +138,7 @@ def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sc
         TrafficClass.EMBEDDING.value: _over_stages(stages, partial(_embedding, gpt, layout, config)),
     }
     if layout.distributed_optimizer:
-        counted[TrafficClass.PARAM_GATHER.value] = _over_stages(stages, partial(_gathered, gpt, layout))
+        counted[TrafficClass.PARAM_GATHER.value] = _over_stages(stages, partial(_gathered, gpt, layout, config))
     per = {name: replicas * gpt.tensor_parallel for name in counted}
     return {name: (raw * per[name], sent * per[name]) for name, (raw, sent) in counted.items() if raw}
 
@@ -194,7 +194,8 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
         return raw, raw
     codecs = BlockCodecs.of(config.dp_compression_format, BlockCodec)
     if codecs is not None:
-        plan = _exchange(gpt, layout, gradients, 0 if tied else dense // gpt.gradient_dtype.itemsize, codecs)
+        embedding = 0 if tied else dense // gpt.gradient_dtype.itemsize
+        plan = _exchange(layout, gradients, embedding, codecs, gpt.gradient_dtype)
         return raw, plan.sent_bytes()
     matrices = [g for g in gradients if worth_compressing(g, config.dp_compression_rank, config.force_compression)]
     if not matrices:
@@ -205,18 +206,16 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
 
 
 def _exchange(
-    gpt: Gpt, layout: Layout, gradients: Sequence[torch.Tensor], embedding: int, codecs: BlockCodecs
+    layout: Layout, gradients: Sequence[torch.Tensor], embedding: int, codecs: BlockCodecs, dtype: torch.dtype
 ) -> ExchangePlan:
-    """Of a stage's gradients in one bucket: that Megatron cuts it into several changes little."""
+    """Of a stage's gradients, or its parameters, in one bucket: that Megatron cuts it into several changes little."""
     at, coded = embedding, [(0, embedding)] if embedding else []
     dense: list[tuple[int, int]] = []
     for gradient in gradients:
         (coded if gradient.dim() >= 2 else dense).append((at, gradient.numel()))
         at += gradient.numel()
     numel = -(-at // layout.data_parallel) * layout.data_parallel
-    return ExchangePlan(
-        numel, coded, dense, gpt.gradient_dtype, layout.data_parallel, layout.distributed_optimizer, codecs
-    )
+    return ExchangePlan(numel, coded, dense, dtype, layout.data_parallel, layout.distributed_optimizer, codecs)
 
 
 def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
@@ -236,13 +235,24 @@ def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> t
     return raw, of_pair + sent_alone(numel, gpt.gradient_dtype, layout.data_parallel, sharded, codecs)
 
 
-def _gathered(gpt: Gpt, layout: Layout, stage: int) -> tuple[int, int]:
-    """(vanilla, ours): one rank's share of the distributed optimizer's gather of the parameters, dense in both."""
-    values = sum(gradient.numel() for gradient in gpt.of_stage(stage, layout.stages))
-    nbytes = values * gpt.parameter_dtype.itemsize
-    nbytes += gpt.word_embeddings(stage, layout.stages) * gpt.embedding_bytes(gpt.parameter_dtype)
-    moved = nbytes * (layout.data_parallel - 1) // layout.data_parallel
-    return moved, moved
+def _gathered(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
+    """(vanilla, ours): one rank's share of the distributed optimizer's gather of the parameters."""
+    buckets, dtype = _gathered_buckets(gpt, layout, stage), gpt.parameter_dtype
+    raw = sum(
+        reduce_scatter_bytes(sum(parameter.numel() for parameter in bucket) * dtype.itemsize, layout.data_parallel)
+        for bucket in buckets
+    )
+    if (codec := _codec(config.param_gather_format)) is None:
+        return raw, raw
+    return raw, sum(_exchange(layout, bucket, 0, BlockCodecs(codec, codec), dtype).sent_bytes() for bucket in buckets)
+
+
+def _gathered_buckets(gpt: Gpt, layout: Layout, stage: int) -> list[list[torch.Tensor]]:
+    """A stage's parameters as they are gathered: a tied embedding in a bucket of its own."""
+    rest = gpt.of_stage(stage, layout.stages)
+    embedding = [torch.empty(gpt.embedding, device="meta")] * gpt.word_embeddings(stage, layout.stages)
+    alone = gpt.tied and layout.stages > 1
+    return [bucket for bucket in ([rest, embedding] if alone else [embedding + rest]) if bucket]
 
 
 def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> int:
@@ -264,11 +274,21 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
     for stage in filter(partial(_compressed_stage, config), range(layout.stages)):
         gradients = gpt.of_stage(stage, layout.stages)
         if codecs is not None:
-            buckets = max(buckets, _exchange(gpt, layout, gradients, 0, codecs).wire_bytes)
+            buckets = max(buckets, _exchange(layout, gradients, 0, codecs, gpt.gradient_dtype).wire_bytes)
             continue
         rank, force = config.dp_compression_rank, config.force_compression
         buckets = max(buckets, sum(2 * g.numel() * itemsize for g in gradients if worth_compressing(g, rank, force)))
-    return link + buckets
+    shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
+    return link + buckets + shards
+
+
+def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> int:
+    """Memory of a rank for messages of all shards, the own one before the step, and what changed in one."""
+    if (codec := _codec(config.param_gather_format)) is None:
+        return 0
+    values = sum(parameter.numel() for bucket in _gathered_buckets(gpt, layout, stage) for parameter in bucket)
+    messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
+    return messages + 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

@@ -102,6 +102,12 @@ class Measured:
     gather_bytes: int = 0
     """The parameters that the distributed optimizer gathers after its step."""
 
+    compressed_gather_bytes: int = 0
+    """The same, compressed; that of `gather_bytes` where they are gathered as they are."""
+
+    code_parameters: float = 0.0
+    """Encoding what a step changed, and decoding what all replicas' did."""
+
     lacking: int = 0
     """Of the memory that residuals and factors of its gradients would take, what this rank's GPU has not."""
 
@@ -127,8 +133,11 @@ class Forecast:
     replicas: float
     """Bytes per second of sums over replicas; 0 with one replica."""
 
-    gather: float
+    plain_gather: float
     """Seconds that the distributed optimizer's gather of the parameters takes, dense; 0 without it."""
+
+    gather: float
+    """The same, ours."""
 
     warmups: Mapping[str, float]
     """The share of the iterations in which a technique waits, by the name of its flag: not in the predicted ones."""
@@ -145,8 +154,10 @@ class Forecast:
             f"{1e3 * self.ours:.0f} ms instead of {1e3 * self.plain:.0f} ms ({_change(self.ours, self.plain)})",
             *(f"forecast: {_TITLES[flag]}: {self._verdict(flag)}" for flag in self.without),
         ]
-        if self.gather:
-            lines.append(f"forecast: parameter gather: {1e3 * self.gather:.0f} ms beside that, as in vanilla Megatron")
+        if self.plain_gather:
+            lines.append(
+                f"forecast: parameter gather: {1e3 * self.gather:.0f} ms beside that, {self._gather_verdict()}"
+            )
         for stage, nbytes in sorted(self.lacking.items()):
             lines.append(
                 f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
@@ -156,6 +167,13 @@ class Forecast:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
             lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
         return lines
+
+    def _gather_verdict(self) -> str:
+        plain, ours = self.plain_gather, self.gather
+        if ours == plain:
+            return "as in vanilla Megatron"
+        pays = "" if ours < plain else ". It does not pay here: leave out --param-gather-format"
+        return f"instead of {1e3 * plain:.0f} ms ({_change(ours, plain)}){pays}"
 
     def _verdict(self, flag: str) -> str:
         without, where = self.without[flag], ""
@@ -235,7 +253,8 @@ def forecast(
         stages=schedule.stages,
         link=_mean_rate([m.link for m in everyone]),
         replicas=_mean_rate([m.factor_sum for m in everyone]),
-        gather=max((m.factor_sum or _FREE).seconds(m.gather_bytes) for m in everyone),
+        plain_gather=max((m.factor_sum or _FREE).seconds(m.gather_bytes) for m in everyone),
+        gather=max((m.factor_sum or _FREE).seconds(m.compressed_gather_bytes) + m.code_parameters for m in everyone),
         lacking=lacking,
         warmups={flag: share for flag, (is_on, share) in warmups.items() if is_on and share},
     )

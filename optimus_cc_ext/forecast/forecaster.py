@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors import BLOCK, BlockLayout, fast_compressor
 from optimus_cc_ext.forecast.decide import EmbeddingBytes, Forecast, Measured, forecast
-from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message
+from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
@@ -103,6 +103,9 @@ class Forecaster:
                 codecs=session.new_codecs(session.config.dp_compression_format),
                 sharded=sharded,
             )
+        gather_bytes, code_parameters = sum(buckets.gather_bytes for buckets in gradients.buckets), 0.0
+        if (codec := session.new_codec(session.config.param_gather_format)) is not None and session.alone is not None:
+            code_parameters = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
         return Measured(
             stage=session.grid.place.stage,
             forward=self._stopwatch.median("forward"),
@@ -124,7 +127,9 @@ class Forecaster:
             compress_gradients=compress_gradients,
             buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
-            gather_bytes=sum(buckets.gather_bytes for buckets in gradients.buckets),
+            gather_bytes=gather_bytes,
+            compressed_gather_bytes=session.parameters.sent_bytes or gather_bytes,
+            code_parameters=code_parameters,
             lacking=_lacking(gradients.state_bytes, device),
         )
 

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank, private_generator
+from optimus_cc_ext.compressors import Codec, LowRank, Scratch, private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.reducer import Reducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 
-__all__ = ["extrapolated", "time_activation", "time_gradients", "time_message"]
+__all__ = ["extrapolated", "time_activation", "time_gradients", "time_message", "time_parameters"]
 
 _SAMPLE_BYTES = 1 << 26
 """Gradients that a microbenchmark copies at most, unless one matrix is larger."""
@@ -114,6 +116,32 @@ def time_gradients(
     large = tried(many)
     small = tried(few) if few != many else large
     return extrapolated(small, large, sum(matrix.nbytes for matrix in matrices))
+
+
+@torch.no_grad()
+def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, codec: Codec) -> float:
+    """Seconds to encode what a step changed in the own shards of these buckets, which are unchanged, and to decode all.
+
+    Args:
+        alone: a group of this rank alone.
+    """
+    if not buckets:
+        return 0.0
+    like, numel = buckets[0].flat, sum(shards.flat.numel() for shards in buckets)
+    sample = _noise((min(numel, _SAMPLE_BYTES // like.element_size()),), like)
+    tried = Shards(sample, ([(0, sample.numel())], []), group=alone, codec=codec, gauge=Gauge(), scratch=Scratch())
+    seconds = []
+    for _ in range(1 + _TRIES):  # the first time allocates
+        stopwatch = Stopwatch(on=True)
+        with stopwatch.timed("encode", like.device):
+            tried.keep()
+            tried.encode()
+        tried.start()
+        with stopwatch.timed("decode", like.device):
+            tried.finish()
+        # Alone, a rank owns all of it.
+        seconds.append(stopwatch.total("encode") / buckets[0].ranks + stopwatch.total("decode"))
+    return min(seconds[1:]) * numel / sample.numel()
 
 
 def _samples(shapes: Sequence[torch.Size], itemsize: int) -> tuple[list[torch.Size], list[torch.Size]]:

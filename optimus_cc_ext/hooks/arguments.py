@@ -132,6 +132,7 @@ def layout_from(args: argparse.Namespace) -> Layout:
         data_parallel=args.data_parallel_size,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         distributed_optimizer=args.use_distributed_optimizer,
+        master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),
         seed=args.seed,
     )

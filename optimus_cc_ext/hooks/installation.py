@@ -16,6 +16,7 @@ from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
     arguments,
     checkpointing,
+    distrib_optimizer,
     distributed_data_parallel,
     finalize_model_grads,
     p2p_communication,
@@ -92,6 +93,8 @@ def describe(config: OptimusConfig) -> str:
         named = {"all": "all stages", "auto": "the stages where measured times say that it pays"}
         where = named.get(str(stages), "the first stage" if stages == 1 else f"the first {stages} stages")
         parts.append(f"data-parallel compression ({_format_of(config, 'dp_compression')}, {where})")
+    if config.param_gather_format != "dense":
+        parts.append(f"compressed parameter gather ({config.param_gather_format})")
     return ", ".join(parts) or "every technique is off"
 
 
@@ -102,7 +105,7 @@ def _format_of(config: OptimusConfig, technique: str) -> str:
 
 def all_seams() -> list[Seam]:
     """Every seam that some configuration wraps, for `optimus-cc doctor`."""
-    everything = Session(OptimusConfig(compressed_backprop=True))
+    everything = Session(OptimusConfig(compressed_backprop=True, param_gather_format="int8"))
     wraps = [*arguments.wraps(lambda *_: None), *_training_wraps(everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
 
@@ -122,6 +125,7 @@ def _training_wraps(session: Session) -> _Wraps:
         *schedules.wraps(session, ensure_placed),
         *finalize_model_grads.wraps(session),
         *distributed_data_parallel.wraps(session, ensure_placed),
+        *distrib_optimizer.wraps(session),
     ]
     loop = [*training.wraps(session), *checkpointing.wraps(session)]
     return wraps + [wrap for wrap in loop if _importable(wrap[0])]
@@ -156,6 +160,7 @@ def _grid_and_layout(session: Session, dtype: torch.dtype, distributed_optimizer
         data_parallel=grid.data_parallel,
         tied_embeddings=True,
         distributed_optimizer=distributed_optimizer,
+        master_copies=grid.dtype != torch.float32,
         train_iters=session.train_iters,
     )
     return grid, layout

@@ -1,9 +1,9 @@
-"""Wraps bucket groups of megatron/core/distributed/param_and_grad_buffer.py: their gradient reduction is ours.
+"""Wraps bucket groups of megatron/core/distributed/param_and_grad_buffer.py: gradient reductions and gathers are ours.
 
 `start_grad_sync` is reached through the instance everywhere, so it is replaced on the instances that need it. Before
 its collective it drains, waits, copies extra main gradients, checks for NaN and scales; after it nothing is left to
 do. All that is kept, and only the collective replaced, by lending the original a data-parallel group of this rank
-alone: its all-reduce then changes nothing, and ours follows.
+alone: its all-reduce then changes nothing, and ours follows. The same goes for `start_param_sync` and its gather.
 
 Ours is always a sum. Megatron scales by 1/D before it, except that with --ddp-average-in-collective it leaves the
 division to the collective, and with --calculate-per-token-loss divides by the number of tokens after everything.
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.block_reducer import ExchangePlan, range_in, sent_alone
+from optimus_cc_ext.techniques.block_reducer import ExchangePlan, Range, range_in, sent_alone
 from optimus_cc_ext.techniques.bucket_reducer import reduced_bytes, worth_compressing
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.param_gather import Gather
 from optimus_cc_ext.techniques.reducer import Reducer
 from optimus_cc_ext.techniques.side_stream import SideStream
 
@@ -37,21 +38,52 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
     session.gradients.add_buckets(buckets)
     bucket_group.start_grad_sync = buckets.start_grad_sync
     if buckets.gather_bytes:
-        _count_gathers(session, bucket_group, buckets.gather_bytes)
+        _take_over_gathers(session, bucket_group, buckets.gather_bytes)
 
 
-def _count_gathers(session: Session, bucket_group: Any, nbytes: int) -> None:
-    """The optimizer's step starts them, or the forward pass that needs the parameters."""
+def _take_over_gathers(session: Session, bucket_group: Any, nbytes: int) -> None:
+    """Or count them. The optimizer's step starts them, or the forward pass that needs the parameters."""
     original = bucket_group.start_param_sync
+    shards = [
+        session.parameters.add_bucket(
+            bucket, bucket.param_data.view(-1), _ranges(bucket, bucket.params_list), group=_group(bucket_group)
+        )
+        for bucket in bucket_group.buckets
+        if session.parameters.codec is not None
+    ]
 
     def start_param_sync(force_sync: bool = False) -> None:
-        # Forced while one is under way, it waits for that one.
-        waits_only = force_sync and bucket_group.param_gather_handle is not None
-        original(force_sync)
-        if session.grid is not None and not waits_only:
-            session.traffic.add(TrafficClass.PARAM_GATHER, raw=nbytes, sent=nbytes)
+        if force_sync and bucket_group.param_gather_handle is not None:
+            original(force_sync)  # it waits for the one that is under way
+            return
+        # The first gather, and one after a skipped step, have nothing to say but what all replicas know.
+        ours = bool(shards) and all(shard.updated for shard in shards)
+        if ours:
+            assert session.alone is not None, "the session was placed without a group of its own"
+            with _lent_group(bucket_group, session.alone):
+                original(force_sync)
+            gather = Gather(shards)
+            if bucket_group.param_gather_handle is None:
+                gather.wait()
+            else:
+                bucket_group.param_gather_handle.wait()
+                bucket_group.param_gather_handle = gather
+        else:
+            original(force_sync)
+        if session.grid is not None:
+            sent = sum(shard.sent_bytes for shard in shards) if ours else nbytes
+            session.traffic.add(TrafficClass.PARAM_GATHER, raw=nbytes, sent=sent)
 
     bucket_group.start_param_sync = start_param_sync
+
+
+def _ranges(bucket: Any, parameters: Collection[Any]) -> tuple[list[Range], list[Range]]:
+    """Where parameters lie in a bucket: matrices, and vectors."""
+    ranges: tuple[list[Range], list[Range]] = ([], [])
+    for parameter in parameters:
+        start, end = bucket.param_to_index[parameter]
+        ranges[parameter.dim() < 2].append((start, end - start))
+    return ranges
 
 
 class _Buckets:
@@ -284,6 +316,7 @@ def _lent_group(bucket_group: Any, group: dist.ProcessGroup) -> Iterator[None]:
             "intra_distributed_optimizer_instance_size": 1,
             "intra_distributed_optimizer_instance_rank": 0,
             "cached_grad_buffer_shard_list": [None] * len(bucket_group.buckets),
+            "cached_param_buffer_shard_list": [None] * len(bucket_group.buckets),
         }
     own = {name: getattr(bucket_group, name) for name in lent}
     scales = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]

@@ -27,6 +27,10 @@ def _gradients(config: OptimusConfig) -> bool:
     return config.fused_embedding_sync or config.dp_compression
 
 
+def _buffers(config: OptimusConfig) -> bool:
+    return _gradients(config) or config.param_gather_format != "dense"
+
+
 def _remembers(config: OptimusConfig) -> bool:
     return config.backprop_remembers or config.gradients_remember
 
@@ -61,9 +65,13 @@ def _graph_of_everything(args: argparse.Namespace) -> bool:
     )
 
 
-_QUANTISED = "quantised parameter buffers are not supported with --fused-embedding-sync and --dp-compression"
+_QUANTISED = (
+    "quantised parameter buffers are not supported with --fused-embedding-sync, --dp-compression and "
+    "--param-gather-format"
+)
 _SHARDED = (
-    "it shards weights and their gradients over ranks that --fused-embedding-sync and --dp-compression do not know"
+    "it shards weights and their gradients over ranks that --fused-embedding-sync, --dp-compression and "
+    "--param-gather-format do not know"
 )
 
 REFUSALS = (
@@ -89,14 +97,14 @@ REFUSALS = (
         _set("ddp_param_name_patterns_for_fp32_local_accumulation"), _gradients,
         "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
     ),
-    Refusal("--fp8-param-gather", _set("fp8_param_gather"), _gradients, _QUANTISED),
-    Refusal("--fp4-param-gather", _set("fp4_param_gather"), _gradients, _QUANTISED),
+    Refusal("--fp8-param-gather", _set("fp8_param_gather"), _buffers, _QUANTISED),
+    Refusal("--fp4-param-gather", _set("fp4_param_gather"), _buffers, _QUANTISED),
     Refusal(
-        "--tensor-parallel-num-weight-shards", _above_one("gtp_weight_remat_size"), _gradients,
+        "--tensor-parallel-num-weight-shards", _above_one("gtp_weight_remat_size"), _buffers,
         _SHARDED,
     ),
     Refusal(
-        "--expert-tensor-parallel-num-weight-shards", _above_one("expert_gtp_weight_remat_size"), _gradients,
+        "--expert-tensor-parallel-num-weight-shards", _above_one("expert_gtp_weight_remat_size"), _buffers,
         _SHARDED,
     ),
     Refusal(
@@ -108,8 +116,8 @@ REFUSALS = (
         "multi-token prediction keeps more than two copies of the embedding",
     ),
     Refusal(
-        "--optimizer", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"), _gradients,
-        "layer-wise optimizers (Muon and others) lay their gradients out differently", "Use --optimizer adam or sgd",
+        "--optimizer", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"), _buffers,
+        "layer-wise optimizers (Muon and others) lay their buffers out differently", "Use --optimizer adam or sgd",
     ),
     Refusal(
         "--cuda-graph-impl", _graph_of_everything, _any,

@@ -119,7 +119,7 @@ def _announce_memory(session: Session) -> None:
             flush=True,
         )
     if messages:
-        print(f"optimus-cc: messages of gradients: up to {messages / 1e6:.1f} MB on a rank", flush=True)
+        print(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank", flush=True)
     if any(later):
         print(
             f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, where there "

@@ -24,6 +24,7 @@ TITLES = {
     "compressed_backprop": "CB",
     "dp_compression": "SC",
     "fused_embedding_sync": "FE",
+    "param_gather": "gather",
 }
 """What techniques are called in the log. CB's time covers what a stage receives, too, and so does that of forward."""
 

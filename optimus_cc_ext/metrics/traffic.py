@@ -18,7 +18,7 @@ class TrafficClass(enum.Enum):
     DP_GRADIENTS = "DP gradients"
     EMBEDDING = "embedding"
     PARAM_GATHER = "parameter gather"
-    """The distributed optimizer's all-gather of what its replicas updated. Megatron's own: sent as it is."""
+    """The distributed optimizer's all-gather of what its replicas updated."""
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:

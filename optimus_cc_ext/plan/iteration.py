@@ -15,7 +15,7 @@ from optimus_cc_ext.plan import compute, links
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.links import Group
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE, embedding_cost, gradient_cost, message_costs
+from optimus_cc_ext.plan.traffic import DENSE, embedding_cost, gather_cost, gradient_cost, message_costs
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass, Schedule
 
 __all__ = [
@@ -188,7 +188,7 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Iter
     shard = own / (job.dp if job.distributed_optimizer else 1)
     step = compute.moved(cluster.gpu, compute.OPTIMIZER_BYTES * shard) * scale
     step += NORM_AND_LOG * links.all_reduce(cluster, Group.strided(job.gpus, 1, per_node), 8)
-    gather = _parameter_gather(cluster, job, own, costs[0])
+    gather = _parameter_gather(cluster, job, config, own, costs[0])
     return Iteration(
         seconds=iteration_seconds(ends, left, embedding) + step + gather,
         ends=ends,
@@ -247,12 +247,11 @@ def _contended(whole: float, left: float) -> float:
     return left + CONTENTION * (whole - left)
 
 
-def _parameter_gather(cluster: Cluster, job: Job, parameters: float, first: StageCost) -> float:
+def _parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float, first: StageCost) -> float:
     """All-gather of updated parameters; overlapped, all but the first bucket travel beside forward passes."""
     if not job.distributed_optimizer:
         return 0.0
-    group = Group.strided(job.dp, job.tp, cluster.gpus_per_node)
-    seconds = links.reduce_scatter(cluster, group, job.value_bytes * parameters)
+    seconds = gather_cost(cluster, job, config, parameters)
     if not job.overlap_param_gather:
         return seconds
     window = first.forward * job.vpp * min(job.pp, job.micro_batches)

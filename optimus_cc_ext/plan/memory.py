@@ -26,6 +26,9 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     if config.backprop_remembers:
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
+    if config.param_gather_format in BITS:
+        # Messages of all shards; the own one before the step, and what changed in one.
+        ours += (BITS[config.param_gather_format] / 8 + 2 * job.value_bytes / job.dp) * parameters
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),

@@ -14,7 +14,7 @@ from optimus_cc_ext.plan.links import Group
 from optimus_cc_ext.plan.model import Job
 
 __all__ = [
-    "BITS", "DENSE", "LAUNCH", "MessageCosts", "embedding_cost", "gradient_cost", "low_rank_values",
+    "BITS", "DENSE", "LAUNCH", "MessageCosts", "embedding_cost", "gather_cost", "gradient_cost", "low_rank_values",
     "message_costs",
 ]  # fmt: skip
 
@@ -161,3 +161,18 @@ def embedding_cost(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
     if form == "dense":
         return links.all_reduce(cluster, group, job.gradient_bytes * values)
     return sum(_block_sum(cluster, group, values, job.gradient_bytes, form))
+
+
+def gather_cost(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> float:
+    """Seconds of the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
+    group, width, form = (
+        Group.strided(job.dp, job.tp, cluster.gpus_per_node),
+        job.value_bytes,
+        config.param_gather_format,
+    )
+    if form == "dense" or job.dp == 1:
+        return links.reduce_scatter(cluster, group, width * parameters)
+    gpu, small, shard = cluster.gpu, parameters * BITS[form] / 8, parameters / job.dp
+    # The own shard is kept, compared and put back; then all messages are decoded, and added to all parameters.
+    coding = _kernel(gpu, 7 * width * shard + small / job.dp) + _kernel(gpu, small + 5 * width * parameters)
+    return links.reduce_scatter(cluster, group, small) + coding * cluster.coding_scale

@@ -32,6 +32,8 @@ VARIANTS = {
     "FE": "--fused-embedding-sync",
     "FE int8": "--fused-embedding-sync-format int8",
     "FE int4": "--fused-embedding-sync-format int4",
+    "gather int8": "--param-gather-format int8",
+    "gather int4": "--param-gather-format int4",
     "paper": "--optimus-cc",
     "paper, auto stages": "--optimus-cc --dp-compression-stages auto",
     "balanced": "--optimus-cc balanced",
@@ -83,6 +85,7 @@ def config_of(flags: Sequence[str], job: Job) -> OptimusConfig:
         data_parallel=job.dp,
         tied_embeddings=job.model.tied,
         distributed_optimizer=job.distributed_optimizer,
+        master_copies=job.value_bytes == 2,
     )
     return resolve(request_from(parser.parse_args(list(flags))), layout).config
 

@@ -81,10 +81,10 @@ class ExchangePlan:
         """A message per shard."""
         return BlockLayout(*self.shards)
 
-    def layout_of(self, shard: int) -> BlockLayout:
-        """Of the one message of a shard, as long as all others are."""
+    def layout_of(self, shard: int, start: int = 0) -> BlockLayout:
+        """Of the one message of a shard, as long as all others are; places are counted from `start` on."""
         (coded, dense), of_all = self.shards, self.layout
-        layout = BlockLayout([coded[shard]], [dense[shard]])
+        layout = BlockLayout(*([[(at - start, length) for at, length in of[shard]]] for of in (coded, dense)))
         layout.blocks, layout.dense_numel = of_all.blocks, of_all.dense_numel
         return layout
 

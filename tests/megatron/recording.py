@@ -19,6 +19,7 @@ from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Link, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.allocations import Watch
 
@@ -176,6 +177,7 @@ HOT_PATH = {
     BlockReducer: ("start", "second_phase", "finish"),
     FactorStates: ("commit", "rescale_residuals"),
     FusedEmbeddingSync: ("reduce",),
+    Shards: ("keep", "encode", "start", "finish"),
 }
 
 

@@ -48,6 +48,7 @@ CB4 = f"--compressed-backprop --compressed-backprop-rank 4 {_CARRIED}"
 SC4 = "--dp-compression --dp-compression-rank 4"
 BLOCKS = "--optimus-cc balanced --dp-compression-stages all"
 BLOCKS_WITH_LEP = f"{BLOCKS} --lazy-error-propagation"
+GATHER = "--param-gather-format int4"
 EXACT_BLOCKS = f"{BLOCKS_WITH_LEP} --exact-blocks"
 ALL_MESSAGES = f"{CB4} --compressed-backprop-messages all {FE} {SC4}"
 
@@ -66,6 +67,7 @@ LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSS
 BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
 BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
 BLOCKS_TP2 = RunSpec(name="TP2 blocks", layout=TP2_PP2_DP2, flags=EIGHT, ours=BLOCKS_WITH_LEP)
+GATHER_TP2 = RunSpec(name="TP2 gather", layout=TP2_PP2_DP2, flags=f"{EIGHT} --bf16 {SHARDED}", ours=BLOCKS)
 BY_CONFIG = RunSpec(name="by configuration", flags=EIGHT, before=(interventions.install_by_config,))
 WARMUPS = VANILLA.but(
     "warm-ups", ours=f"{CB4} {SC4} --compressed-backprop-warmup 0.5 --dp-compression-warmup 0.5"
@@ -105,6 +107,10 @@ POISONED, POISONED_SHARDED = (
 POISONED_BLOCKS = RunSpec(
     name="poisoned, blocks", flags=f"{_STATIC} {SHARDED} --overlap-grad-reduce", ours=BLOCKS,
     before=(interventions.poison,),
+)  # fmt: skip
+POISONED_GATHER = RunSpec(
+    name="poisoned, gather", flags=f"{_STATIC} {SHARDED} --overlap-grad-reduce --overlap-param-gather",
+    ours=f"{GATHER} --fused-embedding-sync", before=(interventions.poison,),
 )  # fmt: skip
 POISONED_TO_THE_END = RunSpec(
     name="poisoned, checked by Megatron", flags="--save {here} --save-interval 100 --ckpt-format torch",
@@ -179,6 +185,7 @@ SAVED_BLOCKS = saving(
     f"--ckpt-format torch_dist --bf16 --grad-reduce-in-bf16 {OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}",
     BLOCKS_WITH_LEP, watched=True, before=(interventions.count_gathers,), probe=interventions.counted_gathers,
 )  # fmt: skip
+SAVED_GATHER = SAVED_BLOCKS.but("gather, overlapped, interleaved", ours=GATHER)
 SAVED_OFTEN = [
     replace(
         run, name=f"{run.name}, often", flags=run.flags.replace("--save-interval 4", "--save-interval 2"), before=()
@@ -304,6 +311,12 @@ EXACT = [
     for stages in ["--dp-compression-stages 1" if "--dp-compression-stages 1" in limit.ours else ""]
 ]
 """Of the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
+VANILLA_GATHERS = [
+    RunSpec(name=f"bf16 gather{name}", flags=f"--bf16 {flags} --train-iters 8")
+    for name, flags in (("", SHARDED), (", overlapped, interleaved", f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}"))
+]
+EXACT_GATHERS = [run.but(f"{run.name}, exact", ours=f"{GATHER} --exact-blocks") for run in VANILLA_GATHERS]
+FP16_GATHER = SCALED.but("fp16, loss scaled, gather", flags=SHARDED, ours=GATHER)
 # Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
 # loop no longer looks at it; what changes the batch size there is `--step-batch-size-schedule`.
 # 2, 1, none and 1 of 4 layers. From 12 sequences of 64 tokens on 6 sequences an iteration, from 24 on 8, in pairs.
@@ -350,6 +363,7 @@ EXPERTS_REPLICATED = RunSpec(
     flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
 )  # fmt: skip
 EXPERTS_IN_BLOCKS = replace(EXPERTS_REPLICATED, name="experts in blocks", ours="--dp-compression-format int4")
+EXPERTS_GATHERED = EXPERTS_IN_BLOCKS.but("experts gathered", flags=f"--bf16 {SHARDED}", ours=GATHER)
 # The preset, at full rank: it leaves fused embedding sync out.
 EXPERTS_AMONG_OTHERS = Limit(
     vanilla=RunSpec(name="experts among others", flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED}"),

@@ -176,7 +176,7 @@ FORESEEN = [
     RunSpec(name=f"what doctor foresees of {what}", layout=PP2_DP2, flags=f"--train-iters 1 {flags}", ours=ours)
     for what, ours, flags in (
         ("low rank", OURS, ""), ("gradients in blocks", "--dp-compression-format int4", ""),
-        ("blocks", BLOCKS, ""), ("blocks, sharded", BLOCKS, SHARDED),
+        ("blocks", BLOCKS, ""), ("blocks, sharded", BLOCKS, SHARDED), ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
     )
 ]  # fmt: skip
 

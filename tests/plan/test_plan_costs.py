@@ -14,7 +14,7 @@ from optimus_cc_ext.plan.iteration import iteration
 from optimus_cc_ext.plan.links import Group, all_reduce, all_to_all, reduce_scatter, send
 from optimus_cc_ext.plan.memory import check_memory, memory
 from optimus_cc_ext.plan.model import MODELS, Job, Model
-from optimus_cc_ext.plan.traffic import BITS, low_rank_values, message_costs
+from optimus_cc_ext.plan.traffic import BITS, DENSE, low_rank_values, message_costs
 
 A100, CLUSTER = GPUS["A100"], CLUSTERS["a100-hdr200"]
 JOB = Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512)
@@ -114,6 +114,24 @@ def test_on_a_slow_line_compressed_gradients_are_reduced_in_less_than_half_the_t
     assert ours.reductions[1] < 0.5 * dense.reductions[1] and ours.seconds < dense.seconds
 
 
+@pytest.mark.parametrize(("form", "least"), [("int8", 0.5), ("int4", 0.25)])
+def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_little_more(
+    form: str, least: float
+) -> None:
+    job, cluster = JOB.replace(distributed_optimizer=True), CLUSTERS["10gbe"]
+    ours, dense = (
+        iteration(cluster, job, config).gather for config in (OptimusConfig(param_gather_format=form), DENSE)
+    )
+    assert least * dense < ours < (least + 0.05) * dense
+    # Nothing of it is overlapped by default; with overlap, what is left shrinks as well.
+    beside = [
+        iteration(cluster, job.replace(overlap_param_gather=True), config).gather
+        for config in (OptimusConfig(param_gather_format=form), DENSE)
+    ]
+    assert beside[0] < 0.7 * beside[1] and beside[1] < dense
+    assert iteration(cluster, JOB, OptimusConfig(param_gather_format=form)).gather == 0.0
+
+
 def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     low_rank = OptimusConfig(dp_compression=True, compressed_backprop=True)
     assert memory(JOB)["compression"] == 0.0
@@ -129,6 +147,9 @@ def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
     messages = OptimusConfig(compressed_backprop=True, lazy_error_propagation=True)
     assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
+    # Messages of all parameters in 4.125 bits; the own quarter of them twice in bf16.
+    gather, parameters = OptimusConfig(param_gather_format="int4"), JOB.stage_parameters + JOB.embedding_share
+    assert memory(JOB, gather)["compression"] == pytest.approx((4.125 / 8 + 2 * 2 / JOB.dp) * parameters)
     big = Job(model=MODELS["175b"], gpus=64, tp=8, pp=4, batch=64)
     with pytest.raises(PlanError, match=r"does not fit: a rank needs \d+\.\d GB, \d+\.\d GB more than the A100 has"):
         check_memory(CLUSTER, big)

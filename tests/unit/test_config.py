@@ -19,6 +19,7 @@ CHOICES = {
     "compressed_backprop_messages": "epilogue, all",
     "fused_embedding_sync_format": "dense, int8, int4",
     "dp_compression_format": "low-rank, int8, int4, dense",
+    "param_gather_format": "dense, int8, int4",
     "residual_across_iterations": "carry, drop",
     "compression_state_dtype": "fp32, bf16",
 }
@@ -128,6 +129,7 @@ def test_a_format_other_than_dense_switches_its_class_on_and_dense_is_the_way_ou
             chosen != "dense" or technique == "fused_embedding_sync"
         )
     assert OptimusConfig(pipeline_forward_format="fp8").any_technique
+    assert OptimusConfig(param_gather_format="int8").any_technique
 
 
 def test_messages_and_feedback_follow_from_the_format_unless_they_are_given() -> None:

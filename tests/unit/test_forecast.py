@@ -121,10 +121,21 @@ def test_encoded_activations_gain_what_they_save_and_cost_what_encoding_takes() 
 
 def test_the_gather_of_parameters_is_said_and_not_part_of_the_comparison() -> None:
     with_it, without = (
-        forecast(cluster(1e6, gather_bytes=nbytes), SCHEDULE, ALL, frozenset({0, 1})) for nbytes in (2_000_000, 0)
+        forecast(cluster(1e6, gather_bytes=nbytes, compressed_gather_bytes=nbytes), SCHEDULE, ALL, frozenset({0, 1}))
+        for nbytes in (2_000_000, 0)
     )
     assert (with_it.plain, with_it.ours) == (without.plain, without.ours)
-    assert "parameter gather: 2000 ms beside that" in both(with_it) and "gather" not in both(without)
+    said = "parameter gather: 2000 ms beside that, as in vanilla Megatron"
+    assert said in both(with_it) and "gather" not in both(without)
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(1e6, True), (1e8, False)])
+def test_of_a_compressed_gather_it_is_said_what_it_gains_and_where_it_does_not_pay(rate: float, pays: bool) -> None:
+    config = OptimusConfig(param_gather_format="int4")
+    measured = cluster(rate, gather_bytes=2_000_000, compressed_gather_bytes=500_000, code_parameters=0.1)
+    said = both(forecast(measured, SCHEDULE, config, frozenset()))
+    assert (f"parameter gather: {600 if pays else 105} ms beside that, instead of {2000 if pays else 20} ms") in said
+    assert ("leave out --param-gather-format" not in said) == pays
 
 
 def test_a_forecast_says_which_warm_ups_it_leaves_out() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.resolve import Layout, Resolution, resolve
 
 FOUR_BY_FOUR = Layout(stages=4, data_parallel=4, tied_embeddings=True, train_iters=100, seed=99)
+SHARDED = replace(FOUR_BY_FOUR, distributed_optimizer=True, master_copies=True)
 PAPER = OptimusConfig(
     compressed_backprop=True,
     compressed_backprop_rank=16,
@@ -89,6 +91,15 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
     assert sorted(notes) == sorted(f"{preset} leaves out {what}" for what, is_left in left_out.items() if is_left)
 
 
+def test_the_balanced_preset_gathers_parameters_in_int4_where_there_are_fp32_copies_and_says_where_not() -> None:
+    assert resolved("--optimus-cc balanced", SHARDED) == Resolution(BALANCED.replace(param_gather_format="int4"))
+    dense = resolved("--optimus-cc balanced", replace(SHARDED, master_copies=False))
+    said = "--optimus-cc balanced leaves out compressed parameter gather: no fp32 copies of parameters"
+    assert dense == Resolution(BALANCED, (said,))
+    assert resolved("--optimus-cc", SHARDED) == Resolution(PAPER)
+    assert resolved("--optimus-cc balanced --param-gather-format dense", SHARDED) == Resolution(BALANCED)
+
+
 def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
     one_rank = layout(stages=1, replicas=1)
     off = "--no-compressed-backprop --no-fused-embedding-sync --no-dp-compression"
@@ -150,6 +161,9 @@ def test_an_individual_flag_that_cannot_work_is_refused(
         ("--dp-compression-format int4", layout(replicas=1), "nothing to compress"),
         ("--fused-embedding-sync-format int8", layout(tied=False), "not tied"),
         ("--dp-compression-format int4 --no-dp-compression", layout(), "the opposite"),
+        ("--param-gather-format int8", layout(replicas=1), "no parameter is gathered"),
+        ("--param-gather-format int8", layout(), "--use-distributed-optimizer"),
+        ("--param-gather-format int8", replace(SHARDED, master_copies=False), "an fp32 copy"),
     ],
 )
 def test_a_format_that_cannot_work_is_refused_by_its_own_flag(line: str, on: Layout, says: str) -> None:

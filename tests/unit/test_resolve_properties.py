@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
@@ -29,6 +29,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compressed_backprop_format": st.sampled_from(["low-rank", "int8", "int4", "fp8", "dense"]),
     "fused_embedding_sync_format": st.sampled_from(["dense", "int8", "int4"]),
     "dp_compression_format": st.sampled_from(["low-rank", "int8", "int4", "dense"]),
+    "param_gather_format": st.sampled_from(["dense", "int8", "int4"]),
     "block_rotation": st.booleans(),
     "compressed_backprop": st.booleans(),
     "compressed_backprop_rank": RANKS,
@@ -59,6 +60,7 @@ LAYOUTS = st.builds(
     data_parallel=st.integers(1, 8),
     tied_embeddings=st.booleans(),
     distributed_optimizer=st.booleans(),
+    master_copies=st.booleans(),
     train_iters=st.none() | st.integers(1, 1000),
     seed=st.integers(0, 2**31),
 )
@@ -130,6 +132,8 @@ def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_
     assert isinstance(unasked, Resolution)
     left_out = sum(not getattr(unasked.config, technique) for technique in TECHNIQUES) if preset else 0
     left_out += "balanced" in preset and unasked.config.pipeline_forward_format == "dense"
+    gathered = layout.distributed_optimizer and layout.data_parallel > 1
+    left_out += "balanced" in preset and gathered and unasked.config.param_gather_format == "dense"
     assert len(unasked.notes) == left_out, "the preset is never refused, and says what it left out"
     assert config == wanted(dataclasses.asdict(unasked.config), fields), "what is given one by one wins, and no more"
     if "compression_seed" not in fields:
@@ -158,6 +162,7 @@ def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: s
 def test_what_works_on_a_layout_works_on_a_larger_one(
     fields: dict[str, Any], layout: Layout, more_stages: int, more_replicas: int, sharded: bool
 ) -> None:
+    assume(sharded or fields.get("param_gather_format", "dense") == "dense")
     outcome = resolved(written(fields), layout)
     larger = dataclasses.replace(
         layout,

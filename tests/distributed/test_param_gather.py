@@ -1,0 +1,144 @@
+"""The parameter gather in blocks of few bits over real ranks: against the literal way, shard by shard."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors import BlockLayout, Codec, Scratch, fast_codec
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import reduce_scatter_bytes
+from optimus_cc_ext.techniques.block_reducer import Range
+from optimus_cc_ext.techniques.param_gather import Gather, ParamGather, Shards, gather_plan
+from tests.allocations import Watch
+from tests.distributed.buckets import Bucket
+from tests.forked_ranks import run_ranks
+
+# Matrices that end in the midst of a block, next to others and to vectors; shards that end in either, and padding.
+SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
+RANKS, STEPS = 3, 4
+UPDATE = 1e-2
+"""Of weights of size 1 in a step: two units in the last place of bf16."""
+
+
+def codec(format: str) -> Codec:
+    return fast_codec("int4" if format == "exact" else format, seed=1, rotated=True, exact=format == "exact")  # type: ignore[arg-type]
+
+
+def weights(dtype: torch.dtype) -> Bucket:
+    """The same on every rank."""
+    bucket = Bucket(SHAPES, parts=6 * 64, dtype=dtype)
+    for view in bucket.views:
+        view.normal_(generator=torch.Generator().manual_seed(view.numel()))
+    return bucket
+
+
+def wanted(step: int, dtype: torch.dtype) -> torch.Tensor:
+    """The master copies after a step, rounded; what fills up the bucket stays as it is."""
+    bucket, generator = weights(dtype), torch.Generator().manual_seed(step)
+    for view in bucket.views:
+        view.add_(torch.randn(view.shape, generator=generator) * UPDATE * (step + 1))
+    return bucket.flat
+
+
+def ranges() -> tuple[list[Range], list[Range]]:
+    views = weights(torch.bfloat16).views
+    coded, dense = ([(v.storage_offset(), v.numel()) for v in views if (v.dim() > 1) is more] for more in (True, False))
+    return coded, dense
+
+
+def of_shard(inside: list[Range], start: int, size: int) -> list[Range]:
+    cut = [(max(at, start), min(at + length, start + size)) for at, length in inside]
+    return [(first, last - first) for first, last in cut if first < last]
+
+
+def by_hand(flat: torch.Tensor, target: torch.Tensor, format: str) -> torch.Tensor:
+    """What all replicas have after one gather, a parameter's part of a shard after the other."""
+    result, size = flat.clone(), flat.numel() // RANKS
+    (coded, dense), used = ranges(), codec(format)
+    for start in range(0, flat.numel(), size):
+        for at, length in of_shard(coded, start, size):
+            difference = target[at : at + length] - flat[at : at + length]
+            layout = BlockLayout.of_one(length)
+            message = torch.zeros(1, used.message_bytes(layout, flat.dtype), dtype=torch.uint8)
+            used.encode(difference, layout, message)
+            used.decode(message, layout, difference)
+            result[at : at + length] += difference
+        for at, length in of_shard(dense, start, size):
+            result[at : at + length] += target[at : at + length] - flat[at : at + length]
+    return result
+
+
+def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.Tensor]:
+    """This rank's bucket after each gather."""
+    dist.init_process_group("gloo")
+    flat, found = weights(dtype).flat, []
+    technique = ParamGather(codec(format))
+    shards = technique.add_bucket("bucket", flat, ranges(), group=dist.group.WORLD)
+    own = flat.view(RANKS, -1)[dist.get_rank()]
+    for step in steps:
+        assert not shards.updated
+        with technique.updating(["bucket", "another's"]):
+            own.copy_(wanted(step, dtype).view(RANKS, -1)[dist.get_rank()])
+        assert shards.updated
+        Gather([shards]).wait()
+        found.append(flat.clone())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["int8", "int4", "exact"])
+def test_all_replicas_have_what_decoding_by_hand_gives_to_the_bit(format: str, dtype: torch.dtype) -> None:
+    by_rank = run_ranks(RANKS, _gathered, format, dtype, list(range(STEPS)))
+    expected = weights(dtype).flat
+    for step, replicas in enumerate(zip(*by_rank, strict=True)):
+        expected = by_hand(expected, wanted(step, dtype), format)
+        for mine in replicas:
+            assert torch.equal(mine, expected), f"step {step}"
+
+
+def test_messages_that_leave_nothing_out_bring_the_owners_weights_within_a_rounding() -> None:
+    (found, *_), *_ = run_ranks(RANKS, _gathered, "exact", torch.bfloat16, [0])
+    target = wanted(0, torch.bfloat16)
+    # The difference is rounded to 8 bits, and so is the sum: an ulp of the larger of the two each.
+    assert ((found - target).abs() <= 2**-7 * (target.abs() + UPDATE * 4)).all()
+    assert (found != target).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(("format", "once"), [("int8", 0.008), ("int4", 0.13)])
+def test_what_a_message_leaves_out_is_in_the_next_and_nothing_accumulates(format: str, once: float) -> None:
+    steps = [*range(STEPS), *[STEPS - 1] * 5]
+    found, *_ = run_ranks(RANKS, _gathered, format, torch.bfloat16, steps)
+    target = wanted(STEPS - 1, torch.bfloat16).float()
+    change = float((target - wanted(STEPS - 2, torch.bfloat16).float()).norm())
+    left = [float((flat.float() - target).norm()) / change for flat in found[STEPS - 1 :]]
+    # A difference of bf16 values, added to bf16 values, is rounded twice: to 2^-8 of weights of size 1.
+    rounding = 2**-8 / (UPDATE * STEPS)
+    assert left[0] < once + rounding
+    assert left[-1] < max(left[0] / 4, 2e-3), "the same weights again: the messages say what was left out"
+
+
+def test_a_gather_asks_for_no_memory_after_the_first() -> None:
+    assert all(not asked for asked in run_ranks(RANKS, _allocations))
+
+
+def _allocations() -> list[str]:
+    dist.init_process_group("gloo")
+    flat = weights(torch.bfloat16).flat
+    shards = Shards(flat, ranges(), group=dist.group.WORLD, codec=codec("int4"), gauge=Gauge(), scratch=Scratch())
+    asked: list[str] = []
+    for step in range(2):
+        with torch.no_grad(), Watch() as watch:
+            shards.keep()
+            flat.add_(0.01)
+            shards.encode()
+            shards.start()
+            shards.finish()
+        asked = watch.allocated + watch.read_by_host if step else []
+    return asked
+
+
+@pytest.mark.parametrize(("format", "share"), [("int8", 0.508), ("int4", 0.258)])
+def test_bytes_of_a_large_bucket_are_known_before_there_is_one(format: str, share: float) -> None:
+    numel, ranks = 8 * 4096 * 4096, 8
+    plan = gather_plan(numel, ([(0, numel)], []), torch.bfloat16, ranks, codec(format))
+    assert plan.sent_bytes() / reduce_scatter_bytes(2 * numel, ranks) == pytest.approx(share, rel=2e-3)
