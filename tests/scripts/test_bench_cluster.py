@@ -14,7 +14,7 @@ import pytest
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import page
-from scripts.bench.cluster.model import MODELS, PAPER, Layout, parse_layout, proportions, variant_flags
+from scripts.bench.cluster.model import MODELS, PAPER, Layout, config_of, parse_layout, proportions, variant_flags
 from scripts.bench.cluster.predicted import chosen_stages
 from scripts.bench.cluster.rates import FindRate, Plan, next_guess, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
@@ -127,7 +127,10 @@ def test_variants_leave_out_what_a_layout_does_not_have() -> None:
         "--fused-embedding-sync-format", "int8",
     ]  # fmt: skip
     assert variant_flags("blocks", parse_layout("pp1dp2"), (2, 11)) == ["--dp-compression-format", "int4"]
-    assert str(parse_layout("pp2dp2z1")) == "pp2dp2z1" and parse_layout("pp2dp2z1").sharded
+    sharded = parse_layout("pp2dp2z1")
+    assert str(sharded) == "pp2dp2z1" and sharded.sharded
+    assert config_of(variant_flags("blocks", sharded, (2, 11)), sharded).param_gather_format == "int4"
+    assert config_of(variant_flags("dense-gather", sharded, (2, 11)), sharded).param_gather_format == "dense"
 
 
 # The bound

@@ -30,7 +30,7 @@ class Layout:
     stages: int
     replicas: int
     sharded: bool = False
-    """Whether Megatron's distributed optimizer shards the gradients."""
+    """Whether Megatron's distributed optimizer shards the gradients, and parameters are in bf16, as it is used."""
 
     @property
     def hosts(self) -> int:
@@ -43,7 +43,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read a layout such as pp2dp2, tp2pp4dp2, or pp2dp2z1 with the distributed optimizer.
+    """Read a layout such as pp2dp2, tp2pp4dp2, or pp2dp2z1 with the distributed optimizer and bf16.
 
     Raises:
         ValueError: not a layout, or one whose single host has nobody to talk to.
@@ -143,6 +143,8 @@ VARIANTS: Mapping[str, str] = {
     "cb-all": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages auto",
     "everything": "--optimus-cc --compressed-backprop-messages all --dp-compression-stages all",
     "blocks": "--pipeline-forward-format fp8 --compressed-backprop-format int8 --dp-compression-format int4 "
+    "--fused-embedding-sync-format int8 --param-gather-format int4",
+    "dense-gather": "--pipeline-forward-format fp8 --compressed-backprop-format int8 --dp-compression-format int4 "
     "--fused-embedding-sync-format int8",
     "fewest": "--pipeline-forward-format fp8 --compressed-backprop --compressed-backprop-messages all "
     "--dp-compression --fused-embedding-sync-format int4",
@@ -166,6 +168,8 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
         techniques += f" {flag}-rank {rank}" if f"{flag}-format" not in techniques else ""
         if not exists:
             techniques = re.sub(rf"{flag}(-format \w+)?(?= |$)", "", techniques)
+    if not layout.sharded:
+        techniques = re.sub(r" --param-gather-format \w+", "", techniques)
     if layout.stages == 1:
         techniques = re.sub(r"--(pipeline-forward|fused-embedding-sync)(-format \w+)?(?= |$)", "", techniques)
     return [*techniques.split(), *further]
@@ -176,7 +180,7 @@ def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
     args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
     place = resolve.Layout(
         stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1,
-        distributed_optimizer=layout.sharded,
+        distributed_optimizer=layout.sharded, master_copies=layout.sharded,
     )  # fmt: skip
     return resolve.resolve(request_from(args), place).config
 
@@ -207,7 +211,7 @@ def megatron_flags(model: Model, layout: Layout, data: PreparedData, *, iteratio
         --init-method-std {model.hidden**-0.5:.4f} --adam-beta2 0.95 --weight-decay 0.01 --clip-grad 1.0
         --eval-interval {iterations} --eval-iters 0 --split 90,10,0 --num-workers 0
         --tokenizer-type HuggingFaceTokenizer --log-interval 1 --timing-log-level 0
-        {"--use-distributed-optimizer" if layout.sharded else ""}
+        {"--use-distributed-optimizer --bf16" if layout.sharded else ""}
     """
     paths = {
         "--data-path": data.data_prefix,

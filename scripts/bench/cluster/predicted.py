@@ -69,7 +69,7 @@ class Ratio:
 
 
 def job_of(model: Model, layout: Layout) -> Job:
-    """What the benchmark trains, in fp32."""
+    """What the benchmark trains."""
     multiple = 128 * layout.tensor
     return Job(
         model=PlanModel(
@@ -84,7 +84,7 @@ def job_of(model: Model, layout: Layout) -> Job:
         pp=layout.stages,
         micro_batch=model.micro_batch,
         batch=model.micro_batch * model.micro_batches * layout.replicas,
-        precision="fp32",
+        precision="bf16" if layout.sharded else "fp32",
         flash=False,
         distributed_optimizer=layout.sharded,
     )
