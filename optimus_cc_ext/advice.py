@@ -41,6 +41,9 @@ def without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Iterat
     for flag, technique in idle.items():
         if flag not in working:
             yield f"{flag}: no effect: {flag_of(technique)} is off"
+    low_rank = config.backprop_remembers or (config.dp_compression and config.dp_compression_format == "low-rank")
+    if "low_rank_wire" in spelling and not low_rank:
+        yield "--low-rank-wire: no effect: nothing is sent as low-rank"
     lep = config.lazy_error_propagation or not config.compressed_backprop
     if "residual_across_iterations" in spelling and not lep:
         yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"

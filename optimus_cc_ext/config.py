@@ -228,6 +228,9 @@ class OptimusConfig(
     compression_state_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "What residuals and factors are kept in between messages and steps; bf16 halves their memory."
     )
+    low_rank_wire: Literal["dense", "int8"] = option(
+        "dense", "What low-rank factors travel as: in the gradients' dtype, or in blocks of int8."
+    )
     block_rotation: bool = option(
         True, "Rotate the blocks of int8 and int4 (random signs, Hadamard), so that an outlier spoils its block less."
     )

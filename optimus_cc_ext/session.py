@@ -76,12 +76,13 @@ class Session:
         self.forward = CompressedForward(self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(
             config, fast_compressor(), codec=self.new_codec(config.compressed_backprop_format),
+            factor_codec=self.new_codec(config.low_rank_wire),
             seed=config.compression_seed, state_dtype=dtype, force=config.force_compression,
             error_statistics=config.compression_error_statistics,
         )  # fmt: skip
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
-            codecs=self.new_codecs(config.dp_compression_format),
+            codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format))
         self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)

@@ -14,8 +14,8 @@ from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduc
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, sent_alone
 from optimus_cc_ext.techniques.bucket_reducer import reduced_bytes, worth_compressing
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["Gpt", "bytes_by_class", "gpt_from", "state_bytes", "without_gain"]
@@ -152,8 +152,11 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
     """(what both ends of a link know, the receiver), receiver by receiver."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
-            codec, sender = _codec(config.compressed_backprop_format), (stage + 1) % schedule.stages
-            yield LinkPlan(config=config, sending_stage=sender, receiving_stage=stage, seed=0, codec=codec), stage
+            codec, factor_codec = (_codec(name) for name in (config.compressed_backprop_format, config.low_rank_wire))
+            yield LinkPlan(
+                config=config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage, seed=0, codec=codec,
+                factor_codec=factor_codec,
+            ), stage  # fmt: skip
 
 
 def _codec(chosen: str) -> BlockCodec | None:
@@ -170,7 +173,7 @@ def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: b
             return dense
         if isinstance(codec := _codec(config.pipeline_forward_format) if forward else plan.codec, BlockCodec):
             return codec.message_bytes(blocks, dtype)
-        return dense if forward else plan.wire(gpt.message, dtype).numel * dtype.itemsize
+        return dense if forward else plan.factor_bytes(gpt.message, dtype)
 
     found = [
         sent_bytes(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)
@@ -201,8 +204,9 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
     if not matrices:
         return raw, raw
     rest = [g for g in gradients if not any(g is matrix for matrix in matrices)]
-    sent = reduced_bytes(matrices, rest, config.dp_compression_rank) + dense
-    return raw, all_reduce_bytes(sent, layout.data_parallel)
+    rest.append(torch.empty(dense, dtype=torch.uint8, device="meta"))
+    wire = _codec(config.low_rank_wire)
+    return raw, reduced_bytes(matrices, rest, config.dp_compression_rank, layout.data_parallel, wire)
 
 
 def _exchange(

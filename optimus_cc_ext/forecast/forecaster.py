@@ -84,7 +84,10 @@ class Forecaster:
         ends = session.backprop.sending or session.backprop.receiving
         if gradient is not None and ends and ends.plan.compresses(Message(0, epilogue=True), gradient.shape):
             compressed_bytes = ends.message_bytes(gradient)
-            plan = replace(ends.plan, codec=session.new_codec(session.config.compressed_backprop_format))
+            of_blocks, of_factors = session.config.compressed_backprop_format, session.config.low_rank_wire
+            plan = replace(
+                ends.plan, codec=session.new_codec(of_blocks), factor_codec=session.new_codec(of_factors)
+            )  # fmt: skip
             compress, decompress, remember = time_message(plan, gradient, fast_compressor())
         encode = decode = 0.0
         activation_bytes, forward = message_bytes, session.forward.messages
@@ -101,6 +104,7 @@ class Forecaster:
                 config=session.config,
                 state_dtype=gradients.state_dtype,
                 codecs=session.new_codecs(session.config.dp_compression_format),
+                wire=session.new_codec(session.config.low_rank_wire),
                 sharded=sharded,
             )
         gather_bytes, code_parameters = sum(buckets.gather_bytes for buckets in gradients.buckets), 0.0

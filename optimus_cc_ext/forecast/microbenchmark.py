@@ -13,8 +13,9 @@ from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.reducer import Reducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
@@ -74,6 +75,7 @@ def time_gradients(
     config: DataParallelCompressionConfig,
     state_dtype: torch.dtype,
     codecs: BlockCodecs | None,
+    wire: Codec | None = None,
     sharded: bool,
 ) -> float:
     """Seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
@@ -81,7 +83,7 @@ def time_gradients(
     Args:
         matrices: what would be compressed, unchanged.
         alone: a group of this rank alone.
-        codecs: of blocks; None: P and Q.
+        codecs: of blocks; None: P and Q, which `wire` encodes.
         sharded: whether a replica reads its shard only.
     """
     if not matrices:
@@ -101,7 +103,7 @@ def time_gradients(
         else:
             reducer = BucketReducer(
                 sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="microbenchmark",
-                state_dtype=state_dtype, states=states,
+                state_dtype=state_dtype, states=states, wire=wire,
             )  # fmt: skip
         seconds = []
         for _ in range(1 + _TRIES):  # the first time allocates

@@ -133,7 +133,8 @@ class _Buckets:
             return self.dense_bytes
         if codecs is None:
             dense = [p.main_grad for p in self._bucket_group.params if not self._compressible(p) and not _is_tied(p)]
-            return all_reduce_bytes(reduced_bytes(matrices, dense, self._session.config.dp_compression_rank), ranks)
+            rank, wire = self._session.config.dp_compression_rank, self._session.gradients.wire
+            return reduced_bytes(matrices, dense, rank, ranks, wire)
         sent = 0
         for bucket in self._bucket_group.buckets:
             if not _is_all_tied(bucket):

@@ -53,12 +53,12 @@ def message_costs(cluster: Cluster, job: Job, config: OptimusConfig) -> MessageC
     compress += residual
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
-        small = float(width * r * (n + m))
+        small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
         # As docs/how-it-works.md counts: M = G + E is written once in fp32, read by both products; E is written last.
         residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
         products = compute.gemm(gpu, n, r, m) + compute.gemm(gpu, m, r, n)
-        compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH
-        decompress = compute.gemm(gpu, n, m, r) + LAUNCH
+        compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
+        decompress = compute.gemm(gpu, n, m, r) + LAUNCH + coded
         remember = decompress + residual if residual else 0.0
     coding = {
         "encode": encode, "decode": encode, "compress": compress, "decompress": decompress, "remember": remember
@@ -95,7 +95,11 @@ def gradient_cost(cluster: Cluster, job: Job, config: OptimusConfig, with_embedd
     if form == "low-rank":
         sent, covered = low_rank_values(job, config)
         # One all-reduce for each phase, P and Q, of a wire as wide as the gradients; what is not compressed stays.
-        phase = links.all_reduce(cluster, group, width * sent / 2) + _low_rank_seconds(cluster, job, config) / 2
+        if config.low_rank_wire == "dense":
+            summed = links.all_reduce(cluster, group, width * sent / 2)
+        else:
+            summed = sum(_block_sum(cluster, group, sent / 2, width, config.low_rank_wire))
+        phase = summed + _low_rank_seconds(cluster, job, config) / 2
         return phase + dense(parameters - covered + embedding), phase
     first, gathered = _block_sum(cluster, group, parameters, width, form)
     return first + (dense(embedding) if embedding else 0.0), 0.0 if job.distributed_optimizer else gathered

@@ -90,7 +90,7 @@ def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None
     }
     chosen = (
         config.pipeline_forward_format, config.compressed_backprop_format, config.dp_compression_format,
-        config.fused_embedding_sync_format, config.param_gather_format,
+        config.fused_embedding_sync_format, config.param_gather_format, config.low_rank_wire,
     )  # fmt: skip
     formats = {format for name in chosen if (format := compressors.block_format(name)) is not None}
     # Sums of gradients are sent back in it.

@@ -63,9 +63,13 @@ class BlockMessages:
         return Transfer(message, after_wait=partial(self._decode, message, tensor))
 
     @torch.no_grad()
+    def read(self, message: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Write what a message says into a contiguous tensor."""
+        self._codec.decode(message, self._layout(tensor), tensor.detach().view(-1))
+
     def _decode(self, message: torch.Tensor, tensor: torch.Tensor) -> None:
         with self._gauge.timed(tensor.device):
-            self._codec.decode(message, self._layout(tensor), tensor.detach().view(-1))
+            self.read(message, tensor)
         self._buffers.give_back(message)
 
     def _layout(self, tensor: torch.Tensor) -> BlockLayout:

@@ -18,24 +18,27 @@ layers. Its shapes are cut into a few packs (one where the model is small): whil
 pack is projected; while its Q are summed, the next P is orthogonalised, and so on.
 
 G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
-shard. In a bf16 bucket P and Q travel in bf16; what that rounds away goes into the residual (docs/how-it-works.md).
+shard. In a bf16 bucket P and Q travel in bf16; what that rounds away goes into the residual (docs/how-it-works.md). So
+does what blocks of int8 leave out of them (`--low-rank-wire int8`): their sum is then a `BlockReducer`'s.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, packed_numel, pays
+from optimus_cc_ext.compressors import Codec, LowRank, Scratch, effective_rank, pays
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer, ExchangePlan
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
 from optimus_cc_ext.techniques.factor_state import FactorStates
-from optimus_cc_ext.techniques.reducer import contiguous_runs
+from optimus_cc_ext.techniques.reducer import DenseReducer, Reducer, contiguous_runs
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
 from optimus_cc_ext.techniques.strided import progressions
 
@@ -59,15 +62,32 @@ def worth_compressing(gradient: torch.Tensor, compression_rank: int, force: bool
     return force or pays(rows, gradient.numel() // rows, compression_rank)
 
 
-def reduced_bytes(matrices: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], compression_rank: int) -> int:
-    """Bytes that a `BucketReducer` of these gradients sums, before there is one: all P, all Q, and what is dense."""
-    factors = 0
+def reduced_bytes(
+    matrices: Sequence[torch.Tensor],
+    dense: Sequence[torch.Tensor],
+    compression_rank: int,
+    ranks: int,
+    codec: Codec | None = None,
+) -> int:
+    """Bytes that a `BucketReducer` of these gradients sends, before there is one: all P, all Q, and what is dense.
+
+    With a codec, as if all P travelled in one message, and all Q: packs fill up some more blocks.
+    """
+    wire = torch.bfloat16 if matrices[0].dtype == torch.bfloat16 else torch.float32
+    values: tuple[list[int], list[int]] = ([], [])
     for matrix in matrices:
-        rows = matrix.shape[0]
-        columns = matrix.numel() // rows
-        wire = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32
-        factors += packed_numel(rows, columns, effective_rank(rows, columns, compression_rank)) * wire.itemsize
-    return factors + sum(gradient.nbytes for gradient in dense)
+        rows, columns = matrix.shape[0], matrix.numel() // matrix.shape[0]
+        r = effective_rank(rows, columns, compression_rank)
+        values[0].append(rows * r)
+        values[1].append(columns * r)
+    nbytes = sum(gradient.nbytes for gradient in dense)
+    if codec is None:
+        return all_reduce_bytes(nbytes + wire.itemsize * sum(map(sum, values)), ranks)
+    codecs, sent = BlockCodecs(codec, codec), all_reduce_bytes(nbytes, ranks)
+    for sizes in values:
+        ranges = [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        sent += ExchangePlan(sum(sizes), ranges, [], wire, ranks, sharded=False, codecs=codecs).sent_bytes()
+    return sent
 
 
 @dataclass
@@ -80,6 +100,11 @@ class _Pack:
 
     second: torch.Tensor
     """All Q."""
+
+    sum_of_p: Reducer
+    """Of `first`, in place."""
+
+    sum_of_q: Reducer
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +125,7 @@ class BucketReducer:
         states, name: where residuals and warm starts are kept, by names that begin with this one.
         state_dtype: what they are kept in, fp32 or bf16.
         gauge: measures what compression leaves out and costs.
+        wire: encodes P and Q; None: they travel as they are.
         scratch: memory for intermediate results, that several reducers on one stream can share.
     """
 
@@ -120,8 +146,9 @@ class BucketReducer:
         state_dtype: torch.dtype = torch.float32,
         scratch: Scratch | None = None,
         gauge: Gauge | None = None,
+        wire: Codec | None = None,
     ) -> None:
-        self._scratch = scratch or Scratch()
+        self._scratch, self._codec = scratch or Scratch(), wire
         self._gauge = gauge or Gauge(self._scratch)
         self._group, self._compressor, self._config = group, compressor, config
         # Apart by gradient-norm group, too: what clipping shrinks together is remembered together.
@@ -146,8 +173,7 @@ class BucketReducer:
         self._dense = _equally_far_apart(packed)
         self._packs = self._allocate_wire(matrices[0]) if self._groups else []
         self._whole = False
-        self._sums_of_p: list[PendingCollective] = []
-        self._sums_of_q: list[PendingCollective] = []
+        self._outstanding: Sequence[_Pack] = ()  # whose P are being summed
         self._dense_sums: list[PendingCollective] = []
 
     def reduce(self, whole: bool = False) -> None:
@@ -158,8 +184,7 @@ class BucketReducer:
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
         """See `Reducer`. With a shard, matrices outside of it keep what they held, unless they are wanted `whole`."""
-        self._whole = whole
-        self._sums_of_p, self._sums_of_q = [], []
+        self._whole, self._outstanding = whole, self._packs
         for dense in self._dense:
             dense.put()
         for pack in self._packs:
@@ -167,16 +192,16 @@ class BucketReducer:
                 for same in pack.groups:
                     same.project(self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
-            self._sums_of_p.append(start_sum(pack.first, self._group, "compressed gradient reduction (P)"))
+            pack.sum_of_p.start()
         # Behind P, which is waited for first: they travel while Q is computed.
         self._dense_sums = [start_sum(run, self._group, "dense gradient reduction") for run in self._in_place]
 
     @torch.no_grad()
     def second_phase(self) -> None:
         """See `Reducer`: wait for each P and start the sum of the Q that follows from it."""
-        sums_of_p, self._sums_of_p = self._sums_of_p, []
-        for pack, sum_of_p in zip(self._packs, sums_of_p, strict=bool(sums_of_p)):
-            sum_of_p.wait()
+        packs, self._outstanding = self._outstanding, ()
+        for pack in packs:
+            pack.sum_of_p.finish()
             with self._gauge.timed(pack.first.device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
@@ -187,14 +212,14 @@ class BucketReducer:
                     self._compressor.back_project(matrices, same.p, out=same.q)
                     self._gauge.note_projection(matrices, same.q)
                     copy_if_cast(same.q, same.q_wire)
-            self._sums_of_q.append(start_sum(pack.second, self._group, "compressed gradient reduction (Q)"))
+            pack.sum_of_q.start()
 
     @torch.no_grad()
     def finish(self) -> None:
         """See `Reducer`."""
         self.second_phase()
-        for pack, sum_of_q in zip(self._packs, self._sums_of_q, strict=True):
-            sum_of_q.wait()
+        for pack in self._packs:
+            pack.sum_of_q.finish()
             with self._gauge.timed(pack.second.device):
                 for same in pack.groups:
                     same.rebuild(self._compressor, self._group.size(), self._scratch, self._whole)
@@ -202,16 +227,20 @@ class BucketReducer:
             dense.take()
         for dense_sum in self._dense_sums:
             dense_sum.wait()
-        self._sums_of_q, self._dense_sums = [], []
+        self._dense_sums = []
 
     @property
     def nbytes(self) -> int:
         """See `Reducer`."""
-        return sum(pack.nbytes for pack in self._packs)
+        return sum(pack.nbytes + pack.sum_of_p.nbytes + pack.sum_of_q.nbytes for pack in self._packs)
 
     def sent_bytes(self, whole: bool = False) -> int:
         """See `Reducer`. What is summed is the same for a shard and for all."""
-        return all_reduce_bytes(self.nbytes + sum(run.nbytes for run in self._in_place), self._group.size())
+        dense, ranks = sum(run.nbytes for run in self._in_place), self._group.size()
+        if self._codec is None:
+            return all_reduce_bytes(sum(pack.nbytes for pack in self._packs) + dense, ranks)
+        sums = (each.sent_bytes() for pack in self._packs for each in (pack.sum_of_p, pack.sum_of_q))
+        return sum(sums) + all_reduce_bytes(dense, ranks)
 
     @property
     def matrices(self) -> int:
@@ -234,8 +263,20 @@ class BucketReducer:
                 same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
             for runs, slot in zip(dense, slots[len(groups) :], strict=True):
                 runs.use_wire(slot)
-            packs.append(_Pack(groups, first, second))
+            sum_of_p = self._sum_of(first, [same.p_wire for same in groups], slots[len(groups) :], "P")
+            sum_of_q = self._sum_of(second, [same.q_wire for same in groups], [], "Q")
+            packs.append(_Pack(groups, first, second, sum_of_p, sum_of_q))
         return packs
+
+    def _sum_of(
+        self, flat: torch.Tensor, factors: Sequence[torch.Tensor], dense: Sequence[torch.Tensor], name: str
+    ) -> Reducer:
+        if self._codec is None:
+            purpose = f"compressed gradient reduction ({name})"
+            return DenseReducer(flat, [flat], sharded=False, group=self._group, purpose=purpose)
+        # Of a matrix each: tensor-parallel ranks may replicate one, and not another.
+        matrices, codecs = [matrix for batch in factors for matrix in batch], BlockCodecs(self._codec, self._codec)
+        return BlockReducer(flat, matrices, dense, sharded=False, group=self._group, codecs=codecs)
 
 
 class _DenseRuns:

@@ -13,20 +13,22 @@ iteration, packed into one message; what that leaves out is added to the link's 
     4. E = M - P Q'^T                     while it travels
     5. Q = orth(Q')                       for the next message
 
+With `--low-rank-wire int8` P and Q' are those that the blocks of the message say, on both ends.
+
 A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
 order in which they are sent and received; both ends decide from the same schedule, and in a warm-up from the same
 iteration number, which of them are compressed.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank, PackedFactors, Scratch, effective_rank, pays, private_generator
+from optimus_cc_ext.compressors import Codec, LowRank, PackedFactors, Scratch, private_generator
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
@@ -34,11 +36,12 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
 from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.link_plan import LinkPlan, matrix_shape
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import MessageBuffers, Transfer
 
-__all__ = ["CompressedBackprop", "Link", "LinkPlan", "ReceivingLink", "SendingLink"]
+__all__ = ["CompressedBackprop", "Link", "ReceivingLink", "SendingLink"]
 
 
 class CompressedBackprop(Technique):
@@ -50,6 +53,7 @@ class CompressedBackprop(Technique):
         compressor: LowRank,
         *,
         codec: Codec | None = None,
+        factor_codec: Codec | None = None,
         seed: int,
         state_dtype: torch.dtype,
         force: bool = False,
@@ -63,7 +67,7 @@ class CompressedBackprop(Technique):
             gauge=Gauge(self._scratch),
         )
         self._config, self._seed, self._state_dtype, self._force = config, seed, state_dtype, force
-        self.compressor, self._codec = compressor, codec
+        self.compressor, self._codec, self._factor_codec = compressor, codec, factor_codec
         self.statistics = ErrorStatistics()
         self._wants_statistics = error_statistics
         self.sending: SendingLink | None = None
@@ -92,7 +96,7 @@ class CompressedBackprop(Technique):
     def _plan(self, *, sending_stage: int, receiving_stage: int) -> "LinkPlan":
         return LinkPlan(
             config=self._config, sending_stage=sending_stage, receiving_stage=receiving_stage, seed=self._seed,
-            state_dtype=self._state_dtype, codec=self._codec, force=self._force,
+            state_dtype=self._state_dtype, codec=self._codec, factor_codec=self._factor_codec, force=self._force,
         )  # fmt: skip
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
@@ -142,43 +146,6 @@ class CompressedBackprop(Technique):
         return [link for link in (self.sending, self.receiving) if link is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkPlan:
-    """What both ends of a link know: enough to agree on every message without asking each other."""
-
-    config: CompressedBackpropConfig
-    sending_stage: int
-    receiving_stage: int
-    """The stage before, or with interleaving the last one for messages of stage 0."""
-
-    seed: int
-    state_dtype: torch.dtype = torch.float32
-    """What the sender keeps residuals and warm starts in: float32 or bfloat16."""
-
-    codec: Codec | None = None
-    """Of block formats; None: low-rank."""
-
-    force: bool = False
-    """Compress even where nothing is saved (tests)."""
-
-    def compresses(self, message: Message, shape: torch.Size) -> bool:
-        """Whether this message travels compressed once the warm-up is over."""
-        rows, columns = matrix_shape(shape)
-        worth_it = self.force or self.codec or pays(rows, columns, self.config.compressed_backprop_rank)
-        return bool(worth_it) and (self.config.compressed_backprop_messages == "all" or message.epilogue)
-
-    def wire(self, shape: torch.Size, dtype: torch.dtype) -> PackedFactors:
-        """The layout of the low-rank message for a gradient of this shape and dtype."""
-        rows, columns = matrix_shape(shape)
-        return PackedFactors(rows, columns, effective_rank(rows, columns, self.config.compressed_backprop_rank), dtype)
-
-
-def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """The matrix that a gradient of shape (sequence, micro-batch, hidden) is compressed as: all rows by hidden."""
-    columns = shape[-1]
-    return shape.numel() // columns, columns
-
-
 class Link:
     """One end of a link: the message counter, the log of decisions, and the buffers for messages in flight."""
 
@@ -195,12 +162,14 @@ class Link:
 
         self._buffers = MessageBuffers()
         self._blocks = None if plan.codec is None else BlockMessages(plan.codec, self._gauge)
+        # What they leave out is part of what low rank does, which is noted as a whole.
+        self._coded = None if plan.factor_codec is None else BlockMessages(plan.factor_codec)
 
     def message_bytes(self, gradient: torch.Tensor) -> int:
         """Bytes of a compressed message, of a gradient of this shape and dtype."""
         if self._blocks is not None:
             return self._blocks.nbytes(gradient)
-        return self.plan.wire(gradient.shape, gradient.dtype).numel * gradient.itemsize
+        return self.plan.factor_bytes(gradient.shape, gradient.dtype)
 
     def begin(self, schedule: Schedule, *, compressing: bool = True) -> None:
         """Number the messages from 0 again. Without `compressing` all of them travel as they are: the warm-up."""
@@ -278,11 +247,20 @@ class SendingLink(Link):
         p_wire, q_wire = (factor.unsqueeze(0) for factor in wire.split(buffer))
         with self._gauge.timed(gradient.device):
             matrix, q = self._compress(gradient, wire, state, p_wire, q_wire)
-        return Transfer(
-            buffer,
-            after_post=partial(self._remember, state, number, matrix, q, p_wire, q_wire),
-            after_wait=partial(self._buffers.give_back, buffer),
-        )
+        remember = partial(self._remember, state, number, matrix, q, p_wire, q_wire)
+        if self._coded is None:
+            return Transfer(buffer, after_post=remember, after_wait=partial(self._buffers.give_back, buffer))
+        with self._gauge.timed(gradient.device):
+            sent = self._coded.send(buffer)
+        return replace(sent, after_post=partial(self._decode_and, remember, sent.tensor, buffer))
+
+    def _decode_and(self, remember: Callable[[], None], message: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Put what the receiver will see in the place of P and Q, and remember that."""
+        assert self._coded is not None
+        with self._gauge.timed(buffer.device):
+            self._coded.read(message, buffer)
+        remember()
+        self._buffers.give_back(buffer)
 
     def _compress(
         self,
@@ -383,7 +361,8 @@ class ReceivingLink(Link):
             return self._blocks.receive(gradient)
         wire = self.plan.wire(gradient.shape, gradient.dtype)
         buffer = self._buffers.take(wire.numel, gradient.dtype, gradient.device)
-        return Transfer(buffer, after_wait=partial(self._decompress, buffer, gradient))
+        arriving = Transfer(buffer) if self._coded is None else self._coded.receive(buffer)
+        return arriving.then(partial(self._decompress, buffer, gradient))
 
     def _decompress(self, buffer: torch.Tensor, gradient: torch.Tensor) -> None:
         wire = self.plan.wire(gradient.shape, gradient.dtype)

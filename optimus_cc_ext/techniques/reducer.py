@@ -56,15 +56,22 @@ class DenseReducer:
         flat: the bucket, one dimension.
         gradients: views into it.
         sharded: whether this replica reads its part of the bucket only, which then has to be all in `gradients`.
+        purpose: what an error calls it.
     """
 
     matrices = 0
     nbytes = 0
 
     def __init__(
-        self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], *, sharded: bool, group: dist.ProcessGroup
+        self,
+        flat: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        *,
+        sharded: bool,
+        group: dist.ProcessGroup,
+        purpose: str = "dense gradient reduction",
     ) -> None:
-        self._group, self._sharded = group, sharded
+        self._group, self._sharded, self._purpose = group, sharded, purpose
         self._runs = [flat] if sharded else contiguous_runs([gradient.view(-1) for gradient in gradients])
         self._sums: list[PendingCollective] = []
 
@@ -76,13 +83,12 @@ class DenseReducer:
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
         """See `Reducer`."""
-        purpose = "dense gradient reduction"
         if self._sharded and not whole:
             (flat,) = self._runs
             shard = flat.view(self._group.size(), -1)[self._group.rank()]
-            self._sums = [start_reduce_scatter(shard, flat, self._group, purpose)]
+            self._sums = [start_reduce_scatter(shard, flat, self._group, self._purpose)]
         else:
-            self._sums = [start_sum(run, self._group, purpose) for run in self._runs]
+            self._sums = [start_sum(run, self._group, self._purpose) for run in self._runs]
 
     def second_phase(self) -> None:
         """See `Reducer`: there is none."""

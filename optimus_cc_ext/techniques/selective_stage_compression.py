@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank, Scratch
+from optimus_cc_ext.compressors import Codec, LowRank, Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
@@ -73,6 +73,7 @@ class SelectiveStageCompression(Technique):
 
     Args:
         codecs: of blocks; None: P and Q are what is sent.
+        wire: encodes these; None: they travel as they are.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SelectiveStageCompression(Technique):
         seed: int,
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
+        wire: Codec | None = None,
     ) -> None:
         self._scratch = Scratch()
         super().__init__(
@@ -92,7 +94,7 @@ class SelectiveStageCompression(Technique):
             gauge=Gauge(self._scratch),
         )
         self._config, self._seed, self.state_dtype = config, seed, state_dtype
-        self.compressor, self.codecs = compressor, codecs
+        self.compressor, self.codecs, self.wire = compressor, codecs, wire
         self.stage: int | None = None
         """This rank's; None: it has no place yet."""
 
@@ -191,7 +193,7 @@ class SelectiveStageCompression(Technique):
                 config=self._config, seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
                 states=self.states, name=f"bucket {number}", state_dtype=self.state_dtype,
                 # All buckets share their memory, and so one stream.
-                scratch=self._scratch, gauge=self.gauge,
+                scratch=self._scratch, gauge=self.gauge, wire=self.wire,
             )  # fmt: skip
         self.reducers.append(reducer)
         return reducer

@@ -10,7 +10,8 @@ from optimus_cc_ext.compressors import fast_compressor
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.hooks.param_and_grad_buffer import _Reduction
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.side_stream import SideStream
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer

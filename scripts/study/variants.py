@@ -33,6 +33,7 @@ VARIANTS: Mapping[str, str] = {
     "dp-int8": "--dp-compression-format int8",
     "dp-int4": "--dp-compression-format int4",
     "dp-low-rank": "--dp-compression --dp-compression-rank {dp_rank}",
+    "dp-low-rank-int8": "--dp-compression --dp-compression-rank {dp_rank} --low-rank-wire int8",
     "embedding-int8": "--fused-embedding-sync-format int8",
     "embedding-int4": "--fused-embedding-sync-format int4",
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import LowRank
+from optimus_cc_ext.compressors import Codec, LowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 
@@ -35,7 +35,7 @@ class Bucket:
 
     def reducer(
         self, compressor: LowRank, compression_rank: int, shard: torch.Tensor | None = None, *,
-        norm_groups: list[str] | None = None, **config: Any,
+        norm_groups: list[str] | None = None, wire: Codec | None = None, **config: Any,
     ) -> BucketReducer:  # fmt: skip
         return BucketReducer(
             self.matrices,
@@ -46,6 +46,7 @@ class Bucket:
             config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
             seed=1,
             salt="test",
+            wire=wire,
             **({"norm_groups": norm_groups} if norm_groups else {}),
         )
 

@@ -6,16 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank, fast_codec
+from optimus_cc_ext.compressors import FastLowRank, Scratch, fast_codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast import microbenchmark
 from optimus_cc_ext.forecast.forecaster import Forecaster
+from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.param_gather import Shards
 from tests.forked_ranks import run_ranks
 
 CONFIG = OptimusConfig(compressed_backprop=True, dp_compression=True, dp_compression_rank=4)
@@ -31,10 +33,19 @@ def _measure() -> list[float]:
         "codecs": None, "sharded": False,
     }  # fmt: skip
     seconds = [microbenchmark.time_gradients(matrices, **keep), microbenchmark.time_gradients([], **keep)]
+    int8 = fast_codec("int8", seed=1, rotated=True)
+    shards = Shards(
+        torch.ones(4096, dtype=torch.bfloat16), ([(0, 4096)], []), group=dist.group.WORLD, codec=int8, gauge=Gauge(),
+        scratch=Scratch(),
+    )  # fmt: skip
+    seconds.append(microbenchmark.time_parameters([shards], alone=dist.group.WORLD, codec=int8))
+    assert bool((shards.flat == 1).all())
     microbenchmark._SAMPLE_BYTES = 1  # one matrix stands for all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
-    plan = LinkPlan(config=CONFIG, sending_stage=1, receiving_stage=0, seed=1)
-    seconds += microbenchmark.time_message(plan, torch.empty(64, 2, 32), FastLowRank())
+    for wire in (None, int8):
+        plan = LinkPlan(config=CONFIG, sending_stage=1, receiving_stage=0, seed=1, factor_codec=wire)
+        seconds += microbenchmark.time_message(plan, torch.empty(64, 2, 32), FastLowRank())
+    seconds.append(microbenchmark.time_gradients(matrices, **keep | {"wire": int8}))
     blocks = BlockMessages(fast_codec("fp8", seed=1, rotated=False))
     seconds += microbenchmark.time_activation(blocks, torch.empty(64, 2, 32))
     codecs = BlockCodecs(*(fast_codec(chosen, seed=1, rotated=True) for chosen in ("int4", "int8")))

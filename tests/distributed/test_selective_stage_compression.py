@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_module
 
-from optimus_cc_ext.compressors import FastLowRank
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
+from optimus_cc_ext.compressors import FastLowRank, fast_codec
+from optimus_cc_ext.techniques.bucket_reducer import BucketReducer, reduced_bytes
 from optimus_cc_ext.techniques.side_stream import SideStream
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes, of_layers, reduce
@@ -131,13 +131,14 @@ def test_a_replica_rebuilds_the_rows_of_its_shard_and_no_others(compressor, erro
         assert touched == 0
 
 
-def _conserves(steps: int, dtype: torch.dtype, sharded: bool) -> tuple[float, bool]:
+def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) -> tuple[float, bool]:
     """How far what all offered is from what they read plus what they hold back; whether all read the same."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     bucket, held, missing = empty(dtype), empty(), empty()
     flat, equal = bucket.flat, True
-    reducer = bucket.reducer(FastLowRank(), RANK, _own_shard(flat) if sharded else None)
+    codec = wire and fast_codec(wire, seed=1, rotated=True)
+    reducer = bucket.reducer(FastLowRank(), RANK, _own_shard(flat) if sharded else None, wire=codec)
     for step in range(steps):
         flat.copy_(gradients(rank, step).flat / ranks)
         missing.flat.add_(flat)
@@ -162,11 +163,38 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool) -> tuple[float, bo
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "in shards"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype, sharded):
-    for gap, equal in run_ranks(3 if sharded else 2, _conserves, 6, dtype, sharded):
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype, sharded, wire):
+    for gap, equal in run_ranks(3 if sharded else 2, _conserves, 6, dtype, sharded, wire):
         # Gradients are of order 1; a rounding of the bf16 bucket that went nowhere would show as 1e-3.
         assert gap < 1e-5
         assert equal, "every replica applies the same gradient, bit for bit"
+
+
+def _errors_by_wire() -> list[tuple[float, int]]:
+    """Of one step at each wire: how far the sum is off, and what was sent."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    exact, found = gradients(rank, 0, LARGE).flat, []
+    dist.all_reduce(exact)
+    for wire in (None, fast_codec("int8", seed=1, rotated=True)):
+        bucket = empty(shapes=LARGE)
+        reducer = bucket.reducer(FastLowRank(), 16, wire=wire)
+        bucket.flat.copy_(gradients(rank, 0, LARGE).flat)
+        reduce(reducer)
+        matrices, dense = ([v for v in bucket.views if (v.dim() > 1) is more] for more in (True, False))
+        assert reducer.sent_bytes() == pytest.approx(reduced_bytes(matrices, dense, 16, ranks, wire), rel=0.01)
+        found.append((float((bucket.flat - exact).norm() / exact.norm()), reducer.sent_bytes()))
+    return found
+
+
+LARGE = [(512, 256), (256, 768), (512, 256), (256,)]
+
+
+def test_factors_in_int8_take_a_quarter_of_fp32s_bytes_and_cost_no_more_than_their_rounding():
+    for (plain, many), (coded, few) in run_ranks(2, _errors_by_wire):
+        assert few / many == pytest.approx(1.016 / 4, rel=0.02)
+        assert coded < plain + 0.01
 
 
 def _nan_on_one_rank() -> list[bool]:

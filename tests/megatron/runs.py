@@ -49,6 +49,7 @@ SC4 = "--dp-compression --dp-compression-rank 4"
 BLOCKS = "--optimus-cc balanced --dp-compression-stages all"
 BLOCKS_WITH_LEP = f"{BLOCKS} --lazy-error-propagation"
 GATHER = "--param-gather-format int4"
+INT8_FACTORS = "--low-rank-wire int8"
 EXACT_BLOCKS = f"{BLOCKS_WITH_LEP} --exact-blocks"
 ALL_MESSAGES = f"{CB4} --compressed-backprop-messages all {FE} {SC4}"
 
@@ -64,6 +65,7 @@ LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
 LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
 LOSSY_FORECAST = LOSSY_RUN.but("lossy, forecast", ours="--compression-forecast")
 LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSSY)
+FACTORS_TP2 = LOSSY_TP2.but("TP2 lossy, factors in int8", ours=INT8_FACTORS)
 BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
 BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
 BLOCKS_TP2 = RunSpec(name="TP2 blocks", layout=TP2_PP2_DP2, flags=EIGHT, ours=BLOCKS_WITH_LEP)
@@ -167,6 +169,9 @@ def resumed(run: RunSpec, iteration: int) -> RunSpec:
 
 SAVED = saving("torch_dist", "--ckpt-format torch_dist")
 SAVED_AGAIN = resumed(SAVED, 4)
+SAVED_FACTORS = saving(
+    "factors in int8", "--ckpt-format torch_dist --bf16", f"{ALL_MESSAGES} {INT8_FACTORS}", watched=True
+)
 SAVED_SHARDED = saving(
     "torch, bf16, sharded, interleaved",
     f"--ckpt-format torch --bf16 {SHARDED} --overlap-grad-reduce {INTERLEAVED}", f"{ALL_MESSAGES} {DROPPED}",
@@ -311,6 +316,7 @@ EXACT = [
     for stages in ["--dp-compression-stages 1" if "--dp-compression-stages 1" in limit.ours else ""]
 ]
 """Of the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
+EXACT_FACTORS = VANILLA.but("at full rank, factors in exact blocks", ours=f"{LOSSLESS} {INT8_FACTORS} --exact-blocks")
 VANILLA_GATHERS = [
     RunSpec(name=f"bf16 gather{name}", flags=f"--bf16 {flags} --train-iters 8")
     for name, flags in (("", SHARDED), (", overlapped, interleaved", f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}"))

@@ -106,7 +106,8 @@ def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: 
     page = (out / "index.html").read_text()
     assert page.count("data:image/svg+xml") == 2 and "Predicted, not measured" in page
     rows = {row["variant"] for row in csv.DictReader((out / "plan.csv").open())}
-    assert rows == {"vanilla", *VARIANTS} and "balanced" in rows
+    of_a_gather = {"gather int8", "gather int4"}  # without the distributed optimizer there is none
+    assert rows == {"vanilla", *VARIANTS} - of_a_gather and "balanced" in rows
     assert {"lines", "Seconds per iteration", "Memory"} <= json.loads((out / "plan.json").read_text()).keys()
     for name in ("vanilla", "best"):
         assert json.loads((out / f"trace_{name}.json").read_text())["traceEvents"]

@@ -20,6 +20,7 @@ CHOICES = {
     "fused_embedding_sync_format": "dense, int8, int4",
     "dp_compression_format": "low-rank, int8, int4, dense",
     "param_gather_format": "dense, int8, int4",
+    "low_rank_wire": "dense, int8",
     "residual_across_iterations": "carry, drop",
     "compression_state_dtype": "fp32, bf16",
 }

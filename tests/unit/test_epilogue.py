@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import NonInterleaved, is_epilogue
 
 

@@ -12,7 +12,8 @@ from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
 from optimus_cc_ext.techniques.technique import Iteration
 from tests.low_rank_steps import BOTH
@@ -21,7 +22,7 @@ SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): a 32 x 48 matrix."""
 
 
-def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **config):
+def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=None, **config):
     config = {
         "compressed_backprop_rank": 4,
         "compressed_backprop_messages": "all",
@@ -32,6 +33,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **conf
         config=CompressedBackpropConfig(compressed_backprop=True, **config),
         sending_stage=1, receiving_stage=0, seed=seed, force=force, state_dtype=state_dtype,
         codec=blocks and fast_codec(blocks, seed=seed, rotated=True),
+        factor_codec=wire and fast_codec(wire, seed=seed, rotated=True),
     )  # fmt: skip
     compressor = compressor or FastLowRank()
     return SendingLink(plan, compressor, 1, 0), ReceivingLink(plan, compressor, 0, 1)
@@ -102,14 +104,31 @@ def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messag
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape, rank", [(SHAPE, 4), ((600, 1, 1024), 16)], ids=["small", "large"])
-def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradient_is_not_changed(shape, rank, dtype):
-    sender, receiver = link(compressed_backprop_rank=rank)
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradient_is_not_changed(
+    shape, rank, dtype, wire
+):
+    sender, receiver = link(compressed_backprop_rank=rank, wire=wire)
     sent = gradient(1, dtype, shape)
     (arrived,) = run_iteration(sender, receiver, [sent])
     # Bit for bit, after rounding to the wire's dtype: both are the same fp32 subtraction.
     assert torch.equal(residual_of(sender).view(shape), sent.float() - arrived.float())
     assert arrived.dtype == dtype
     assert torch.equal(sent, gradient(1, dtype, shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_factors_in_int8_take_a_byte_a_value_and_cost_no_more_than_their_rounding(dtype):
+    sent, bytes_of, lost = gradient(1, dtype, (600, 1, 1024)), [], []
+    for wire in (None, "int8"):
+        ends = link(compressed_backprop_rank=16, wire=wire)
+        bytes_of.append(ends[0].message_bytes(sent))
+        (arrived,) = run_iteration(*ends, [sent])
+        lost.append(float((sent.float() - arrived.float()).norm() / sent.float().norm()))
+        assert ends[0].plan.factor_bytes(sent.shape, dtype) == bytes_of[-1]
+    assert bytes_of[1] / bytes_of[0] == pytest.approx(1.016 / dtype.itemsize, rel=1e-3)
+    # 0.7 % of P and of Q each, of which what is left of a noise gradient is hardly more.
+    assert lost[1] - lost[0] < 1e-3
 
 
 def blocks(chosen="int4", **config):

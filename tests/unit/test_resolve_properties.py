@@ -30,6 +30,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "fused_embedding_sync_format": st.sampled_from(["dense", "int8", "int4"]),
     "dp_compression_format": st.sampled_from(["low-rank", "int8", "int4", "dense"]),
     "param_gather_format": st.sampled_from(["dense", "int8", "int4"]),
+    "low_rank_wire": st.sampled_from(["dense", "int8"]),
     "block_rotation": st.booleans(),
     "compressed_backprop": st.booleans(),
     "compressed_backprop_rank": RANKS,

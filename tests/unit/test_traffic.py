@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.metrics.traffic import Traffic, TrafficClass, all_reduce_bytes
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message
 
 VOCABULARY = 4 * 51200 * 1920

@@ -12,7 +12,8 @@ from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
-from optimus_cc_ext.techniques.compressed_backprop import LinkPlan, ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import one_process
 from tests.interpreted import assert_holds_in_tritons_interpreter
