@@ -35,21 +35,29 @@ _LEP = {
     "LEP": "",
     "LEP, carry": "--residual-across-iterations carry",
 }
-BACKWARD = {
-    f"rank {rank}, {messages}, {lep}": f"--compressed-backprop --compressed-backprop-rank {rank} "
-    f"--compressed-backprop-messages {messages} {flags}"
-    for messages in ("all", "epilogue")
-    for rank in (4, 8, 16)
-    for lep, flags in _LEP.items()
-} | {
-    "int8": "--compressed-backprop-format int8",
-    "int8, not rotated": "--compressed-backprop-format int8 --no-block-rotation",
-    "fp8": "--compressed-backprop-format fp8",
-    "int4": "--compressed-backprop-format int4",
-    "int4, not rotated": "--compressed-backprop-format int4 --no-block-rotation",
-    "int4, LEP": "--compressed-backprop-format int4 --lazy-error-propagation",
-    "int4, epilogue": "--compressed-backprop-format int4 --compressed-backprop-messages epilogue",
-}
+BACKWARD = (
+    {
+        f"rank {rank}, {messages}, {lep}": f"--compressed-backprop --compressed-backprop-rank {rank} "
+        f"--compressed-backprop-messages {messages} {flags}"
+        for messages in ("all", "epilogue")
+        for rank in (4, 8, 16)
+        for lep, flags in _LEP.items()
+    }
+    | {
+        f"rank {rank}, all, LEP, in int8": f"--compressed-backprop --compressed-backprop-rank {rank} "
+        "--compressed-backprop-messages all --low-rank-wire int8"
+        for rank in (8, 16, 32)
+    }
+    | {
+        "int8": "--compressed-backprop-format int8",
+        "int8, not rotated": "--compressed-backprop-format int8 --no-block-rotation",
+        "fp8": "--compressed-backprop-format fp8",
+        "int4": "--compressed-backprop-format int4",
+        "int4, not rotated": "--compressed-backprop-format int4 --no-block-rotation",
+        "int4, LEP": "--compressed-backprop-format int4 --lazy-error-propagation",
+        "int4, epilogue": "--compressed-backprop-format int4 --compressed-backprop-messages epilogue",
+    }
+)
 FORWARD = {
     "int8": "--pipeline-forward-format int8",
     "int8, not rotated": "--pipeline-forward-format int8 --no-block-rotation",
@@ -61,6 +69,8 @@ REPLICAS = {
     "int4": "--dp-compression-format int4",
     "int4, not rotated": "--dp-compression-format int4 --no-block-rotation",
     "rank 64": "--dp-compression --dp-compression-rank 64",
+    "rank 64, in int8": "--dp-compression --dp-compression-rank 64 --low-rank-wire int8",
+    "rank 128, in int8": "--dp-compression --dp-compression-rank 128 --low-rank-wire int8",
     "rank 64, no error feedback": "--dp-compression --dp-compression-rank 64 --no-dp-error-feedback",
 }
 CLASSES: Mapping[str, Mapping[str, str]] = {
