@@ -175,8 +175,9 @@ OURS = "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8 --dp-c
 FORESEEN = [
     RunSpec(name=f"what doctor foresees of {what}", layout=PP2_DP2, flags=f"--train-iters 1 {flags}", ours=ours)
     for what, ours, flags in (
-        ("low rank", OURS, ""), ("gradients in blocks", "--dp-compression-format int4", ""),
-        ("blocks", BLOCKS, ""), ("blocks, sharded", BLOCKS, SHARDED), ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
+        ("low rank", OURS, ""), ("factors in int8", f"{OURS} --low-rank-wire int8", ""), ("blocks", BLOCKS, ""),
+        ("gradients in blocks", "--dp-compression-format int4", ""), ("blocks, sharded", BLOCKS, SHARDED),
+        ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
     )
 ]  # fmt: skip
 
