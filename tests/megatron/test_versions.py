@@ -31,6 +31,7 @@ LAYOUTS = [
     PLAIN.but("distributed optimizer, overlapped", flags=table.OVERLAPPED),
     PLAIN.but("distributed optimizer, overlapped, interleaved", flags=f"{table.OVERLAPPED} {table.INTERLEAVED}"),
 ]
+IN_BF16 = PLAIN.but("bf16, overlapped", flags=f"--bf16 {table.OVERLAPPED}")
 # 4 sequences more after each 24 of the first 48, in pairs on 2 replicas: M = 2, then 3, then 4.
 GROWING = PLAIN.but(
     "growing batch", before=(partial(interventions.without, "--train-iters"),),
@@ -75,6 +76,17 @@ def test_full_rank_reproduces_vanilla_and_keeps_the_tied_embedding_tied(runs):
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE
     assert_compressed_where_asked(ours)
     assert_tied(ours)
+
+
+@uses((IN_BF16, IN_BF16.but("gather in exact blocks", ours=f"{table.GATHER} --exact-blocks")))
+def test_a_gather_that_leaves_nothing_out_reproduces_vanilla_and_replicas_stay_equal(runs):
+    vanilla, ours = runs
+    assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.BF16_BUCKETS[0]
+    assert_tied(ours)
+    for first, second in (ours.ranks[:2], ours.ranks[2:]):
+        assert first.weights == second.weights
+        raw, sent = first.ours.traffic["parameter gather"]
+        assert sent > raw, "4 bytes a value instead of 2, but for the first gather"
 
 
 @pytest.mark.skipif(
