@@ -132,7 +132,7 @@ class Forecaster:
             buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
             embedding=_embedding(session, sharded),
             gather_bytes=gather_bytes,
-            compressed_gather_bytes=session.parameters.sent_bytes or gather_bytes,
+            compressed_gather_bytes=session.parameters.sent_bytes,
             code_parameters=code_parameters,
             lacking=_lacking(gradients.state_bytes, device),
         )

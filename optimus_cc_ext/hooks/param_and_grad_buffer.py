@@ -44,13 +44,17 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
 def _take_over_gathers(session: Session, bucket_group: Any, nbytes: int) -> None:
     """Or count them. The optimizer's step starts them, or the forward pass that needs the parameters."""
     original = bucket_group.start_param_sync
+    # Megatron's optimizer steps fp32 parameters in place: nobody could tell afterwards what has changed.
+    stepped_in_place = any(bucket.param_data.dtype == torch.float32 for bucket in bucket_group.buckets)
     shards = [
         session.parameters.add_bucket(
             bucket, bucket.param_data.view(-1), _ranges(bucket, bucket.params_list), group=_group(bucket_group)
         )
         for bucket in bucket_group.buckets
-        if session.parameters.codec is not None
+        if session.parameters.codec is not None and not stepped_in_place
     ]
+
+    session.parameters.dense_bytes += 0 if shards else nbytes
 
     def start_param_sync(force_sync: bool = False) -> None:
         if force_sync and bucket_group.param_gather_handle is not None:

@@ -133,6 +133,9 @@ class ParamGather(Technique):
         # The master copies remember what messages leave out: there is nothing to add to checkpoints.
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
+        self.dense_bytes = 0
+        """What this rank sends of buckets whose parameters are gathered as they are."""
+
         self._scratch = Scratch()
         self._of: dict[int, Shards] = {}
 
@@ -148,8 +151,8 @@ class ParamGather(Technique):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a gather of all of them."""
-        return sum(shards.sent_bytes for shards in self.buckets)
+        """Bytes that this rank sends in a gather of all parameters."""
+        return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
     def add_bucket(
         self,

@@ -341,6 +341,21 @@ def counted_gathers(model: list[torch.nn.Module], optimizer: Any) -> int:
     return _gathered[0]
 
 
+def norms_in_fp32() -> None:
+    """Keep the layers' norms in fp32 in a bf16 model: parameters that have no master copy beside them."""
+    from megatron.core.transformer.module import Float16Module
+
+    original = Float16Module.__init__
+
+    def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if "layernorm" in name:
+                parameter.data = parameter.data.float()
+
+    Float16Module.__init__ = keeping
+
+
 def over_the_shared_gpus_backend() -> None:
     """Where the run asks for gloo, it gets the backend of ranks that share a GPU."""
     from optimus_cc_ext.shared_gpu import staged_gloo

@@ -322,6 +322,10 @@ VANILLA_GATHERS = [
     for name, flags in (("", SHARDED), (", overlapped, interleaved", f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}"))
 ]
 EXACT_GATHERS = [run.but(f"{run.name}, exact", ours=f"{GATHER} --exact-blocks") for run in VANILLA_GATHERS]
+SOME_IN_FP32 = RunSpec(
+    name="norms in fp32, interleaved", flags=f"--bf16 {OVERLAPPED} {INTERLEAVED} --train-iters 3", ours=GATHER,
+    before=(interventions.norms_in_fp32,),
+)  # fmt: skip
 FP16_GATHER = SCALED.but("fp16, loss scaled, gather", flags=SHARDED, ours=GATHER)
 # Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
 # loop no longer looks at it; what changes the batch size there is `--step-batch-size-schedule`.

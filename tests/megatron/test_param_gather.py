@@ -73,6 +73,16 @@ def test_fp16_parameters_are_gathered_too(runs):
     assert sent < 1.35 * IN_4_BITS * raw
 
 
+@uses(table.SOME_IN_FP32)
+def test_parameters_without_a_master_copy_are_gathered_as_they_are_with_all_of_their_group(runs):
+    for first, second in (runs.ranks[:2], runs.ranks[2:]):
+        assert first.weights == second.weights
+        assert any("layernorm" in name for name in first.weights)
+        raw, sent = first.ours.traffic["parameter gather"]
+        # The first chunk of each stage has groups of a bucket each, the second one group of all.
+        assert IN_4_BITS * raw < sent < raw
+
+
 @uses(full(table.EXPERTS_GATHERED))
 def test_experts_are_gathered_over_their_own_replicas(runs):
     copies = Counter((name, weight) for rank in runs.ranks for name, weight in rank.weights.items())
