@@ -135,7 +135,7 @@ def test_of_a_compressed_gather_it_is_said_what_it_gains_and_where_it_does_not_p
     measured = cluster(rate, gather_bytes=2_000_000, compressed_gather_bytes=500_000, code_parameters=0.1)
     said = both(forecast(measured, SCHEDULE, config, frozenset()))
     assert (f"parameter gather: {600 if pays else 105} ms beside that, instead of {2000 if pays else 20} ms") in said
-    assert ("leave out --param-gather-format" not in said) == pays
+    assert ("give --param-gather-format dense" not in said) == pays
 
 
 def test_a_forecast_says_which_warm_ups_it_leaves_out() -> None:
