@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors import FastLowRank
 from optimus_cc_ext.techniques import bucket_reducer
+from optimus_cc_ext.techniques import reducer as reducers
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, of_layers, reduce
 from tests.forked_ranks import run_ranks
@@ -61,13 +62,13 @@ def _in_packs() -> list[Any]:
             log.append("back-project")
             return super().back_project(*args, **kwargs)
 
-    begin = bucket_reducer.start_sum
+    begin = reducers.start_sum
 
     def recorded_sum(tensor: torch.Tensor, group: Any, purpose: str) -> Any:
         log.append(purpose.removeprefix("compressed gradient reduction "))
         return begin(tensor, group, purpose)
 
-    bucket_reducer.start_sum = recorded_sum
+    reducers.start_sum = recorded_sum
     results = []
     logs = []
     for least in (bucket_reducer.PACK_AT_LEAST_BYTES, 1):

@@ -188,7 +188,8 @@ AFTER_FAILURE = replace(resumed(FAILED_IN_BACKGROUND, 4), spoil=None, before=(),
 SAVED_BLOCKS = saving(
     "blocks, bf16 buckets, overlapped, interleaved",
     f"--ckpt-format torch_dist --bf16 --grad-reduce-in-bf16 {OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}",
-    BLOCKS_WITH_LEP, watched=True, before=(interventions.count_gathers,), probe=interventions.counted_gathers,
+    f"{BLOCKS_WITH_LEP} --param-gather-format dense", watched=True, before=(interventions.count_gathers,),
+    probe=interventions.counted_gathers,
 )  # fmt: skip
 SAVED_GATHER = SAVED_BLOCKS.but("gather, overlapped, interleaved", ours=GATHER)
 SAVED_OFTEN = [
