@@ -151,6 +151,7 @@ def test_a_script_that_is_not_patched_is_not_said_to_know_our_flags(tmp_path: Pa
         ("--dp-error-feedback", "--dp-error-feedback: no effect: --dp-compression is off"),
         ("--compressed-backprop --dp-compression-rank 8", "--dp-compression-rank: no effect"),
         ("--dp-compression --dp-compression-rank 4000", "--dp-compression-rank 4000: saves nothing on this model"),
+        ("--dp-compression-format int4 --low-rank-wire int8", "--low-rank-wire: no effect: nothing is sent as low"),
         ("--compressed-backprop --compressed-backprop-rank 900", "--compressed-backprop-rank 900: saves nothing"),
     ],
 )
