@@ -169,11 +169,8 @@ def embedding_cost(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
 
 def gather_cost(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> float:
     """Seconds of the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
-    group, width, form = (
-        Group.strided(job.dp, job.tp, cluster.gpus_per_node),
-        job.value_bytes,
-        config.param_gather_format,
-    )
+    group, width = Group.strided(job.dp, job.tp, cluster.gpus_per_node), job.value_bytes
+    form = config.param_gather_format
     if form == "dense" or job.dp == 1:
         return links.reduce_scatter(cluster, group, width * parameters)
     gpu, small, shard = cluster.gpu, parameters * BITS[form] / 8, parameters / job.dp

@@ -17,8 +17,10 @@ import pytest
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.hooks import distrib_optimizer
 from optimus_cc_ext.hooks.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
+from optimus_cc_ext.session import Session
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, launch
 from tests.megatron import interventions
@@ -48,6 +50,9 @@ def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwarg
     return found
 
 
+GATHER, SHARDED = "--param-gather-format int4 ", "--use-distributed-optimizer "
+
+
 @pytest.mark.parametrize(
     ("line", "flag", "says"),
     [
@@ -67,6 +72,13 @@ def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwarg
             ("not tied", "leave out --untie-embeddings-and-output-weights"),
         ),
         (PP4 + SC, "--dp-compression", ("nothing to compress", "one data-parallel replica", "more replicas")),
+        (PP2 + GATHER, "--param-gather-format", ("only the distributed optimizer", "--use-distributed-optimizer")),
+        (PP2 + GATHER + SHARDED, "--param-gather-format", ("an fp32 copy", "--bf16")),
+        (
+            PP2 + GATHER + SHARDED + "--bf16 --use-precision-aware-optimizer",
+            "--param-gather-format",
+            ("an fp32 copy", "without --use-precision-aware-optimizer"),
+        ),
         (PP2 + "--grad_comp --dp-compression", "--grad_comp", ("--dp-compression", "one of the two")),
         (
             PP2 + "--use_error_feedback --no-dp-error-feedback",
@@ -205,6 +217,18 @@ def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
     for kept in ({"dp_compression": True}, {"dp_compression_format": "int4", "dp_compression_stages": "auto"}):
         with pytest.raises(FlagError, match="--enable-msc"):
             refuse_unsupported(remote, OptimusConfig(**kept))
+
+
+def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_copied_anything() -> None:
+    [(_, wrap)] = distrib_optimizer.wraps(Session(OptimusConfig(param_gather_format="int4")))
+    copied: list[object] = []
+    optimizer = types.SimpleNamespace(config=types.SimpleNamespace(use_precision_aware_optimizer=True), buffers=[])
+    with pytest.raises(FlagError, match=r"--param-gather-format: a precision-aware optimizer"):
+        wrap(copied.append)(optimizer)
+    assert not copied
+    optimizer.config.use_precision_aware_optimizer = False
+    wrap(copied.append)(optimizer)
+    assert copied == [optimizer]
 
 
 def _refused_by_the_entry() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from optimus_cc_ext import OptimusConfig, api
 from optimus_cc_ext.bridge import Compression
 from optimus_cc_ext.errors import FlagError
 from tests.forked_ranks import run_ranks
@@ -108,6 +109,19 @@ def test_a_step_that_bridge_skipped_leaves_no_trace(tmp_path: Path) -> None:
     ranks = run_ranks(4, run_like_bridge, str(tmp_path), None, range(0, 1), 0)
     for rank in ranks:
         assert rank["steps"] == 0 and not any(rank["norms"])
+
+
+@pytest.mark.parametrize(("sharded", "in_bf16"), [(True, True), (True, False), (False, True)])
+def test_the_balanced_preset_compresses_the_gather_where_bridge_has_one_and_fp32_copies(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool, in_bf16: bool
+) -> None:
+    installed: list[OptimusConfig] = []
+    monkeypatch.setattr(api, "install", lambda config, train_iters: installed.append(config))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = configuration(bf16=in_bf16)
+    config.ddp.use_distributed_optimizer = sharded
+    Compression(config, "balanced")
+    assert installed[0].param_gather_format == ("int4" if sharded and in_bf16 else "dense")
 
 
 @pytest.mark.parametrize(
