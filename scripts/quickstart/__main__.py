@@ -25,7 +25,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--pattern", help="names of the files to read in a directory (*.py, with --input *.txt)")
     parser.add_argument("--max-mb", type=float, default=10.0, help="take this much of the text (default: %(default)g)")
-    parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 160)")
+    parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 80)")
     parser.add_argument(
         "--rate",
         metavar="RATE",
