@@ -100,7 +100,7 @@ def _draw_losses(axes: Axes, losses: Mapping[str, Curve]) -> None:
 
 
 def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> None:
-    (first, base), (second, curve) = losses.items()
+    (first, base), (_, curve) = losses.items()
     old, new = (dict(zip(c.iterations, c.values, strict=True)) for c in (base, curve))
     steps = sorted(old.keys() & new.keys())
     gaps = [new[step] / old[step] - 1 for step in steps]
@@ -113,7 +113,7 @@ def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> No
     axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_ylabel(f"{second}\nagainst {first}")
+    axes.set_ylabel("difference")  # of what, the legend says: names can be longer than this axis
 
 
 def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:

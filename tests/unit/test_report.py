@@ -152,6 +152,9 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
 ) -> None:
     figures = {
         "losses": pictures.loss_curves("Loss", {n: run.training for n, run in comparison.runs.items()}, band=0.0012),
+        "long names": pictures.loss_curves(
+            "Loss", {f"{n} of seed 1, again": r.training for n, r in comparison.runs.items()}
+        ),
         "traffic": pictures.traffic_bars("compressed", shares(comparison.last)),
         "gain": pictures.gain(
             comparison.seconds(),
