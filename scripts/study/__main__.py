@@ -113,7 +113,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
                 print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
     if options.show:
         variants = [variant for variant in variants if any((variant, seed) in results for seed in seeds)]
-    batches = f"Validation over {options.evaluations} batches of {settings.global_batch} sequences."
+    batches = f"Validation over {options.evaluations} global batches."
     bands = spread(results, seeds)
     own = "".join(f" Vanilla against itself, {CONTROLS[name]}: {width:.3f} %." for name, width in bands.items())
     title = f"Losses after {settings.iterations} iterations"
