@@ -39,8 +39,8 @@ class QuickstartError(OptimusError):
 class Settings:
     """A small GPT with tied embeddings on 2 pipeline stages x 2 data-parallel replicas, and its schedule.
 
-    The defaults take 4 to 8 minutes on 2 idle cores. The embedding is a quarter of what a stage holds, not most of it,
-    so that the traffic has something of a real model's proportions.
+    The defaults take 8 minutes on 2 idle cores without AVX-512. The embedding is a quarter of what a stage holds, not
+    most of it, so that the traffic has something of a real model's proportions.
     """
 
     layers: int = 8
