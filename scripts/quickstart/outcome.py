@@ -80,7 +80,7 @@ class Outcome:
             )
         else:
             speed = (
-                f"planned, not measured, for links of {settings.rate}. No such links here ({self.no_links}). Measured"
+                f"planned, not measured, for {settings.links}. No such links here ({self.no_links}). Measured"
                 f" {here}: no network is waited for there"
             )
         everything = shares(comparison.last)[-1]

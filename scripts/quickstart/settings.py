@@ -107,13 +107,18 @@ class Settings:
         return min(self.shaped_iterations, self.iterations // 2) if self.shaped else 0
 
     @property
+    def links(self) -> str:
+        """The shaped ones, in words."""
+        return f"links of {self.rate[:-4]} {self.rate[-4].upper()}bit/s"
+
+    @property
     def spans(self) -> dict[str, tuple[int, float]]:
         """First and last iteration of what is timed, by where it ran."""
         # The first three set up and try links and compressors; while the links change, an iteration is of neither kind.
         if not self.shaped:
             return {"on one machine": (4, inf)}
         return {
-            f"links of {self.rate[:-4]} {self.rate[-4].upper()}bit/s": (4, self.shaping_ends),
+            self.links: (4, self.shaping_ends),
             "unshaped links": (self.shaping_ends + 2, inf),
         }
 

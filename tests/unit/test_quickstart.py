@@ -73,7 +73,7 @@ def test_shaped_and_unshaped_iterations_are_told_apart_and_what_is_not_won_is_sa
 def test_without_hosts_the_gain_is_planned_for_the_rate_and_the_reason_said() -> None:
     outcome = outcome_of(no_links="no namespaces for this user")
     (_, value, meaning), *_ = outcome.numbers()
-    assert "planned, not measured, for links of 100mbit. No such links here (no namespaces for this user)" in meaning
+    assert "planned, not measured, for links of 100 Mbit/s. No such links here (no namespaces for this user)" in meaning
     # 64 MB of gradients at 12 MB/s a host take vanilla far longer than the quarter of a second that coding costs.
     assert 1.3 < outcome.speedup < 4 and value == f"{outcome.speedup:.2f}"
     slower = replace(outcome, settings=replace(outcome.settings, rate="25mbit"))
