@@ -4,12 +4,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext.report.table import Table
 from scripts.study.variants import CONTROLS, VANILLA
 
-__all__ = ["Results", "losses", "prices", "save_picture", "spread", "traffic"]
+if TYPE_CHECKING:
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+__all__ = ["Results", "extent_of", "losses", "move_apart", "prices", "save_picture", "spread", "traffic"]
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]
 
@@ -84,6 +88,7 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
         label = f"vanilla against itself: {CONTROLS[control]} ({width:.2f} %)"
         axes.axhspan(-width, width, color=shade, alpha=0.55, lw=0, label=label)
     axes.axhline(0, color=INK, lw=0.8)
+    labels = []
     for variant, sent, over, error in table.rows:
         bold = variant in ("balanced", "paper")
         paint = colour("compressed" if variant == "balanced" else "CB", 0) if bold else "#5f6b76"
@@ -91,10 +96,14 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
             float(sent or 0), float(over or 0), yerr=error, fmt="o", ms=7 if bold else 5, capsize=3, color=paint,
             mfc=paint if error is not None else "white",
         )  # fmt: skip
-        axes.annotate(
-            str(variant), (float(sent or 0), float(over or 0)), xytext=(6, 5), textcoords="offset points",
-            fontsize="small", color=paint, fontweight="bold" if bold else "normal",
+        # Towards the side where there is room; most of what compresses one class sends nearly all bytes.
+        side = 1 if float(sent or 0) < 60 else -1
+        label = axes.annotate(
+            str(variant), (float(sent or 0), float(over or 0)), xytext=(8 * side, 4), textcoords="offset points",
+            ha="left" if side > 0 else "right", fontsize="small", color=paint, fontweight="bold" if bold else "normal",
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": paint, "shrinkA": 0, "relpos": (float(side < 0), 0.5)},
         )  # fmt: skip
+        labels.append(label)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_yticks([-0.1, 0, 0.1, 0.2, 0.5, 1, 2, 5], ["-0.1", "0", "0.1", "0.2", "0.5", "1", "2", "5"])
     highest = max([0.1, *(over + (0 if error != error else error) for over, error in _heights(table))])
@@ -107,7 +116,27 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
         axes.legend(frameon=False, fontsize="small", loc="lower right")
     tidy(axes, title, "both")
     axes.grid(visible=True, axis="y", which="minor", color=GRID, lw=0.4)
+    figure.draw_without_rendering()  # lays it out, so that what a label covers is known
+    move_apart(labels)
     save(figure, folder, name)
+
+
+def move_apart(labels: Sequence["Annotation"]) -> None:
+    """Raise each label until it covers none of a lower point."""
+    placed: list[Bbox] = []
+    for label in sorted(labels, key=lambda label: float(label.xy[1])):
+        while any(extent_of(label).overlaps(other) for other in placed):
+            sideways, up = label.xyann
+            label.xyann = (sideways, up + 2)
+        placed.append(extent_of(label))
+
+
+def extent_of(label: "Annotation") -> "Bbox":
+    """Of its text, in pixels, without the line to its point."""
+    from matplotlib.text import Text
+
+    label.get_window_extent()  # puts it where it belongs
+    return Text.get_window_extent(label)
 
 
 def _heights(table: Table) -> list[tuple[float, float]]:

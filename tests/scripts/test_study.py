@@ -1,16 +1,18 @@
 """The study of what formats cost: bad input is refused, differences are paired, what is there is not trained again."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from scripts.quickstart.settings import Settings, config_of
 from scripts.study import gradients
 from scripts.study.__main__ import NAMES, main
-from scripts.study.results import Results, losses, prices, save_picture, spread, traffic
+from scripts.study.results import Results, extent_of, losses, move_apart, prices, save_picture, spread, traffic
 from scripts.study.variants import CONTROLS, VARIANTS, words_of
 
 
@@ -67,6 +69,14 @@ def test_the_picture_is_of_price_over_bytes_with_vanillas_own_spread_as_a_band(t
     save_picture(table, bands, "title", tmp_path, "prices")
     drawn = (tmp_path / "prices.svg").read_text()
     assert "paper" in drawn and "one ulp away (3.54 %)" in drawn
+
+
+def test_labels_of_points_in_the_same_place_do_not_cover_each_other() -> None:
+    axes = Figure().subplots()
+    labels = [axes.annotate(name, (0.5, 0.5), xytext=(8, 4), textcoords="offset points") for name in ("a", "b", "c")]
+    move_apart(labels)
+    extents = [extent_of(label) for label in labels]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(extents, 2))
 
 
 def test_every_variant_is_a_command_line_that_works_on_the_quickstarts_layout() -> None:
