@@ -145,8 +145,8 @@ def network(hosts: int) -> Iterator[Network]:
     Raises:
         NetworkError: a command is missing, or one failed: this user may not make namespaces, say.
     """
-    if missing := [command for command in ("ip", "tc", "unshare", "nsenter") if shutil.which(command) is None]:
-        raise NetworkError(f"it takes iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH")
+    if missing := [command for command in ("ip", "tc", "unshare", "nsenter") if _found(command) is None]:
+        raise NetworkError(f"it takes iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH or in /usr/sbin")
     if not 1 <= hosts <= _MOST_HOSTS:
         raise NetworkError(f"{hosts} hosts: between 1 and {_MOST_HOSTS} are possible")
     with ExitStack() as stack:
@@ -195,9 +195,14 @@ def _counters(net: Path) -> Counters:
     return Counters(int(values[8]), int(values[9]), int(numbers[names.index("RetransSegs")]))
 
 
+def _found(command: str) -> str | None:
+    """Where it is. Debian has tc where only root's PATH leads."""
+    return shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
+
+
 def _batch(holder: _Holder, tool: str, lines: Sequence[str]) -> None:
     """`ip` or `tc` on each line, in one process, in the network namespace of `holder`."""
-    command = [*holder.enter, "--net", tool, "-batch", "-"]
+    command = [*holder.enter, "--net", _found(tool) or tool, "-batch", "-"]
     try:
         done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except subprocess.TimeoutExpired:

@@ -4,17 +4,17 @@ The training runs take most of a minute, so they come with --full only.
 """
 
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
-from os import geteuid
 from pathlib import Path
 
 import psutil
 import pytest
 
-from scripts.hosts.network import Network, network
+from scripts.hosts.network import Network, network, why_not
 from tests.shaped_links import needs_namespaces
 from tests.shell_scripts import ROOT
 
@@ -69,6 +69,13 @@ with network(2) as hosts:
 
 
 @needs_namespaces
+def test_hosts_can_be_had_where_a_users_path_leads_to_no_tools_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [folder for folder in os.environ["PATH"].split(":") if not folder.rstrip("/").endswith("sbin")]
+    monkeypatch.setenv("PATH", ":".join(folders))
+    assert why_not() is None
+
+
+@needs_namespaces
 @pytest.mark.parametrize("senders", [[1], [1, 2]], ids=["the sender's link is full", "the receiver's link is full"])
 def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -> None:
     with network(3) as hosts:
@@ -88,7 +95,7 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
 
 
 @needs_namespaces
-@pytest.mark.skipif(geteuid() != 0, reason="takes root, who can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, who can become somebody else")
 def test_a_user_without_root_has_such_hosts_where_users_may_make_namespaces() -> None:
     script = "from scripts.hosts.network import network\nwith network(1) as hosts: print(hosts.counters())"
     somebody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--ambient-caps=+dac_read_search"]
