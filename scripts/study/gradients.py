@@ -23,7 +23,7 @@ import torch
 
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.report.table import Cell, Table
 from scripts.hosts.launch import RunFailed
 from scripts.quickstart.settings import TINY, Settings
 from scripts.study.__main__ import KEPT, add_common_options, prepared
@@ -77,6 +77,9 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
     "pipeline backward": BACKWARD, "pipeline forward": FORWARD, "DP gradients": REPLICAS,
 }  # fmt: skip
 """By class of traffic: a setting's flags by its name."""
+
+KINDS = {"error, %": ("error", 100), "cosine": ("cosine", 1), "error of sum, %": ("error of sum", 100)}
+"""What is shown, by stage: its name in a result, and the factor."""
 
 Gradients = dict[tuple[int, int], torch.Tensor]
 """By (iteration, stage): those of the stage's layers, flat, fp32."""
@@ -155,14 +158,12 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                 if setting != DENSE:
                     sent, raw = found["bytes"][traffic]
                     rows.append((point, traffic, setting, 100 * sent / raw, *_cells(found)))
-    names = [f"{what}, stage {stage}" for what in ("error, %", "cosine", "error of sum, %") for stage in range(4)]
-    table = Table(
-        ("weights of", "class", "setting", "sent, %", *names), rows, title="Gradients against dense ones",
-        note=f"{options.iterations} iterations from the same weights; a stage's layers, without the embeddings.",
-    )  # fmt: skip
-    print(table.markdown())
+    names = [f"{kind}, stage {stage}" for kind in KINDS for stage in range(4)]
+    table = Table(("weights of", "class", "setting", "sent, %", *names), rows)
     table.write_csv(options.output / "gradients.csv")
-    (options.output / "gradients.md").write_text(table.markdown(), encoding="utf-8")
+    text = by_setting(table).markdown()
+    print(text)
+    (options.output / "gradients.md").write_text(text, encoding="utf-8")
     return 1 if failed else 0
 
 
@@ -211,10 +212,30 @@ def compare(ours: Gradients, dense: Gradients) -> dict[str, Any]:
 
 
 def _cells(found: Mapping[str, Any]) -> list[float | None]:
-    def four(values: Sequence[float], scale: float) -> list[float | None]:
-        return [*(scale * value for value in values), *[None] * (4 - len(values))]
+    """Of each kind and of four stages, of which there may be fewer."""
+    return [
+        scale * value if value is not None else None
+        for name, scale in KINDS.values()
+        for value in [*found[name], *[None] * (4 - len(found[name]))]
+    ]
 
-    return four(found["error"], 100) + four(found["cosine"], 1) + four(found["error of sum"], 100)
+
+def by_setting(table: Table) -> Table:
+    """What people read: a setting a row, the points of the training side by side, a cell for all stages."""
+    points = table.distinct("weights of")
+    rows: list[tuple[Cell, ...]] = []
+    for traffic, setting in dict.fromkeys(zip(table.column("class"), table.column("setting"), strict=True)):
+        found = table.where(**{"class": traffic, "setting": setting})
+        cells = (_stages(found.where(**{"weights of": point}), kind) for point in points for kind in KINDS)
+        rows.append((traffic, setting, found.column("sent, %")[0], *cells))
+    columns = ("class", "setting", "sent, %", *(f"after {point}: {kind}" for point in points for kind in KINDS))
+    note = "Of a stage's layers, without the embeddings: stages 0, 1 ... in a cell."
+    return Table(columns, rows, "Gradients against dense ones", note)
+
+
+def _stages(row: Table, kind: str) -> Cell:
+    values = [value for stage in range(4) for value in row.numbers(f"{kind}, stage {stage}") if value == value]
+    return ", ".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values) or None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from optimus_cc_ext.report.table import Table
 from scripts.quickstart.settings import Settings, config_of
 from scripts.study import gradients
 from scripts.study.__main__ import NAMES, main
@@ -97,6 +98,19 @@ def test_gradients_are_compared_by_stage_and_errors_of_opposite_signs_cancel_in_
     assert found["cosine"] == [pytest.approx(sum(each) / 2), pytest.approx(1.0)]
     with pytest.raises(ValueError, match="the same iterations"):
         gradients.compare({}, dense)
+
+
+def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -> None:
+    found = {"error": [0.774, 0.051], "cosine": [0.636, 0.999], "error of sum": [1.02, 0.004]}
+    names = [f"{kind}, stage {stage}" for kind in gradients.KINDS for stage in range(4)]
+    rows = [(point, "DP gradients", "int4", 19.0, *gradients._cells(found)) for point in (20, 80)]
+    rows.append((80, "DP gradients", "int8", 26.0, *gradients._cells(found)))
+    table = gradients.by_setting(Table(("weights of", "class", "setting", "sent, %", *names), rows))
+    cells = ("77, 5.1", "0.64, 1", "102, 0.4")
+    assert table.rows == [
+        ("DP gradients", "int4", 19.0, *cells, *cells), ("DP gradients", "int8", 26.0, *[None] * 3, *cells)
+    ]  # fmt: skip
+    assert table.columns[3:5] == ("after 20: error, %", "after 20: cosine")
 
 
 def test_a_run_that_dies_is_marked_the_others_go_on_and_retrying_is_on_demand(
