@@ -78,8 +78,10 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """By class of traffic: a setting's flags by its name."""
 
-KINDS = {"error, %": ("error", 100), "cosine": ("cosine", 1), "error of sum, %": ("error of sum", 100)}
-"""What is shown, by stage: its name in a result, and the factor."""
+KINDS = {
+    "error, %": ("error", 100, ".2g"), "cosine": ("cosine", 1, ".3g"), "error of sum, %": ("error of sum", 100, ".2g"),
+}  # fmt: skip
+"""What is shown, by stage: its name in a result, the factor, and how values below 10 are written."""
 
 Gradients = dict[tuple[int, int], torch.Tensor]
 """By (iteration, stage): those of the stage's layers, flat, fp32."""
@@ -91,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.study.gradients", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--points", default="20,80", help="iterations of the training (%(default)s)")
+    parser.add_argument("--points", default="20,80,320", help="iterations of the training (%(default)s)")
     parser.add_argument("--iterations", type=int, default=4, metavar="N", help="compared (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -215,7 +217,7 @@ def _cells(found: Mapping[str, Any]) -> list[float | None]:
     """Of each kind and of four stages, of which there may be fewer."""
     return [
         scale * value if value is not None else None
-        for name, scale in KINDS.values()
+        for name, scale, _ in KINDS.values()
         for value in [*found[name], *[None] * (4 - len(found[name]))]
     ]
 
@@ -235,7 +237,7 @@ def by_setting(table: Table) -> Table:
 
 def _stages(row: Table, kind: str) -> Cell:
     values = [value for stage in range(4) for value in row.numbers(f"{kind}, stage {stage}") if value == value]
-    return ", ".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values) or None
+    return ", ".join(format(value, ".0f" if value >= 10 else KINDS[kind][2]) for value in values) or None
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -
     rows = [(point, "DP gradients", "int4", 19.0, *gradients._cells(found)) for point in (20, 80)]
     rows.append((80, "DP gradients", "int8", 26.0, *gradients._cells(found)))
     table = gradients.by_setting(Table(("weights of", "class", "setting", "sent, %", *names), rows))
-    cells = ("77, 5.1", "0.64, 1", "102, 0.4")
+    cells = ("77, 5.1", "0.636, 0.999", "102, 0.4")
     assert table.rows == [
         ("DP gradients", "int4", 19.0, *cells, *cells), ("DP gradients", "int8", 26.0, *[None] * 3, *cells)
     ]  # fmt: skip
