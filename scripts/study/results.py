@@ -85,7 +85,7 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
     for control, width in sorted(bands.items(), key=lambda item: -item[1]):
         shade = "#c9d1da" if control == max(bands, key=lambda each: bands[each]) else "#9aa7b5"
-        label = f"vanilla against itself: {CONTROLS[control]} ({width:.2f} %)"
+        label = f"vanilla against itself: {CONTROLS[control]} ({width:.2g} %)"
         axes.axhspan(-width, width, color=shade, alpha=0.55, lw=0, label=label)
     axes.axhline(0, color=INK, lw=0.8)
     labels = []
@@ -122,13 +122,22 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
 
 
 def move_apart(labels: Sequence["Annotation"]) -> None:
-    """Raise each label until it covers none of a lower point."""
-    placed: list[Bbox] = []
+    """Raise each label until it covers no point, and no label of a lower one."""
+    placed = [_around(label) for label in labels]
     for label in sorted(labels, key=lambda label: float(label.xy[1])):
         while any(extent_of(label).overlaps(other) for other in placed):
             sideways, up = label.xyann
             label.xyann = (sideways, up + 2)
         placed.append(extent_of(label))
+
+
+def _around(label: "Annotation") -> "Bbox":
+    """Its point, in pixels, with what is drawn there."""
+    from matplotlib.transforms import Bbox
+
+    radius = 4 * label.axes.figure.dpi / 72  # type: ignore[union-attr]
+    x, y = label.axes.transData.transform(label.xy)  # type: ignore[union-attr]
+    return Bbox.from_extents(x - radius, y - radius, x + radius, y + radius)
 
 
 def extent_of(label: "Annotation") -> "Bbox":

@@ -69,15 +69,17 @@ def test_the_picture_is_of_price_over_bytes_with_vanillas_own_spread_as_a_band(t
     assert bands == {"one-ulp": pytest.approx(math.sqrt((3**2 + 4**2) / 2))}, "no run of another order is there"
     save_picture(table, bands, "title", tmp_path, "prices")
     drawn = (tmp_path / "prices.svg").read_text()
-    assert "paper" in drawn and "one ulp away (3.54 %)" in drawn
+    assert "paper" in drawn and "one ulp away (3.5 %)" in drawn
 
 
-def test_labels_of_points_in_the_same_place_do_not_cover_each_other() -> None:
+def test_labels_cover_neither_each_other_nor_a_point() -> None:
     axes = Figure().subplots()
-    labels = [axes.annotate(name, (0.5, 0.5), xytext=(8, 4), textcoords="offset points") for name in ("a", "b", "c")]
+    points = {"a": (0.5, 0.5), "b": (0.5, 0.5), "c": (0.5, 0.5), "where a's label would be": (0.53, 0.525)}
+    labels = [axes.annotate(name, at, xytext=(8, 4), textcoords="offset points") for name, at in points.items()]
     move_apart(labels)
     extents = [extent_of(label) for label in labels]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(extents, 2))
+    assert not any(extent.contains(*axes.transData.transform(at)) for extent in extents for at in points.values())
 
 
 def test_every_variant_is_a_command_line_that_works_on_the_quickstarts_layout() -> None:
