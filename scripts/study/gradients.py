@@ -4,7 +4,8 @@
 
 From the weights that vanilla has at some points of a training, at a learning rate of 0, the same batches are passed
 through Megatron's real loop dense and with each setting. Compared are the gradients of the layers of each stage:
-relative error and cosine of an iteration's (means over the iterations), and the error of their sum over all iterations.
+relative error and cosine of an iteration's (means over the iterations), the error of their sum over all iterations, and
+the error of what Adam would make of them: each weight's gradient over its root mean square, so that small ones count.
 Messages: 4 stages, 16 micro-batches an iteration. Replicas: 2 stages x 2 replicas, 8 micro-batches each. What is made
 is not made again.
 """
@@ -80,8 +81,11 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
 
 KINDS = {
     "error, %": ("error", 100, ".2g"), "cosine": ("cosine", 1, ".3g"), "error of sum, %": ("error of sum", 100, ".2g"),
+    "error of Adam's steps, %": ("error of steps", 100, ".2g"),
 }  # fmt: skip
 """What is shown, by stage: its name in a result, the factor, and how values below 10 are written."""
+
+_ADAM_EPSILON = 1e-8
 
 Gradients = dict[tuple[int, int], torch.Tensor]
 """By (iteration, stage): those of the stage's layers, flat, fp32."""
@@ -197,20 +201,29 @@ def load(folder: Path) -> Gradients:
 
 
 def compare(ours: Gradients, dense: Gradients) -> dict[str, Any]:
-    """By stage: relative error and cosine, means over the iterations, and the relative error of the sum over them."""
+    """By stage: relative error and cosine, means over the iterations, the relative error of the sum over them, and of
+    the steps that Adam would make of them.
+    """
     if ours.keys() != dense.keys() or not ours:
         raise ValueError("the two runs have not made gradients of the same iterations and stages")
     iterations, stages = (sorted({key[place] for key in dense}) for place in (0, 1))
-    found: dict[str, Any] = {"error": [], "cosine": [], "error of sum": []}
+    found: dict[str, Any] = {name: [] for name, _, _ in KINDS.values()}
     for stage in stages:
         pairs = [(ours[iteration, stage].double(), dense[iteration, stage].double()) for iteration in iterations]
-        errors = [float((mine - exact).norm() / exact.norm()) for mine, exact in pairs]
+        errors = [_error(mine, exact) for mine, exact in pairs]
         cosines = [float(torch.cosine_similarity(mine, exact, dim=0)) for mine, exact in pairs]
         total, exact_total = (torch.stack(list(each)).sum(0) for each in zip(*pairs, strict=True))
         found["error"].append(sum(errors) / len(errors))
         found["cosine"].append(sum(cosines) / len(cosines))
-        found["error of sum"].append(float((total - exact_total).norm() / exact_total.norm()))
+        found["error of sum"].append(_error(total, exact_total))
+        scale = torch.stack([exact for _, exact in pairs]).square().mean(0).sqrt() + _ADAM_EPSILON
+        steps = [_error(mine / scale, exact / scale) for mine, exact in pairs]
+        found["error of steps"].append(sum(steps) / len(steps))
     return found
+
+
+def _error(mine: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((mine - exact).norm() / exact.norm())
 
 
 def _cells(found: Mapping[str, Any]) -> list[float | None]:

@@ -98,19 +98,21 @@ def test_gradients_are_compared_by_stage_and_errors_of_opposite_signs_cancel_in_
     assert found["error"] == [pytest.approx(0.2), 0.0] and found["error of sum"] == [0.0, 0.0]
     each = 29 / (5 * math.sqrt(34)), 21 / (5 * math.sqrt(18))
     assert found["cosine"] == [pytest.approx(sum(each) / 2), pytest.approx(1.0)]
+    steps = [1 / 4 / math.sqrt(2), 0.0]
+    assert found["error of steps"] == pytest.approx(steps), "Adam divides the second value, which is 1 off, by 4"
     with pytest.raises(ValueError, match="the same iterations"):
         gradients.compare({}, dense)
 
 
 def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -> None:
-    found = {"error": [0.774, 0.051], "cosine": [0.636, 0.999], "error of sum": [1.02, 0.004]}
+    found = {"error": [0.774, 0.051], "cosine": [0.636, 0.999], "error of sum": [1.02, 0.004], "error of steps": [1, 2]}
     names = [f"{kind}, stage {stage}" for kind in gradients.KINDS for stage in range(4)]
     rows = [(point, "DP gradients", "int4", 19.0, *gradients._cells(found)) for point in (20, 80)]
     rows.append((80, "DP gradients", "int8", 26.0, *gradients._cells(found)))
     table = gradients.by_setting(Table(("weights of", "class", "setting", "sent, %", *names), rows))
-    cells = ("77, 5.1", "0.636, 0.999", "102, 0.4")
+    cells = ("77, 5.1", "0.636, 0.999", "102, 0.4", "100, 200")
     assert table.rows == [
-        ("DP gradients", "int4", 19.0, *cells, *cells), ("DP gradients", "int8", 26.0, *[None] * 3, *cells)
+        ("DP gradients", "int4", 19.0, *cells, *cells), ("DP gradients", "int8", 26.0, *[None] * 4, *cells)
     ]  # fmt: skip
     assert table.columns[3:5] == ("after 20: error, %", "after 20: cosine")
 
