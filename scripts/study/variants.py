@@ -17,7 +17,6 @@ VARIANTS: Mapping[str, str] = {
     "paper-carry": f"{_PAPER} --residual-across-iterations carry",
     "balanced": _BALANCED,
     "unrotated": f"{_BALANCED} --no-block-rotation",
-    "balanced-warmup": f"{_BALANCED} --dp-compression-warmup 0.1",
     "gradients-int4": f"{_BALANCED} --compressed-backprop-format int4",
     "gradients-int4-lep": f"{_BALANCED} --compressed-backprop-format int4 --lazy-error-propagation",
     "int4": f"{_BALANCED} --compressed-backprop-format int4 --fused-embedding-sync-format int4",
