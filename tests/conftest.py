@@ -21,6 +21,8 @@ _SAID = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if record := config.getoption("--record"):
+        os.environ["OPTIMUS_CC_TEST_RECORD"] = os.path.abspath(record)
     if "OPTIMUS_CC_TEST_MEGATRON" in os.environ:
         # Through NVML: CUDA itself does not survive a fork.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -39,6 +41,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run what is marked `full`: see CONTRIBUTING.md")
+    parser.addoption(
+        "--record", metavar="FILE", help="record all Megatron runs in FILE: see tests/megatron/identity.py"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from tests.forked_ranks import run_ranks
-from tests.megatron import recording
+from tests.megatron import identity, recording
 from tests.megatron.recording import Messages, Ours, hash_of
 
 __all__ = [
@@ -87,6 +87,8 @@ class MegatronRun:
     """The lines that this rank wrote to stdout and stderr."""
     saves: list[dict[str, Any]] = field(default_factory=list)
     """What was there each time that Megatron came to its tracker file, gave a save to the background or finished it."""
+    wire: dict[str, str] = field(default_factory=dict)
+    """By function of torch.distributed: hash of all that this rank sent; of sessions with --record only."""
     messages: dict[str, Messages] = field(default_factory=dict)
     """By end of a link, "sent" or "received"."""
     asked: dict[str, list[str]] = field(default_factory=dict)
@@ -134,6 +136,8 @@ def megatron_run(
     sys.stdout = sys.stderr = tee  # type: ignore[assignment]
     run.asked = recording.hot_path() if watched else {}
     run.messages = recording.observe_links()
+    if identity.switched_on():
+        run.wire = identity.hash_messages()
     _record_saves(run)
     built = _record_training(run)
     over_nccl = shlex.split("--distributed-backend nccl") if os.environ["OPTIMUS_CC_DEVICE"] == "cuda" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import optimus_cc_ext
+from tests.megatron import identity
 from tests.megatron.specs import Run, RunSpec
 from tests.megatron_runs import run_megatron
 
@@ -53,7 +55,10 @@ class Runs:
         )
         if not spec.ends:
             assert [rank.ended for rank in ranks] == [None] * len(ranks), _last_lines(ranks)
-        return Run(spec, ranks, here)
+        made = Run(spec, ranks, here)
+        if identity.switched_on():
+            identity.record(made, Path(os.environ[identity.VARIABLE]))
+        return made
 
     def _users(self, spec: RunSpec) -> str:
         """The tests of this session that ask for the run, or for one that goes on from it."""
