@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -89,6 +90,8 @@ class MegatronRun:
     """What was there each time that Megatron came to its tracker file, gave a save to the background or finished it."""
     wire: dict[str, str] = field(default_factory=dict)
     """By function of torch.distributed: hash of all that this rank sent; of sessions with --record only."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """Functions of the package and torch operators that the third iteration called; likewise."""
     messages: dict[str, Messages] = field(default_factory=dict)
     """By end of a link, "sent" or "received"."""
     asked: dict[str, list[str]] = field(default_factory=dict)
@@ -238,7 +241,9 @@ def _recording_step(run: MegatronRun, original: Any, built: list[Any]) -> Any:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         model, *_ = built
         scale = float(signature.bind(*args, **kwargs).arguments["optimizer"].get_loss_scale())
-        result = original(*args, **kwargs)
+        counted = identity.switched_on() and len(run.steps) == 2
+        with identity.counting_calls(run.calls) if counted else contextlib.nullcontext():
+            result = original(*args, **kwargs)
         run.losses.append(_loss(result[0]))
         run.grad_norms.append(None if result[GRAD_NORM] is None else float(result[GRAD_NORM]))
         run.random_states.append(_random_state())

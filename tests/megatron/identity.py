@@ -5,7 +5,8 @@
     python -m tests.megatron.identity before.jsonl after.jsonl
 
 A record holds, for each rank of each run, its losses, gradient norms, hashes of weights, of gradients and of compressor
-state after each step, bytes by class of traffic, and a hash of all messages that the rank sent.
+state after each step, bytes by class of traffic, a hash of all messages that the rank sent, and how many functions of
+the package and torch operators its third iteration called.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.megatron.recording import hash_of
 
 if TYPE_CHECKING:
     from tests.megatron.specs import Run
 
-__all__ = ["VARIABLE", "hash_messages", "record", "switched_on"]
+__all__ = ["VARIABLE", "counting_calls", "hash_messages", "record", "switched_on"]
 
 VARIABLE = "OPTIMUS_CC_TEST_RECORD"
 """Environment variable that holds the file of records, for ranks and workers to see."""
@@ -70,6 +73,34 @@ def hash_messages() -> dict[str, str]:
     return totals
 
 
+class _Operators(TorchDispatchMode):
+    """Counts the torch operators that are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def counting_calls(counts: dict[str, int]) -> Iterator[None]:
+    """Count calls of the package's Python functions, and all torch operators, of what is called inside."""
+    package, functions = f"{os.sep}optimus_cc_ext{os.sep}", 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal functions
+        functions += event == "call" and package in frame.f_code.co_filename
+
+    with _Operators() as operators:
+        sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+    counts |= {"functions": functions, "operators": operators.count}
+
+
 def record(run: Run, file: Path) -> None:
     """Append what all ranks of `run` did to `file`, a line of JSON."""
     ranks = []
@@ -80,6 +111,7 @@ def record(run: Run, file: Path) -> None:
                 "losses": rank.losses, "evaluation losses": rank.evaluation_losses, "norms": rank.grad_norms,
                 "weights": rank.weights, "gradients": rank.gradients, "random states": rank.random_states,
                 "steps": [asdict(step) for step in rank.steps], "messages": rank.wire, "ours": ours,
+                "calls": rank.calls,
             }
         )  # fmt: skip
     with file.open("a") as out:
@@ -93,8 +125,22 @@ def differences(before: Path, after: Path) -> list[str]:
     found += [f"{name}: only in {after}" for name in second.keys() - first.keys()]
     for name in sorted(first.keys() & second.keys()):
         for number, (one, other) in enumerate(zip(first[name], second[name], strict=True)):
-            found += [f"{name}, rank {number}: {key}" for key in one if _plain(one[key]) != _plain(other.get(key))]
+            keys = [key for key in one if key != "calls"]
+            found += [f"{name}, rank {number}: {key}" for key in keys if _plain(one[key]) != _plain(other.get(key))]
     return found
+
+
+def more_calls(before: Path, after: Path) -> list[str]:
+    """List the runs whose third iteration calls more functions of the package, or more operators, than before."""
+    first, second = (_by_name(file) for file in (before, after))
+    return [
+        f"{name}, rank {number}: {kind} {one['calls'][kind]} -> {other['calls'][kind]}"
+        for name in sorted(first.keys() & second.keys())
+        for number, (one, other) in enumerate(zip(first[name], second[name], strict=True))
+        for kind in one["calls"].keys() & other["calls"].keys()
+        # Requests that are polled make the number of functions vary by 4 % between two runs of one commit.
+        if other["calls"][kind] > one["calls"][kind] * (1.05 if kind == "functions" else 1)
+    ]
 
 
 def _by_name(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -107,11 +153,13 @@ def _plain(value: Any) -> str:
 
 
 def main() -> int:
-    """Print the differences between two files that the command line names; exit 1 if there is one."""
+    """Print the differences between the two files on the command line; exit 1 if there is one."""
     before, after = map(Path, sys.argv[1:3])
     found = differences(before, after)
     print("\n".join(found) or f"{len(_by_name(before))} runs: losses, weights, messages and bytes are equal")
-    return bool(found)
+    more = more_calls(before, after)
+    print("\n".join(more) or "no run calls more functions of the package or more torch operators")
+    return bool(found or more)
 
 
 if __name__ == "__main__":
