@@ -83,6 +83,7 @@ class Session:
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
             codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
+            force=config.force_compression,
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format))
         self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)

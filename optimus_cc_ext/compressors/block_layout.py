@@ -61,6 +61,14 @@ class BlockLayout:
         """One message of one flat tensor, all of it encoded."""
         return cls([[(0, numel)]])
 
+    def of_message(self, index: int, start: int = 0) -> "BlockLayout":
+        """Make the layout of one of these messages, as long as they all are; offsets are relative to `start`."""
+        layout = BlockLayout(())
+        layout.pieces = (tuple(Piece(p.start - start, p.numel, p.block) for p in self.pieces[index]),)
+        layout.dense = (tuple((at - start, length) for at, length in self.dense[index]),)
+        layout.blocks, layout.dense_numel = self.blocks, self.dense_numel
+        return layout
+
     @property
     def messages(self) -> int:
         """N."""

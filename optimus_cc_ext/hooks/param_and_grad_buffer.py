@@ -36,6 +36,9 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
     """
     buckets = _Buckets(session, bucket_group, experts)
     session.gradients.add_buckets(buckets)
+    line = session.gradients.note_single_rank(buckets.kept_dense)
+    if line is not None and dist.get_rank() == 0:
+        print(f"optimus-cc: {line}", flush=True)
     bucket_group.start_grad_sync = buckets.start_grad_sync
     if buckets.gather_bytes:
         _take_over_gathers(session, bucket_group, buckets.gather_bytes)
@@ -121,13 +124,29 @@ class _Buckets:
             self._fused.preallocate(own_shard(bucket_group, bucket) if self._is_fused(bucket) else tied.main_grad)
         self._uncompressed: list[Reducer] = []
         self._compressed: list[Reducer] = []
+        self._encodes = session.gradients.encodes(self.group.size())
+        if not self._encodes:
+            # Nothing is sent: Megatron's own collective changes nothing, with and without a tied embedding.
+            return
         if self._left_out or (self._fused is not None and self._fused.codecs is not None):
             self._uncompressed = [self._reducer(bucket, compressing=False) for bucket in bucket_group.buckets]
 
     @property
     def matrices(self) -> list[torch.Tensor]:
         """The gradients that can be compressed."""
-        return [p.main_grad for p in self._bucket_group.params if self._compressible(p)]
+        return [p.main_grad for p in self._bucket_group.params if self._encodes and self._compressible(p)]
+
+    @property
+    def kept_dense(self) -> str | None:
+        """The name of the gradients that only a group of more than one rank would compress; None: there are none."""
+        if self._encodes:
+            return None
+        if self._fused is not None and self._sharded and self._fused.codecs is not None:
+            return "gradients of the tied embedding"
+        if not self._session.config.dp_compression or not any(map(self._compressible, self._bucket_group.params)):
+            return None
+        routed = any(parameter in self._experts for parameter in self._bucket_group.params)
+        return "gradients of routed experts" if routed else "all gradients of a model chunk"
 
     @property
     def compressed_bytes(self) -> int:

@@ -15,7 +15,7 @@ not: a block of both would have another scale on each rank, and the replicas of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -67,26 +67,22 @@ class ExchangePlan:
     sharded: bool
     codecs: BlockCodecs
 
-    @property
+    @cached_property
     def shards(self) -> tuple[list[list[Range]], list[list[Range]]]:
         """By replica: the encoded ranges that it adds up, and the others."""
         if not self.sharded:
             return _dealt(self.coded, self.ranks, BLOCK), _dealt(self.dense, self.ranks, 1)
         size = self.numel // self.ranks
-        starts = range(0, self.numel, size)
-        return [_inside(self.coded, at, size) for at in starts], [_inside(self.dense, at, size) for at in starts]
+        return _cut(self.coded, self.ranks, size), _cut(self.dense, self.ranks, size)
 
-    @property
+    @cached_property
     def layout(self) -> BlockLayout:
-        """A message per shard."""
+        """A message per shard. Layouts take O(D + P) steps to make, for D replicas and P parameters."""
         return BlockLayout(*self.shards)
 
     def layout_of(self, shard: int, start: int = 0) -> BlockLayout:
-        """Of the one message of a shard, as long as all others are; places are counted from `start` on."""
-        (coded, dense), of_all = self.shards, self.layout
-        layout = BlockLayout(*([[(at - start, length) for at, length in of[shard]]] for of in (coded, dense)))
-        layout.blocks, layout.dense_numel = of_all.blocks, of_all.dense_numel
-        return layout
+        """Make the layout of one shard's message, as long as all others are; offsets are relative to `start`."""
+        return self.layout.of_message(shard, start)
 
     @property
     def message_bytes(self) -> tuple[int, int]:
@@ -141,7 +137,7 @@ class BlockReducer:
     ) -> None:
         self._flat, self._group, self._codecs, self._gauge = flat, group, codecs, gauge or Gauge()
         coded, plain = ([range_in(flat, view) for view in views] for views in (matrices, dense))
-        self._sharded, self.matrices = sharded, len(matrices)
+        self._sharded, self.matrices, self.encoded = sharded, len(matrices), 0
         self._rank, ranks = group.rank(), group.size()
         plan = ExchangePlan(flat.numel(), coded, plain, flat.dtype, ranks, sharded, codecs)
         self._layout, self._own = plan.layout, plan.layout_of(self._rank)
@@ -168,6 +164,7 @@ class BlockReducer:
     def start(self, whole: bool = False) -> None:
         """See `Reducer`."""
         self._whole = whole or not self._sharded
+        self.encoded += self.matrices
         with self._gauge.timed(self._flat.device):
             self._codecs.gradients.encode(self._flat, self._layout, self._outgoing)
         if self._gauge.on:
@@ -239,10 +236,17 @@ def range_in(flat: torch.Tensor, view: torch.Tensor) -> Range:
     return int(view.storage_offset() - flat.storage_offset()), view.numel()
 
 
-def _inside(ranges: Sequence[Range], start: int, size: int) -> list[Range]:
-    """The parts of ranges that lie in `size` elements from `start` on."""
-    cut = [(max(at, start), min(at + length, start + size)) for at, length in ranges]
-    return [(first, end - first) for first, end in cut if first < end]
+def _cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
+    """Cut ranges at every multiple of `size`; what lies between two multiples makes up a part."""
+    cut: list[list[Range]] = [[] for _ in range(parts)]
+    for start, length in ranges:
+        end = start + length
+        while start < end:
+            part = start // size
+            stop = min(end, (part + 1) * size)
+            cut[part].append((start, stop - start))
+            start = stop
+    return cut
 
 
 def _dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:

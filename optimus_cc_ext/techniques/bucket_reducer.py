@@ -171,6 +171,7 @@ class BucketReducer:
         self._in_place = [run for run in runs if run.nbytes > PACKED_UP_TO_BYTES or not self._groups]
         packed = [run for run in runs if run.nbytes <= PACKED_UP_TO_BYTES and self._groups]
         self._dense = _equally_far_apart(packed)
+        self._matrices, self.encoded = sum(same.count for same in self._groups), 0
         self._packs = self._allocate_wire(matrices[0]) if self._groups else []
         self._whole = False
         self._outstanding: Sequence[_Pack] = ()  # whose P are being summed
@@ -185,6 +186,7 @@ class BucketReducer:
     def start(self, whole: bool = False) -> None:
         """See `Reducer`. With a shard, matrices outside of it keep what they held, unless they are wanted `whole`."""
         self._whole, self._outstanding = whole, self._packs
+        self.encoded += self._matrices
         for dense in self._dense:
             dense.put()
         for pack in self._packs:
@@ -245,7 +247,7 @@ class BucketReducer:
     @property
     def matrices(self) -> int:
         """How many matrices are compressed."""
-        return sum(same.count for same in self._groups)
+        return self._matrices
 
     def _allocate_wire(self, like: torch.Tensor) -> list[_Pack]:
         """Two flat buffers per pack: its P (in the first pack also the small dense runs), and its Q."""

@@ -28,6 +28,11 @@ class Reducer(Protocol):
         """Memory that is kept for messages."""
         ...
 
+    @property
+    def encoded(self) -> int:
+        """The number of gradients that were compressed so far, counted anew in every reduction."""
+        ...
+
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that this replica sends, by the formulas of `metrics.traffic`."""
         ...
@@ -61,6 +66,7 @@ class DenseReducer:
 
     matrices = 0
     nbytes = 0
+    encoded = 0
 
     def __init__(
         self,

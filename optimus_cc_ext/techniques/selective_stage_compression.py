@@ -74,6 +74,7 @@ class SelectiveStageCompression(Technique):
     Args:
         codecs: of blocks; None: P and Q are what is sent.
         wire: encodes these; None: they travel as they are.
+        force: compress also where nothing is sent, in groups of one rank (tests).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class SelectiveStageCompression(Technique):
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
         wire: Codec | None = None,
+        force: bool = False,
     ) -> None:
         self._scratch = Scratch()
         super().__init__(
@@ -93,7 +95,7 @@ class SelectiveStageCompression(Technique):
             states=FactorStates(config.dp_compression_rank),
             gauge=Gauge(self._scratch),
         )
-        self._config, self._seed, self.state_dtype = config, seed, state_dtype
+        self._config, self._seed, self.state_dtype, self._force = config, seed, state_dtype, force
         self.compressor, self.codecs, self.wire = compressor, codecs, wire
         self.stage: int | None = None
         """This rank's; None: it has no place yet."""
@@ -111,6 +113,23 @@ class SelectiveStageCompression(Technique):
         """Of those that we reduce, in the order in which they were made."""
 
         self._stream: SideStream | None = None
+        self._single_rank: set[str] = set()
+        """The kinds of gradients that stay dense because nothing of them is sent."""
+
+    def encodes(self, ranks: int) -> bool:
+        """Return whether gradients are compressed in a group of so many ranks; one rank alone sends nothing.
+
+        In a group of one rank, coding would change the gradients and save no byte. Routed experts have such a group
+        where every expert has one replica (EP x ETP = TP x CP x DP).
+        """
+        return ranks > 1 or self._force
+
+    def note_single_rank(self, kept_dense: str | None) -> str | None:
+        """Return the log line about gradients of this kind that stay dense in a group of one rank; once for a kind."""
+        if kept_dense is None or kept_dense in self._single_rank:
+            return None
+        self._single_rank.add(kept_dense)
+        return f"dense, because their data-parallel group is one rank and nothing is sent: {kept_dense}"
 
     def place(self, stage: int, stages: int) -> None:
         """Take a place among the pipeline's stages."""

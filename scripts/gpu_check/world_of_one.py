@@ -42,6 +42,8 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
             theirs.reduce()
             for each in (ours, theirs):
                 each.states.commit({})
+        if not ours.encoded == theirs.encoded == STEPS * layers * len(shapes):
+            raise SystemExit(f"{ours.encoded} and {theirs.encoded} matrices were coded in {STEPS} steps")
         residuals = zip(ours.states.residuals(), theirs.states.residuals(), strict=True)
         if not torch.equal(beside.flat, in_line.flat) or not all(torch.equal(*pair) for pair in residuals):
             raise SystemExit("a reduction beside the main stream leaves other bits than one in line")

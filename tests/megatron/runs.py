@@ -354,6 +354,14 @@ CHOSEN_BEFORE = VANILLA.but(
 )  # fmt: skip
 NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO_BLOCKS, before=(_FAST,))
 
+# -- one replica ------------------------------------------------------------------------------------------------------
+
+# The tied embedding's bucket is the distributed optimizer's, and the pair of stages add up what it leaves.
+ONE_REPLICA = RunSpec(
+    name="one replica, FE in int4", layout=PP2, flags=f"{SHARDED} --clip-grad 0 --train-iters 1",
+    ours=f"{FE} --fused-embedding-sync-format int4",
+)  # fmt: skip
+
 # -- mixture of experts -----------------------------------------------------------------------------------------------
 
 MIXTURE = (
@@ -374,6 +382,14 @@ EXPERTS_REPLICATED = RunSpec(
     flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
 )  # fmt: skip
 EXPERTS_IN_BLOCKS = replace(EXPERTS_REPLICATED, name="experts in blocks", ours="--dp-compression-format int4")
+# 2 stages of 2 replicas, over which each stage's experts are dealt out: every expert has a replica of its own. Nothing
+# clips the gradients, by the norm of those that are compressed.
+EXPERTS_ALONE = RunSpec(
+    name="experts on one replica each", flags=f"{MIXTURE} --expert-model-parallel-size 2 --clip-grad 0 --train-iters 1"
+)
+EXPERTS_ALONE_IN_BLOCKS = EXPERTS_ALONE.but(
+    "experts on one replica each, in blocks", ours="--dp-compression-format int4"
+)
 EXPERTS_GATHERED = EXPERTS_IN_BLOCKS.but("experts gathered", flags=f"--bf16 {SHARDED}", ours=GATHER)
 # The preset, at full rank: it leaves fused embedding sync out.
 EXPERTS_AMONG_OTHERS = Limit(

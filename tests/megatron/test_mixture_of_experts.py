@@ -5,7 +5,15 @@ from datetime import timedelta
 import pytest
 
 from tests.launches import launch
-from tests.megatron.runs import EXPERTS_AMONG_OTHERS, EXPERTS_APART, EXPERTS_REPLICATED, TOLERANCE
+from tests.megatron.runs import (
+    EXPERTS_ALONE,
+    EXPERTS_ALONE_IN_BLOCKS,
+    EXPERTS_AMONG_OTHERS,
+    EXPERTS_APART,
+    EXPERTS_REPLICATED,
+    ONE_REPLICA,
+    TOLERANCE,
+)
 from tests.megatron.specs import Run, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
@@ -62,3 +70,29 @@ def test_traffic_of_experts_is_counted_over_their_own_replicas(runs):
         # 2 iterations, 2 V (D - 1) / D each: 4 replicas of all but the experts, 2 of every expert.
         assert raw == 2 * (others * 3 / 2 + experts)
         assert 0 < sent < raw
+
+
+@uses((EXPERTS_ALONE, EXPERTS_ALONE_IN_BLOCKS))
+def test_experts_with_one_replica_keep_their_gradients_to_the_bit_and_the_log_names_them(runs):
+    vanilla, ours = runs
+    for rank, plain in zip(ours.ranks, vanilla.ranks, strict=True):
+        assert rank.expert_buckets > 0
+        routed = {name for name in plain.gradients if ".experts." in name}
+        attention = {name for name in plain.gradients if "attention" in name and name.endswith("weight")}
+        assert routed and attention
+        assert {name for name in routed if rank.gradients[name] != plain.gradients[name]} == set()
+        assert {name for name in attention if rank.gradients[name] == plain.gradients[name]} == set()
+    assert [line for line in ours.said if "one rank" in line] == [
+        "dense, because their data-parallel group is one rank and nothing is sent: gradients of routed experts"
+    ]
+
+
+@uses(ONE_REPLICA)
+def test_a_tied_embedding_with_one_replica_is_coded_between_its_stages_only(runs):
+    for rank in runs.ranks:
+        raw, sent = rank.ours.traffic["embedding"]
+        assert 0 < sent < 0.14 * raw, "int4 between the stages"
+        assert rank.ours.compressed_matrices == 0
+    assert [line for line in runs.said if "one rank" in line] == [
+        "dense, because their data-parallel group is one rank and nothing is sent: gradients of the tied embedding"
+    ]

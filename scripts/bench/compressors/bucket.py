@@ -75,7 +75,7 @@ class Bucket:
 
 
 def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: dist.ProcessGroup) -> BucketReducer:
-    """Ours, over `group`."""
+    """Ours, over `group`, which codes in a group of one rank as well: plans of buckets decide that, not reducers."""
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
     gradients = bucket.gradients()
     matrices, vectors = ([each for each in gradients if each.dim() == dim] for dim in (2, 1))
@@ -84,7 +84,9 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
 
 def step(reducer: BucketReducer) -> None:
     """A reduction, and what follows from it when its step counts."""
+    before = reducer.encoded
     reducer.reduce()
+    assert reducer.encoded == before + reducer.matrices > before, "a group of one rank was not coded"
     reducer.states.commit({})
 
 
