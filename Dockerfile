@@ -1,7 +1,7 @@
 # optimus_cc_ext on top of a PyTorch image that brings its own torch, CUDA, NCCL, Transformer Engine and Apex.
 #
 #   docker build -t optimus-cc .
-#   docker build -t optimus-cc --build-arg BASE_IMAGE=<an image with Python >= 3.12 and PyTorch> .
+#   docker build -t optimus-cc --build-arg BASE_IMAGE=<an image with Python >= 3.12 and PyTorch >= 2.9> .
 #   docker build -t optimus-cc --build-context megatron-lm=/path/to/Megatron-LM .      (no access to GitHub)
 #
 # buildah and podman take the same arguments (with `--format docker`, or the health check is left out). pip looks where

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.errors import OptimusError, require_torch
 
 if TYPE_CHECKING:
     from optimus_cc_ext.hooks import Installation
@@ -49,7 +49,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
 
     Raises:
         TypeError: `config` is something else than an OptimusConfig.
-        OptimusError: installed already, with other settings.
+        OptimusError: installed already, with other settings; or torch is too old.
         UnsupportedMegatron: Megatron is missing, of an untested version, or a seam has moved.
     """
     global _installation, _asked_for, _reported
@@ -64,6 +64,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
                 "Call optimus_cc_ext.uninstall() first, before the model is built"
             )
         return
+    require_torch()
     from optimus_cc_ext.hooks import Installation
 
     installation = Installation()

@@ -3,6 +3,7 @@
 Each error says what, why and what to do; no traceback where there is nothing to debug.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 __all__ = [
+    "OLDEST_TORCH",
     "FlagError",
     "MissingExtra",
     "OptimusError",
@@ -22,8 +24,12 @@ __all__ = [
     "is_first_local_rank",
     "require_extra",
     "require_megatron",
+    "require_torch",
     "run_command",
 ]
+
+OLDEST_TORCH = (2, 9)
+"""The first release of torch with `torch.backends.cuda.matmul.fp32_precision`, which compressors/precision.py sets."""
 
 
 class OptimusError(RuntimeError):
@@ -55,6 +61,23 @@ def require_extra(extra: str, *modules: str) -> None:
     if missing := [module for module in modules if find_spec(module) is None]:
         raise MissingExtra(
             f"not installed: {', '.join(missing)}. Install what this needs: pip install 'optimus_cc_ext[{extra}]'"
+        )
+
+
+def require_torch() -> None:
+    """Raise OptimusError where torch is missing, or older than `OLDEST_TORCH`.
+
+    pip refuses an older one, but containers that bring their own torch are installed into with --no-deps.
+    """
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if find_spec("torch") is None:
+        raise OptimusError("PyTorch is not installed here. Install torch, or run in the environment that trains")
+    version: str = importlib.import_module("torch").__version__
+    # Only the release counts: NGC's images name theirs 2.9.0a0+COMMIT, which pip would call older than 2.9.
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+        raise OptimusError(
+            f"torch {version} is too old: Optimus-CC needs torch {oldest} or newer. "
+            f"Install torch>={oldest}, or take a container that brings it"
         )
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from optimus_cc_ext import cpu_runtime, install, parent_death
-from optimus_cc_ext.errors import OptimusError, exit_with, require_megatron
+from optimus_cc_ext.errors import OptimusError, exit_with, require_megatron, require_torch
 
 __all__ = ["launch", "prepare"]
 
@@ -40,6 +40,7 @@ def prepare() -> None:
     """
     parent_death.install()
     try:
+        require_torch()
         require_megatron()
         line = cpu_runtime.activate()
         install()

@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Finding, Report
 from optimus_cc_ext.doctor.machine import find_checkout, packages, seams
-from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron
+from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.resolve import Layout
 
 __all__ = ["examine"]
@@ -53,10 +52,9 @@ def _activate() -> str:
     """Choose the device, as training would; the line that it says.
 
     Raises:
-        OptimusError: torch or Megatron is missing; one sentence with the cure.
+        OptimusError: torch is missing or too old, or Megatron is missing; one sentence with the cure.
     """
-    if find_spec("torch") is None:
-        raise OptimusError("PyTorch is not installed here. Install torch, or run in the environment that trains")
+    require_torch()
     from optimus_cc_ext import cpu_runtime
 
     require_megatron()

@@ -1,11 +1,15 @@
-"""The supported versions of Megatron are the same ones everywhere where they are written down."""
+"""The supported versions of Megatron and torch are the same ones everywhere where they are written down."""
 
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from packaging.requirements import Requirement
 
+from optimus_cc_ext import OptimusConfig, cli, errors, install
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
+from tests.launches import call, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHDRAWN = "0.19.1"
@@ -39,3 +43,59 @@ def test_help_and_the_table_of_versions_name_them_all() -> None:
         assert version in read("scripts/test.sh")
     for version in SUPPORTED_MEGATRON:
         assert any(version in line for line in read("docs/compatibility.md").splitlines() if line.startswith("| "))
+
+
+OLDEST_TORCH = ".".join(map(str, errors.OLDEST_TORCH))
+NGC_25_08 = "2.8.0a0+34c6371d24.nv25.08"
+"""An older torch as a container brings it, where no requirement of pip's is read."""
+
+
+def test_the_oldest_torch_is_one_whose_products_in_fp32_can_be_asked_for() -> None:
+    # compressors/precision.py reads it before every product: torch 2.8 has no such attribute.
+    assert errors.OLDEST_TORCH == (2, 9) and torch.backends.cuda.matmul.fp32_precision
+
+
+def test_pyproject_and_the_documents_admit_no_older_torch() -> None:
+    found = re.search(r'"(torch[^"]*)"', read("pyproject.toml"))
+    assert found is not None
+    admitted = Requirement(found[1]).specifier
+    assert [version for version in ("2.6.0", "2.8.0", "2.9.0", "2.14.1") if version in admitted] == ["2.9.0", "2.14.1"]
+    assert f"torch {OLDEST_TORCH} or newer" in read("docs/compatibility.md")
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+50eac811a6.nv25.09", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"])
+def test_a_torch_that_is_new_enough_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    errors.require_torch()
+
+
+def an_older_torch() -> None:
+    torch.__version__ = NGC_25_08
+
+
+def doctor_on_an_older_torch() -> int:
+    an_older_torch()
+    return cli.main(["doctor"])
+
+
+def custom_loop_on_an_older_torch() -> int:
+    an_older_torch()
+    try:
+        install(OptimusConfig(compressed_backprop=True))
+    except errors.OptimusError as error:
+        print(error)
+        return 2
+    return 0
+
+
+def test_an_older_torch_is_one_sentence_with_the_cure_wherever_training_starts() -> None:
+    said = f"torch {NGC_25_08} is too old: Optimus-CC needs torch {OLDEST_TORCH} or newer"
+    ended = launch([], before=an_older_torch)
+    assert ended.code == 2 and ended.ours[-1].startswith("optimus-cc: error: rank 0 on ") and said in ended.ours[-1]
+    found = call(doctor_on_an_older_torch)
+    first = found.output.splitlines()[0]
+    assert found.code == 1 and first.startswith("FAIL this machine") and said in first
+    refused = call(custom_loop_on_an_older_torch)
+    assert refused.code == 2 and refused.output.startswith(said)
+    for output in (ended.ours[-1], first, refused.output):
+        assert "Install torch>=2.9, or take a container that brings it" in output
