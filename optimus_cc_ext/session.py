@@ -130,6 +130,12 @@ class Session:
             transfers[role] = transfers[role].then(transfer.after_wait) if role in transfers else transfer
         return transfers
 
+    @property
+    def compresses_between_stages(self) -> bool:
+        """Whether activations or their gradients are sent or received compressed by this rank."""
+        links = self.backprop.sending, self.backprop.receiving
+        return self.forward.messages is not None or any(link is not None for link in links)
+
     # -- placing ------------------------------------------------------------------------------------------------
 
     def place(self, grid: Grid, layout: Layout) -> str | None:

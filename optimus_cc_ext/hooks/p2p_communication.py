@@ -2,19 +2,25 @@
 
 `_batched_p2p_ops` returns a list of requests that are waited for in order, `_p2p_ops` a dict of them by role. Both are
 given other tensors in place of some (`Transfer`); what is to be done once these have travelled becomes a request.
+
+Megatron's schedules wait for a send before they free the tensor that is sent. A compressed message lies in a buffer of
+ours instead, so that nothing has to wait: its request is parked with the buffer (`Transfer.park`), and what Megatron
+waits for returns at once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.transfer import Transfer
 
-__all__ = ["wraps"]
+__all__ = ["without_device_synchronisation", "wraps"]
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _ROLES = ("send_prev", "recv_prev", "send_next", "recv_next")
@@ -40,6 +46,13 @@ class _Then:
             self._finish = None
 
 
+class _Parked:
+    """A request that Megatron has no reason to wait for: the message buffers wait for it when they need the buffer."""
+
+    def wait(self) -> None:
+        return None
+
+
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them."""
 
@@ -54,18 +67,59 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
             requests = original(group=group, **rest | posted)
             for transfer in transfers.values():
                 transfer.after_post()
+            peers = {"send_prev": rest["prev_pipeline_rank"], "send_next": rest["next_pipeline_rank"]}
             if isinstance(requests, dict):
-                return {role: _then(request, transfers.get(role)) for role, request in requests.items()}
+                return {
+                    role: _then(request, transfers.get(role), peers.get(role)) for role, request in requests.items()
+                }
+            roles = [role for role in _ROLES if tensors[role] is not None]
+            if len(roles) == 1 and roles[0] in peers:
+                # NCCL makes one request of all that a batched call posts. Only one that does nothing else is parked.
+                return [_then(request, transfers.get(roles[0]), peers[roles[0]]) for request in requests]
             return [*requests, *(_Then(None, transfer.after_wait) for transfer in transfers.values())]
 
         return p2p_ops
 
-    parameters = (*(f"tensor_{role}" for role in _ROLES), "group")
+    parameters = (*(f"tensor_{role}" for role in _ROLES), "group", "prev_pipeline_rank", "next_pipeline_rank")
     return [(Seam(f"{_MODULE}:{name}", parameters), wrap) for name in ("_batched_p2p_ops", "_p2p_ops")]
 
 
-def _then(request: _Request, transfer: Transfer | None) -> _Request:
-    return request if transfer is None else _Then(request, transfer.after_wait)
+def _then(request: _Request, transfer: Transfer | None, receiver: int | None) -> _Request:
+    """What Megatron is given to wait for in place of `request`."""
+    if transfer is None:
+        return request
+    if transfer.park is None or receiver is None:
+        return _Then(request, transfer.after_wait)
+    transfer.park(lambda: _wait_for(request, receiver))
+    return _Parked()
+
+
+def _wait_for(request: _Request, receiver: int) -> None:
+    """Wait until a parked message has left.
+
+    Raises:
+        OptimusError: it cannot; the message names both ranks.
+    """
+    try:
+        request.wait()
+    except RuntimeError as error:
+        rank = torch.distributed.get_rank()
+        raise OptimusError(f"rank {rank} could not send a compressed message to rank {receiver}: {error}") from error
+
+
+@contextmanager
+def without_device_synchronisation(session: Session, model_config: Any) -> Iterator[None]:
+    """Switch `batch_p2p_sync` off for an iteration in which messages between stages are compressed.
+
+    After each batched call Megatron stops the host until the device has done everything, because of a fault in
+    `batch_isend_irecv` that all supported versions of torch have mended. It would undo what parking a send gains.
+    """
+    before = model_config.batch_p2p_sync
+    model_config.batch_p2p_sync = before and not session.compresses_between_stages
+    try:
+        yield
+    finally:
+        model_config.batch_p2p_sync = before
 
 
 def _count(session: Session, tensors: Mapping[str, torch.Tensor | None], transfers: Mapping[str, Transfer]) -> None:

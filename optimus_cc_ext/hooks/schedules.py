@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.forecast.forecaster import Forecaster
+from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.session import Session
@@ -49,7 +50,10 @@ def wraps(session: Session, ensure_placed: Callable[[Any], None]) -> list[tuple[
                 forecaster.before_pass(schedule, gradient, training_device())
                 if undecided and session.gradients.compressed_stages:
                     _announce_memory(session)  # what was said first knew nothing of the stages just chosen
-                with session.iteration(schedule, _loss_scale(model_config)):
+                with (
+                    session.iteration(schedule, _loss_scale(model_config)),
+                    without_device_synchronisation(session, model_config),
+                ):
                     return original(num_microbatches=num_microbatches, forward_only=False, **rest)
 
             return forward_backward

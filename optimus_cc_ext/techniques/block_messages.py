@@ -44,10 +44,16 @@ class BlockMessages:
             self._codec.encode(values, layout, message)
         if self._gauge.on:
             self._codec.errors(values, layout, message, self._gauge.note)
-        transfer = Transfer(message, after_wait=partial(self._buffers.give_back, message))
+        transfer = Transfer(
+            message, after_wait=partial(self._buffers.give_back, message), park=partial(self._buffers.park, message)
+        )
         if residual is None:
             return transfer
         return replace(transfer, after_post=partial(self._remember, message, layout, residual))
+
+    def settle(self) -> None:
+        """Wait for the messages that are still being sent."""
+        self._buffers.settle()
 
     @torch.no_grad()
     def _remember(self, message: torch.Tensor, layout: BlockLayout, residual: torch.Tensor) -> None:

@@ -178,9 +178,18 @@ class Link:
         self.compressed = []
 
     def end(self) -> None:
-        """Check that every message of the iteration has passed; RanksDisagree if not."""
+        """Check that every message of the iteration has passed, and wait for those that are still being sent.
+
+        Raises:
+            RanksDisagree: more or fewer messages passed than the schedule has.
+            OptimusError: a message could not be sent.
+        """
         if len(self.compressed) != len(self._expected):
             raise self._disagreement(len(self.compressed))
+        self._buffers.settle()
+        for messages in (self._blocks, self._coded):
+            if messages is not None:
+                messages.settle()
 
     def _next(self, shape: torch.Size) -> tuple[Message, bool]:
         """The message that passes now, and whether it is compressed."""
@@ -249,7 +258,10 @@ class SendingLink(Link):
             matrix, q = self._compress(gradient, wire, state, p_wire, q_wire)
         remember = partial(self._remember, state, number, matrix, q, p_wire, q_wire)
         if self._coded is None:
-            return Transfer(buffer, after_post=remember, after_wait=partial(self._buffers.give_back, buffer))
+            return Transfer(
+                buffer, after_post=remember, after_wait=partial(self._buffers.give_back, buffer),
+                park=partial(self._buffers.park, buffer),
+            )  # fmt: skip
         with self._gauge.timed(gradient.device):
             sent = self._coded.send(buffer)
         return replace(sent, after_post=partial(self._decode_and, remember, sent.tensor, buffer))

@@ -30,6 +30,11 @@ class CompressedForward(Technique):
         super().__init__("pipeline_forward", on=False, states=FactorStates(1), gauge=Gauge())
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
 
+    def end(self) -> None:
+        """See `Technique.end`."""
+        if self.messages is not None:
+            self.messages.settle()
+
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
         """See `CompressedBackprop.transfers`."""
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]

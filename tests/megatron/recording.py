@@ -195,10 +195,8 @@ def hot_path() -> dict[str, list[str]]:
                 result = original(*args, **kwargs)
             asked.setdefault(name, []).extend(watch.allocated + watch.read_by_host)
             if isinstance(result, Transfer):
-                calls = {
-                    call: watched(f"{name}.{call}", getattr(result, call)) for call in ("after_post", "after_wait")
-                }
-                return replace(result, **calls)
+                calls = {call: getattr(result, call) for call in ("after_post", "after_wait", "park")}
+                return replace(result, **{call: watched(f"{name}.{call}", f) for call, f in calls.items() if f})
             return result
 
         return method

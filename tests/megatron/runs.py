@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tests.megatron import interventions, recording
+from tests.megatron import interventions, recording, sends
 from tests.megatron.specs import Layout, RunSpec
 
 PP2: Layout = (2, "--pipeline-model-parallel-size 2")
@@ -84,6 +84,22 @@ INTERLEAVED_RUN = RunSpec(
     flags=f"{INTERLEAVED} --num-layers 8 --train-iters 3 --global-batch-size 8 --no-overlap-p2p-communication",
     ours=f"{CB4} {DROPPED} --pipeline-forward-format int8",
 )  # fmt: skip
+# Compressed in both directions, every message.
+_BETWEEN_STAGES = "--pipeline-forward-format int8 --compressed-backprop-format int8"
+_OVERLAPPED_SENDS = RunSpec(
+    name="overlapped p2p", layout=PP2, flags=f"{INTERLEAVED} --train-iters 3", ours=_BETWEEN_STAGES,
+    before=(sends.note_sends,), probe=sends.noted_sends,
+)  # fmt: skip
+SENDS = [
+    _OVERLAPPED_SENDS,
+    _OVERLAPPED_SENDS.but("overlapped p2p, warm-up and flush", flags="--overlap-p2p-communication-warmup-flush"),
+    _OVERLAPPED_SENDS.but(
+        "overlapped p2p, low rank in int8",
+        ours=f"--compressed-backprop-format low-rank {CB4} --compressed-backprop-messages all {DROPPED} {INT8_FACTORS}",
+    ),
+]
+BATCHED_SENDS = replace(_OVERLAPPED_SENDS, name="batched p2p", flags="--train-iters 3")
+BATCHED_SENDS_OFF = replace(BATCHED_SENDS, name="batched p2p, off", ours=OFF)
 WATCHED = RunSpec(
     name="watched, bf16 buckets", flags="--bf16 --grad-reduce-in-bf16 --train-iters 3", ours=ALL_MESSAGES, watched=True
 )

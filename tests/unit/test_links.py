@@ -358,7 +358,7 @@ class _Recording(FastLowRank):
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
-def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_after(batched):
+def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_at_the_end_of_the_iteration(batched):
     log = []
     ours = technique("drop", _Recording(log))
     ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
@@ -374,11 +374,14 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_afte
 
     (_, wrap), _ = p2p_communication.wraps(session)
     requests = wrap(original)(
-        tensor_send_prev=gradient(1), tensor_recv_prev=None, tensor_recv_next=None, tensor_send_next=None, group=group
-    )
+        tensor_send_prev=gradient(1), tensor_recv_prev=None, tensor_recv_next=None, tensor_send_next=None, group=group,
+        prev_pipeline_rank=0, next_pipeline_rank=0,
+    )  # fmt: skip
     assert log == ["back-project", "posted", "residual"]
     for request in requests if batched else requests.values():
         request.wait()
+    assert log == ["back-project", "posted", "residual"], "what lies in a buffer of ours, nobody waits for yet"
+    ours.end()
     assert log == ["back-project", "posted", "residual", "waited"]
 
 
