@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import FastLowRank, LowRank, ReferenceLowRank, initial_q, private_generator
+from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank, ReferenceLowRank, initial_q
+from optimus_cc_ext.compressors.numerics import private_generator
 
 __all__ = ["BOTH", "EPS32", "first_q", "gaussian", "step", "with_spectrum", "worst_error"]
 

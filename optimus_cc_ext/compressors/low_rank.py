@@ -1,4 +1,4 @@
-"""One step of subspace iteration on equally shaped matrices: what CB sends and what SC all-reduces.
+"""Low-rank compression of equally shaped matrices: one step of subspace iteration, its message and its warm start.
 
     1. P  = M Q                 project          (SC: all-reduce P)
     2. P  = orth(P)             orthogonalize
@@ -6,24 +6,116 @@
     4. M ~= P Q'^T              reconstruct
     5. E  = M - P Q'^T          subtract_reconstruction
 
-PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic.
+PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic. Its rule, too: an (n, m)
+matrix travels as two factors of r columns, so r*(n+m) values instead of n*m (PyTorch's `powerSGD_hook.py` asks the same
+question in `_should_compress`).
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, cholesky_qr_all
-from optimus_cc_ext.compressors.precision import fp32_products
+from optimus_cc_ext.compressors.numerics import fp32_products
+from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, cholesky_qr_all, gram_schmidt
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["FastLowRank", "LowRank"]
+__all__ = [
+    "FastLowRank", "LowRank", "PackedFactors", "ReferenceLowRank", "effective_rank", "initial_q", "next_warm_start",
+    "next_warm_starts", "packed_numel", "pays",
+]  # fmt: skip
 
 
-class LowRank(Protocol):
-    """The phases. B matrices of n x m at compression rank r, r <= min(n, m) (`policy.effective_rank`).
+def effective_rank(n: int, m: int, compression_rank: int) -> int:
+    """Return the rank that an (n, m) matrix is really compressed to: min(n, m, compression_rank).
+
+    More columns than min(n, m) carry nothing, and the orthogonalisation needs rows >= columns.
+
+    Raises:
+        ValueError: if a dimension or the compression rank is not positive.
+    """
+    if n < 1 or m < 1:
+        raise ValueError(f"a matrix to compress needs rows and columns, got {n} x {m}")
+    if compression_rank < 1:
+        raise ValueError(f"compression rank must be at least 1, got {compression_rank}")
+    return min(n, m, compression_rank)
+
+
+def packed_numel(n: int, m: int, r: int) -> int:
+    """Count the values in the two factors P (n, r) and Q (m, r) together."""
+    return r * (n + m)
+
+
+def pays(n: int, m: int, compression_rank: int) -> bool:
+    """Tell if the factors are smaller than the (n, m) matrix; if nothing is saved, the matrix is sent as it is."""
+    return packed_numel(n, m, effective_rank(n, m, compression_rank)) < n * m
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFactors:
+    """The message of one compressed matrix, [P | Q], row by row, in one flat buffer.
+
+    Both ends of a link build it from the same four numbers.
+
+    Raises:
+        ValueError: for sizes that are not positive, r > min(n, m), or another dtype than fp32, bf16 and fp16.
+    """
+
+    n: int
+    """Rows of the matrix, and of P."""
+
+    m: int
+    """Columns of the matrix, rows of Q."""
+
+    r: int
+    """Columns of P and of Q."""
+
+    dtype: torch.dtype
+    """The wire format: torch.float32, torch.bfloat16 or torch.float16."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.r <= min(self.n, self.m):
+            raise ValueError(f"a {self.n} x {self.m} matrix has no factors of rank {self.r}: use effective_rank")
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"factors travel in float32, bfloat16 or float16, got {self.dtype}")
+
+    @property
+    def numel(self) -> int:
+        """Values in one message."""
+        return packed_numel(self.n, self.m, self.r)
+
+    @property
+    def scale(self) -> float:
+        """The power of two that multiplies P, and divides Q, before they are rounded to the wire's dtype.
+
+        P has orthonormal columns, so an entry of Q = M^T P reaches sqrt(n) times M's largest: in fp16 it would
+        overflow where M does not, and P's entries of 1/sqrt(n) would lose bits to subnormals. Scaled by c with
+        2 sqrt(n) <= c < 4 sqrt(n), |Q / c| <= max |M| / 2 and |P c| < 4 sqrt(n), which fp16 holds for n < 2^28.
+        """
+        if self.dtype != torch.float16:
+            return 1.0
+        return 2.0 ** (1 + math.ceil(math.log2(self.n) / 2))
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P (n, r) and Q (m, r) as views of `buffer`.
+
+        Raises:
+            ValueError: if the buffer is not a flat contiguous message of this size and dtype.
+        """
+        if buffer.shape != (self.numel,) or buffer.dtype != self.dtype or not buffer.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous message of {self.numel} values of {self.dtype}, "
+                f"got shape {tuple(buffer.shape)} of {buffer.dtype}: do both ends agree on matrix and rank?"
+            )
+        p, q = buffer.split([self.n * self.r, self.m * self.r])
+        return p.view(self.n, self.r), q.view(self.m, self.r)
+
+
+class LowRank(ABC):
+    """The phases of a step. B matrices of n x m at compression rank r, r <= min(n, m) (`effective_rank`).
 
     Inputs may be bf16, fp16, fp32 or fp64, mixed; the result is fp32, or fp64 where an input is.
     `out` has the result's shape and may have another dtype, to which the result is then rounded; `orthogonalize`
@@ -32,12 +124,13 @@ class LowRank(Protocol):
     never all finite.
     """
 
+    @abstractmethod
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """P = M Q: (B, n, m), (B, m, r) -> (B, n, r)."""
-        ...
+        """Return P = M Q: (B, n, m), (B, m, r) -> (B, n, r)."""
 
+    @abstractmethod
     def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
-        """T = M + E and P = T Q.
+        """Write T = M + E and P = T Q.
 
         Args:
             matrices: M (B, n, m), fp32, bf16 or fp16; may be a strided view of a bucket, with contiguous rows.
@@ -46,34 +139,34 @@ class LowRank(Protocol):
             total: T (B, n, m), fp32, contiguous; may be `residual` itself.
             out: P (B, n, r).
         """
-        ...
 
+    @abstractmethod
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
-        """An orthonormal basis of P's columns: (B, n, r) -> (B, n, r). ValueError where n < r."""
-        ...
+        """Return an orthonormal basis of P's columns: (B, n, r) -> (B, n, r). ValueError where n < r."""
 
     def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """`orthogonalize` of several batches, whose B, n and r may differ, each into its out."""
-        ...
+        """`orthogonalize` several batches, whose B, n and r may differ, each into its out."""
+        for p, out in zip(ps, outs, strict=True):
+            self.orthogonalize(p, out)
 
+    @abstractmethod
     def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-        """Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r)."""
-        ...
+        """Return Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r)."""
 
+    @abstractmethod
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """P Q^T: (B, n, r), (B, m, r) -> (B, n, m). Equal factors give equal bits, on both ends of a link."""
-        ...
+        """Return P Q^T: (B, n, r), (B, m, r) -> (B, n, m). Equal factors give equal bits, on both ends of a link."""
 
+    @abstractmethod
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
-        """T -= share * R in place, (B, n, m), where R is what the other end of a link makes of P and Q.
+        """Subtract in place: T -= share * R, (B, n, m), where R is the other end's reconstruction from P and Q.
 
         P and Q are as they travel, of one dtype; R is bit for bit what `reconstruct` gives in an `out` of that
-        dtype. What is remembered is what was sent.
+        dtype. So the residual is exactly what the message left out.
         """
-        ...
 
 
-class FastLowRank:
+class FastLowRank(LowRank):
     """The version that training uses: one batched product per phase, `cholesky_qr` in between.
 
     It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
@@ -118,7 +211,7 @@ class FastLowRank:
         total.sub_(self.reconstruct(p, q, self._scratch.take("arrives", total.shape, p.dtype, p.device)), alpha=share)
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-        """A B in fp32 or fp64, rounded to the dtype of `out`: (B, n, k), (B, k, m) -> (B, n, m)."""
+        """Return A B in fp32 or fp64, rounded to the dtype of `out`: (B, n, k), (B, k, m) -> (B, n, m)."""
         dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
         a, b = self._cast("left", a, dtype), self._cast("right", b, dtype)
         if out is None:
@@ -130,3 +223,116 @@ class FastLowRank:
 
     def _cast(self, side: str, t: Tensor, dtype: torch.dtype) -> Tensor:
         return t if t.dtype == dtype else self._scratch.take(side, t.shape, dtype, t.device).copy_(t)
+
+
+class ReferenceLowRank(LowRank):
+    """PowerSGD's algorithm 1 as it is written, matrix by matrix, column by column: the slow oracle of `FastLowRank`."""
+
+    @torch.no_grad()
+    def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+        return _deliver([_exact(m) @ _exact(q_i) for m, q_i in zip(matrices, q, strict=True)], out)
+
+    @torch.no_grad()
+    def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
+        basis = gram_schmidt(p)
+        return basis if out is None else out.copy_(basis)
+
+    @torch.no_grad()
+    def back_project(self, matrices: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
+        return _deliver([_exact(m).T @ _exact(p_i) for m, p_i in zip(matrices, p, strict=True)], out)
+
+    @torch.no_grad()
+    def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+        return _deliver([_exact(p_i) @ _exact(q_i).T for p_i, q_i in zip(p, q, strict=True)], out)
+
+    @torch.no_grad()
+    def project_sum(self, matrices: Tensor, residual: Tensor | None, q: Tensor, *, total: Tensor, out: Tensor) -> None:
+        total.copy_(_exact(matrices) if residual is None else _exact(matrices) + _exact(residual))
+        self.project(total, q, out)
+
+    @torch.no_grad()
+    def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
+        total.sub_(self.reconstruct(p, q, out=torch.empty_like(total, dtype=p.dtype)), alpha=share)
+
+
+def _exact(matrix: Tensor) -> Tensor:
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+
+
+def _deliver(matrices: list[Tensor], out: Tensor | None) -> Tensor:
+    stacked = torch.stack(matrices)
+    return stacked if out is None else out.copy_(stacked)
+
+
+@torch.no_grad()
+def initial_q(
+    batch: int,
+    m: int,
+    r: int,
+    *,
+    generator: torch.Generator,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw the first Q: `batch` orthonormal Gaussian factors, (batch, m, r).
+
+    Drawn on the generator's device and moved to `device`: a CPU generator gives every device the same factor.
+
+    Raises:
+        ValueError: if r > m.
+    """
+    drawn = torch.randn(batch, m, r, generator=generator, device=generator.device, dtype=torch.float32)
+    return cholesky_qr(drawn, out=torch.empty_like(drawn, dtype=dtype)).to(device)
+
+
+@torch.no_grad()
+def next_warm_start(
+    q_new: Tensor, fallback: Tensor, compressor: LowRank, out: Tensor | None = None, scratch: Scratch | None = None
+) -> Tensor:
+    """Return the Q that the next step projects with, (B, m, r), fp32 (or fp64): an orthonormal basis of Q' = M^T P.
+
+    PowerSGD carries Q' over as it is. The span is the same, so the next P spans the same, and mathematically
+    nothing changes. Numerically it does: P = M (M^T P) has the square of M's condition, and directions below
+    sqrt(eps) of the largest drown in rounding; with an orthonormal Q, P = M Q has M's own condition, and
+    rank >= min(n, m) stays lossless to eps.
+
+    Args:
+        q_new: (B, m, r), the Q that was sent.
+        fallback: (B, m, r), e.g. the link's `initial_q`. Its columns stand in for those of Q' that hold
+            nothing (a zero gradient gives Q' = 0, which would give P = 0 for ever) or nothing finite (a
+            step that Megatron's loss scaler skips must not reach a later one). They are not orthogonal to
+            the columns that stay; project does not need it.
+        compressor: does the orthogonalisation.
+        out: where to write the result, (B, m, r) of any floating dtype.
+        scratch: keeps the intermediate tensors between calls; then nothing is allocated.
+
+    Raises:
+        ValueError: if the shapes differ or r > m.
+    """
+    if q_new.shape != fallback.shape:
+        raise ValueError(f"fallback has shape {tuple(fallback.shape)}, the factor {tuple(q_new.shape)}")
+    take = (scratch or Scratch()).take
+    dtype = torch.promote_types(q_new.dtype, torch.float32)
+    direct = out is not None and out.dtype == dtype and out is not fallback
+    basis = out if out is not None and direct else take("basis", q_new.shape, dtype, q_new.device)
+    compressor.orthogonalize(q_new, out=basis)
+    _replace_empty_columns(basis, fallback, scratch or Scratch())
+    if out is None:
+        return basis.clone()
+    return out if direct else out.copy_(basis)
+
+
+@torch.no_grad()
+def next_warm_starts(qs: Sequence[Tensor], fallbacks: Sequence[Tensor], compressor: LowRank, scratch: Scratch) -> None:
+    """Replace several factors (B, m, r) in fp32 by their `next_warm_start`, all at once."""
+    compressor.orthogonalize_all(qs, qs)
+    for q, fallback in zip(qs, fallbacks, strict=True):
+        _replace_empty_columns(q, fallback, scratch)
+
+
+def _replace_empty_columns(basis: Tensor, fallback: Tensor, scratch: Scratch) -> None:
+    # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
+    lengths = scratch.take("lengths", (basis.shape[0], 1, basis.shape[2]), basis.dtype, basis.device)
+    torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
+    alive = torch.gt(lengths, 0.5, out=scratch.take("alive", lengths.shape, torch.bool, basis.device))
+    torch.where(alive, basis, fallback, out=basis)

@@ -173,7 +173,7 @@ def _check(p: Tensor) -> None:
         raise ValueError(f"expected a batch of matrices (B, n, r), got shape {tuple(p.shape)}")
     if p.shape[1] < p.shape[2]:
         raise ValueError(
-            f"cannot orthogonalise {p.shape[2]} columns of {p.shape[1]} rows: take the rank from policy.effective_rank"
+            f"cannot orthogonalise {p.shape[2]} columns of {p.shape[1]} rows: take the rank from effective_rank"
         )
 
 

@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from optimus_cc_ext.compressors import BlockCodec, BlockLayout, block_format
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.resolve import Layout
@@ -159,9 +160,9 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
             ), stage  # fmt: skip
 
 
-def _codec(chosen: str) -> BlockCodec | None:
+def _codec(chosen: str) -> Codec | None:
     format = block_format(chosen)
-    return None if format is None else BlockCodec(format)
+    return None if format is None else Codec(format)
 
 
 def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: bool) -> tuple[int, int]:
@@ -171,7 +172,7 @@ def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: b
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
         if not forward and not (config.compressed_backprop and plan.compresses(message, gpt.message)):
             return dense
-        if isinstance(codec := _codec(config.pipeline_forward_format) if forward else plan.codec, BlockCodec):
+        if isinstance(codec := _codec(config.pipeline_forward_format) if forward else plan.codec, Codec):
             return codec.message_bytes(blocks, dtype)
         return dense if forward else plan.factor_bytes(gpt.message, dtype)
 
@@ -195,7 +196,7 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
     raw = (reduce_scatter_bytes if layout.distributed_optimizer else all_reduce_bytes)(nbytes, layout.data_parallel)
     if not _compressed_stage(config, stage):
         return raw, raw
-    codecs = BlockCodecs.of(config.dp_compression_format, BlockCodec)
+    codecs = BlockCodecs.of(config.dp_compression_format, Codec)
     if codecs is not None:
         embedding = 0 if tied else dense // gpt.gradient_dtype.itemsize
         plan = _exchange(layout, gradients, embedding, codecs, gpt.gradient_dtype)
@@ -228,9 +229,9 @@ def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> t
     nbytes, sharded = gpt.embedding_bytes(gpt.gradient_dtype), layout.distributed_optimizer
     raw = unfused_bytes(nbytes, layout.data_parallel, sharded=sharded)
     if config.fused_embedding_sync:
-        codecs = BlockCodecs.of(config.fused_embedding_sync_format, BlockCodec)
+        codecs = BlockCodecs.of(config.fused_embedding_sync_format, Codec)
         return raw, fused_bytes(nbytes, layout.data_parallel, sharded=sharded, codecs=codecs, dtype=gpt.gradient_dtype)
-    codecs = BlockCodecs.of(config.dp_compression_format, BlockCodec)
+    codecs = BlockCodecs.of(config.dp_compression_format, Codec)
     if codecs is None or not _compressed_stage(config, stage):
         return raw, raw
     # In its bucket, in the format of the gradients; then the pair of stages as ever.
@@ -274,7 +275,7 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
         link *= 2 * itemsize
     else:
         link *= gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    buckets, codecs = 0, BlockCodecs.of(config.dp_compression_format, BlockCodec)
+    buckets, codecs = 0, BlockCodecs.of(config.dp_compression_format, Codec)
     for stage in filter(partial(_compressed_stage, config), range(layout.stages)):
         gradients = gpt.of_stage(stage, layout.stages)
         if codecs is not None:

@@ -102,7 +102,7 @@ def _one_kernel() -> float:
     """The relative error of one product."""
     import torch
 
-    from optimus_cc_ext.compressors import fast_compressor
+    from optimus_cc_ext.compressors.fast import fast_compressor
 
     generator = torch.Generator().manual_seed(1)
     matrices, q = (torch.randn(1, 512, size, generator=generator).cuda() for size in (512, 16))

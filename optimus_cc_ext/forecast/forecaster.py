@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import BLOCK, BlockLayout, fast_compressor
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_compressor
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.forecast.decide import EmbeddingBytes, Forecast, Measured, forecast
 from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link

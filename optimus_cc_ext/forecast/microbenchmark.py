@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank, Scratch, private_generator
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch

@@ -5,7 +5,7 @@ from math import gcd
 
 import torch
 
-from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 
 __all__ = ["Gauge", "norm"]

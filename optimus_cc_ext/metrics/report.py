@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import norm
 from optimus_cc_ext.metrics.traffic import TrafficClass

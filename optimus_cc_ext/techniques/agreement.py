@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext import compressors
+from optimus_cc_ext.compressors import fast
+from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout
@@ -59,7 +60,7 @@ def agree(
         return places, None
     fallen = [(other.rank, reason) for other, *_, reason in everyone if reason is not None]
     if fallen:
-        compressors.use_torch()
+        fast.use_torch()
     for other, _, _, machine, _ in everyone:
         for name, value in asdict(mine[3]).items():
             theirs = getattr(machine, name)
@@ -79,7 +80,7 @@ def agree(
 
 
 def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None]:
-    """`compressors.kernels` of what this configuration uses on a model of this dtype, whose gradients may be fp32."""
+    """Ask `fast.kernels` for what this configuration uses on a model of this dtype, whose gradients may be fp32."""
     ranks = {
         rank
         for rank, on in (
@@ -92,11 +93,11 @@ def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None
         config.pipeline_forward_format, config.compressed_backprop_format, config.dp_compression_format,
         config.fused_embedding_sync_format, config.param_gather_format, config.low_rank_wire,
     )  # fmt: skip
-    formats = {format for name in chosen if (format := compressors.block_format(name)) is not None}
+    formats = {format for name in chosen if (format := block_format(name)) is not None}
     # Sums of gradients are sent back in it.
-    formats |= {"int8"} if formats else set()
+    formats |= {SUM_FORMAT} if formats else set()
     remembered = state_dtype(config.compression_state_dtype)
-    return compressors.kernels(sorted(ranks), sorted(formats), {torch.float32, dtype}, remembered)
+    return fast.kernels(sorted(ranks), sorted(formats), {torch.float32, dtype}, remembered)
 
 
 def _machine(kernels: str) -> Machine:

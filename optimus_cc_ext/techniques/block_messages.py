@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from optimus_cc_ext.compressors import BlockLayout, Codec
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.transfer import MessageBuffers, Transfer
 

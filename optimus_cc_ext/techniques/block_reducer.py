@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import BLOCK, BlockFormat, BlockLayout, Codec, block_format
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import BLOCK, SUM_FORMAT, block_format
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import exchanged_bytes
 from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather, start_all_to_all
@@ -37,13 +38,13 @@ class BlockCodecs(NamedTuple):
 
     gradients: Codec
     sums: Codec
-    """On their way back: of int8, in 4 bits they would have twice the error."""
+    """The codec of sums on their way back, of `formats.SUM_FORMAT`."""
 
     @classmethod
-    def of(cls, chosen: str, make: Callable[[BlockFormat], Codec]) -> "BlockCodecs | None":
+    def of(cls, chosen: str, make: Callable[[str], Codec]) -> "BlockCodecs | None":
         """Those of the format that is named so, each made by `make`; None where it is not one of blocks."""
         format = block_format(chosen)
-        return None if format is None else cls(make(format), make("int8"))
+        return None if format is None else cls(make(format), make(SUM_FORMAT))
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,9 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank, Scratch, effective_rank, pays
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank, pays
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes

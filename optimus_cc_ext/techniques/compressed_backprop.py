@@ -28,7 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank, PackedFactors, Scratch, private_generator
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank, PackedFactors
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from optimus_cc_ext.compressors import Codec
+from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.factor_state import FactorStates

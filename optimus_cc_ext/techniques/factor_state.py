@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.compressors import LowRank, Scratch, effective_rank, initial_q, next_warm_start, next_warm_starts
+from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank, initial_q, next_warm_start, next_warm_starts
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer, GatheredSum, sent_alone

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus_cc_ext.compressors import BlockLayout, Codec, PackedFactors, effective_rank, pays
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.low_rank import PackedFactors, effective_rank, pays
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.techniques.schedule import Message
 

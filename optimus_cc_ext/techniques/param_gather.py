@@ -21,7 +21,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, Scratch
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, Range
 from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank, Scratch
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus_cc_ext.compressors import LowRank, Scratch, private_generator
+from optimus_cc_ext.compressors.low_rank import LowRank
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
 from optimus_cc_ext.techniques.strided import progressions

@@ -2,7 +2,7 @@
 
 import torch
 
-from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors.scratch import Scratch
 
 __all__ = ["SteppedTensor", "note_finite"]
 

@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.compressors import BLOCK, BlockCodec, BlockLayout, ReferenceLowRank, private_generator
-from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.low_rank import ReferenceLowRank
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from scripts.bench.compressors.sections import FORMATS, check_basis, check_format
 
@@ -60,7 +63,7 @@ def _blocks(device: torch.device, dtype: torch.dtype, name: str, numel: int) -> 
     format, rotated, expected = FORMATS[name]
     generator = private_generator(18, name, device="cpu")
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
-    ours, parent = TritonBlockCodec(format, signs=signs), BlockCodec(format, signs=signs)
+    ours, parent = TritonCodec(format, signs=signs), Codec(format, signs=signs)
     values = torch.randn(numel, generator=generator).to(device, dtype)
     check_format(ours, values, expected, f"{name}, {dtype}")
     layout = BlockLayout.of_one(numel)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import fast_compressor
+from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.hooks.param_and_grad_buffer import _Reduction
 from optimus_cc_ext.metrics.gauge import Gauge

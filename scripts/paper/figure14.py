@@ -17,16 +17,10 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from optimus_cc_ext.compressors import (
-    LowRank,
-    ReferenceLowRank,
-    Scratch,
-    fast_compressor,
-    initial_q,
-    next_warm_start,
-    packed_numel,
-    private_generator,
-)
+from optimus_cc_ext.compressors.fast import fast_compressor
+from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, initial_q, next_warm_start, packed_numel
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
 
 RANKS = range(8, 41, 4)
 SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}

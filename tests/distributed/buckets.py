@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import Codec, LowRank
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 

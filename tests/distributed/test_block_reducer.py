@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import BLOCK, BlockLayout, fast_codec
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
@@ -26,7 +28,8 @@ INT4, INT8 = 0.12, 0.008
 
 
 def codecs(format: Literal["int8", "int4"], *, exact: bool = False) -> BlockCodecs:
-    return BlockCodecs(*(fast_codec(each, seed=1, rotated=True, exact=exact) for each in (format, "int8")))
+    names = ("exact", "exact") if exact else (format, "int8")
+    return BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in names))
 
 
 def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Bucket:

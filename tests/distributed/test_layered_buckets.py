@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.techniques import bucket_reducer
 from optimus_cc_ext.techniques import reducer as reducers
 from tests.allocations import Watch

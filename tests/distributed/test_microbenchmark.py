@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import FastLowRank, Scratch, fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast import microbenchmark
 from optimus_cc_ext.forecast.forecaster import Forecaster

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_module
 
-from optimus_cc_ext.compressors import FastLowRank, fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer, reduced_bytes
 from optimus_cc_ext.techniques.side_stream import SideStream
 from tests.allocations import Watch

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank, fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from scripts.bench.compressors.__main__ import main
 from scripts.bench.compressors.bucket import one_process
 from scripts.bench.compressors.sections import check_basis, check_bucket, check_format

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from scripts.paper import figure14
 from scripts.paper.collect import collect
 from tests.shell_scripts import ROOT, Ended, run_script

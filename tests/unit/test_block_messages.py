@@ -4,18 +4,20 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.compressors import fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.technique import Iteration
 from optimus_cc_ext.techniques.transfer import Transfer
+from tests.formats import lossy
 
 SHAPE = (16, 2, 48)
 """(sequence, micro-batch, hidden): twelve blocks, which end where no row does."""
 
-GAUSSIAN = {"int8": 0.0065, "int4": 0.117, "fp8": 0.026}
+GAUSSIAN = {name: row.gaussian_error for name, row in lossy(FORMATS).items()}
 """Relative errors of Gaussian values."""
 
 
@@ -65,7 +67,7 @@ def test_messages_are_independent_of_each_other_and_a_buffer_serves_again() -> N
 
 
 def test_exact_blocks_arrive_to_the_bit_through_the_same_exchange() -> None:
-    sender, receiver = ends("int8", exact=True)
+    sender, receiver = ends("exact")
     arrived = torch.empty(SHAPE)
     passed(sender.send(tensor(1)), receiver.receive(arrived))
     assert torch.equal(arrived, tensor(1))

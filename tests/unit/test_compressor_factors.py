@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank, initial_q, next_warm_start, private_generator
+from optimus_cc_ext.compressors.low_rank import FastLowRank, initial_q, next_warm_start
+from optimus_cc_ext.compressors.numerics import private_generator
 from tests.low_rank_steps import EPS32, first_q, gaussian, step
 
 FAST = FastLowRank()
@@ -45,7 +46,7 @@ def test_salts_name_streams_that_differ() -> None:
 def test_salts_name_the_same_stream_in_every_process() -> None:
     # Python's own hash() of a string differs from process to process.
     program = (
-        "from optimus_cc_ext.compressors import private_generator\n"
+        "from optimus_cc_ext.compressors.numerics import private_generator\n"
         "print(private_generator(1234, 'compressed_backprop', 3).initial_seed())"
     )
     elsewhere = subprocess.run(

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus_cc_ext.compressors import (
-    BlockLayout,
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.low_rank import (
     FastLowRank,
     LowRank,
     PackedFactors,
     ReferenceLowRank,
     effective_rank,
-    fast_codec,
     next_warm_start,
     packed_numel,
     pays,

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_cc_ext.compressors import BLOCK, BlockLayout, fast_codec
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, Range
 from optimus_cc_ext.techniques.param_gather import gather_plan
 

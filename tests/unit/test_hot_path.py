@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.allocations import Watch
 from tests.unit.test_links import SHAPE, done, gradient, link, run_iteration

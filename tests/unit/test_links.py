@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus_cc_ext.compressors import FastLowRank, block_format, fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.hooks import p2p_communication

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from optimus_cc_ext.compressors import Scratch
 from optimus_cc_ext.compressors import orthogonalize as module
 from optimus_cc_ext.compressors.orthogonalize import begins_in_fp32, cholesky_qr, cholesky_qr_all, gram_schmidt
+from optimus_cc_ext.compressors.scratch import Scratch
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, gaussian, with_spectrum
 

@@ -20,7 +20,7 @@ from optimus_cc_ext.checkpoint.state_files import (
     write_manifest,
     write_rank_file,
 )
-from optimus_cc_ext.compressors import FastLowRank
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.schedule import Message

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext.compressors import Scratch
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.factor_state import FactorState, state_bytes
 from optimus_cc_ext.techniques.stepped import SteppedTensor
 

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import BLOCK, BlockCodec, BlockLayout, fast_codec
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
-from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
+from tests.formats import ALL, EVERY, SIGNS, UNUSED, every, with_unused_formats
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
 GPU = torch.cuda.is_available()
@@ -20,18 +23,12 @@ RUNS_HERE = launches.AVAILABLE and (GPU or launches.INTERPRETED)
 needs_triton = pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
-SIGNS = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(5)).mul_(2).sub_(1).float()
-FORMATS = pytest.mark.parametrize(
-    "format, rotated", [("int8", False), ("int8", True), ("int4", False), ("int4", True), ("fp8", False)]
-)
+DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 CASES = pytest.mark.parametrize(
     "format, rotated, dtype",
     [
-        ("int8", False, torch.float16),
-        ("int8", True, torch.float32),
-        ("int4", False, torch.bfloat16),
+        *((format, rotated, DTYPES[index % 3]) for index, (format, rotated) in enumerate(EVERY)),
         ("int4", True, torch.bfloat16),
-        ("int4", True, torch.float16),
         ("fp8", False, torch.bfloat16),
     ],
 )
@@ -46,19 +43,19 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def both(format, rotated) -> tuple[TritonBlockCodec, BlockCodec]:
+def both(format, rotated) -> tuple[TritonCodec, Codec]:
     signs = SIGNS if rotated else None
-    return TritonBlockCodec(format, signs=signs), BlockCodec(format, signs=signs)
+    return TritonCodec(format, signs=signs), Codec(format, signs=signs)
 
 
-def encoded(codec: BlockCodec, values: Tensor, layout: BlockLayout = SCATTERED) -> Tensor:
+def encoded(codec: Codec, values: Tensor, layout: BlockLayout = SCATTERED) -> Tensor:
     nbytes = codec.message_bytes(layout, values.dtype)
     messages = torch.zeros(layout.messages, nbytes, dtype=torch.uint8, device=values.device)
     codec.encode(values, layout, messages)
     return messages
 
 
-def decoded(codec: BlockCodec, messages: Tensor, dtype: torch.dtype, layout: BlockLayout = SCATTERED) -> Tensor:
+def decoded(codec: Codec, messages: Tensor, dtype: torch.dtype, layout: BlockLayout = SCATTERED) -> Tensor:
     out = torch.full((NUMEL,), torch.nan, dtype=dtype, device=messages.device)
     codec.decode(messages, layout, out)
     return out
@@ -70,7 +67,7 @@ def test_the_block_kernels_hold_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestBlockKernels")
 
 
-@FORMATS
+@ALL
 def test_what_the_kernels_do_not_take_goes_the_parents_way(format, rotated) -> None:
     ours, parent = both(format, rotated)
     # On a CPU without the interpreter all; elsewhere fp64, and what does not lie next to each other.
@@ -83,13 +80,23 @@ def test_what_the_kernels_do_not_take_goes_the_parents_way(format, rotated) -> N
     assert torch.equal(encoded(ours, spread), encoded(parent, spread))
 
 
-@pytest.mark.parametrize("gpus, expected", [(0, BlockCodec), (1, TritonBlockCodec)])
+@pytest.mark.parametrize("gpus, expected", [(0, Codec), (1, TritonCodec)])
 def test_training_takes_the_kernels_where_there_is_a_gpu(monkeypatch, gpus: int, expected: type) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: gpus)
     assert type(fast_codec("int4", seed=1, rotated=True)) is expected
-    assert type(fast_codec("int4", seed=1, rotated=True, exact=True)) is BlockCodec
+
+
+def test_a_packing_that_the_kernels_do_not_know_goes_the_parents_way(monkeypatch) -> None:
+    monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
+    monkeypatch.setattr(block_launches, "block_kernels", None, raising=False)
+    ours, parent = both("exact", False)
+    values = gaussian(NUMEL)
+    messages = encoded(ours, values)
+    assert torch.equal(messages, encoded(parent, values))
+    found, expected = (decoded(codec, messages, values.dtype).nan_to_num() for codec in (ours, parent))
+    assert torch.equal(found, expected)
 
 
 @needs_triton
@@ -139,7 +146,7 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, capability: int, format, r
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 
 
-@FORMATS
+@ALL
 def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatch, format, rotated) -> None:
     class Launched:
         def __getitem__(self, grid):
@@ -197,8 +204,15 @@ class TestBlockKernels:
                 torchs._split(message, SCATTERED, dtype) for message in (mine, other)
             )
             assert torch.equal(scales, expected_scales)
-            apart = torchs._widened(codes, "one") - torchs._widened(expected_codes, "other")
+            apart = torchs.numbers(codes, "one") - torchs.numbers(expected_codes, "other")
             assert apart.abs().max() <= 1 and apart.abs().mean() < 1e-3
+
+    @pytest.mark.parametrize("format, rotated", every(UNUSED))
+    def test_integers_of_widths_that_no_format_has_are_packed_as_torch_packs_them(
+        self, monkeypatch, format, rotated
+    ) -> None:
+        with_unused_formats(monkeypatch)
+        self.test_messages_and_what_is_decoded_are_torchs_to_the_bit(format, rotated, torch.float16)
 
     @CASES
     def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype) -> None:
@@ -247,7 +261,7 @@ class TestBlockKernels:
         assert torch.equal(out, values.to(torch.float8_e4m3fn).float())
 
     @needs_gpu
-    @FORMATS
+    @ALL
     def test_a_cuda_graph_replays_a_message_without_synchronisation(self, format, rotated) -> None:
         codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=torch.bfloat16)
         messages, out, total = encoded(codec, values), torch.zeros_like(values), torch.zeros_like(values)

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import FastLowRank, Scratch
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from tests.allocations import Watch

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors import BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.triton import launches, trial
-from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
@@ -105,7 +105,7 @@ def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool)
 
 
 def _encode_and_decode(format: str, dtype: torch.dtype) -> None:
-    codec, layout = TritonBlockCodec(format), BlockLayout([[(0, 512)], [(512, 512)]], [[(1024, 64)], [(1088, 64)]])
+    codec, layout = TritonCodec(format), BlockLayout([[(0, 512)], [(512, 512)]], [[(1024, 64)], [(1088, 64)]])
     for kind in {torch.float32, dtype}:
         values = gaussian(1, 1, 2048).flatten().to(kind)
         messages = torch.empty(2, codec.message_bytes(layout, kind), dtype=torch.uint8, device=DEVICE)
@@ -131,7 +131,7 @@ class TestTrial:
                 assert trial.failure(*everything) == "RuntimeError: Failed to find C compiler."
         for name in ("encode", "decode", "decode_add"):
             with monkeypatch.context() as patch:
-                patch.setattr(TritonBlockCodec, name, no_compiler)
+                patch.setattr(TritonCodec, name, no_compiler)
                 assert trial.failure(*everything) == "RuntimeError: Failed to find C compiler."
 
     @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ __all__ = ["add_up_blocks", "add_up_values", "copy_values", "encode_blocks"]
 
 BLOCK = tl.constexpr(128)
 HALF = tl.constexpr(64)
+QUARTER = tl.constexpr(32)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """fp32 numbers of this size are integers: what is added to it is rounded to the nearest one, of two to the even."""
 
@@ -94,14 +95,89 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _code(x, FORMAT: tl.constexpr):
-    """The codes of values in units of their scale, as int32; 0 of a NaN."""
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else (127.0 if FORMAT == "int8" else 7.0)
+def _code(x, PACKING: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the codes of values in units of their scale, as int32; 0 for a NaN."""
+    tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
     x = tl.where(x == x, x, 0.0)
-    x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
-    if FORMAT == "fp8":
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    if PACKING == "e4m3":
         return _to_e4m3(x)
     return _bits(x + ROUNDER) - ROUNDER_BITS
+
+
+@triton.jit
+def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers that fields of BITS bits stand for: int32 -> fp32."""
+    tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
+    if PACKING == "e4m3":
+        return _from_e4m3(code)
+    if BITS == 8:
+        return ((code ^ 128) - 128).to(tl.float32)
+    return (code - (1 << (BITS - 1))).to(tl.float32)
+
+
+@triton.jit
+def _pair(low, high, BITS: tl.constexpr):
+    """Put two codes of fewer than 8 bits, or two such pairs, into one field; each becomes positive by its offset."""
+    return low + (1 << (BITS - 1)) + ((high + (1 << (BITS - 1))) << BITS)
+
+
+@triton.jit
+def _halves(x):
+    """Split (rows, 64) into its columns below 32 and the others."""
+    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _whole(low, high):
+    """Join two of (rows, 32) to (rows, 64)."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
+def _at_byte(codes, rows, BYTE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """Point to byte BYTE, and WORDS - 1 following ones, of the codes of the blocks `rows`."""
+    return codes + rows[:, None] * (BLOCK // 8 * BITS) + (BYTE + tl.arange(0, WORDS)[None, :])
+
+
+@triton.jit
+def _store_codes(codes, rows, low, high, used, BITS: tl.constexpr):
+    """Write the codes (rows, 64) of columns below 64 and above, int32, as integers of BITS bits; see `formats`."""
+    tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
+    if BITS == 8:
+        tl.store(_at_byte(codes, rows, 0, BITS, HALF), low.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, HALF, BITS, HALF), high.to(tl.uint8), mask=used)
+    if BITS == 4:
+        tl.store(_at_byte(codes, rows, 0, BITS, HALF), _pair(low, high, BITS).to(tl.uint8), mask=used)
+    if BITS == 2 or BITS == 6:
+        first, second = _halves(low)
+        third, fourth = _halves(high)
+        words = _pair(first, second, BITS) + (_pair(third, fourth, BITS) << (2 * BITS))
+        for byte in tl.static_range(BITS // 2):
+            at = _at_byte(codes, rows, byte * QUARTER, BITS, QUARTER)
+            tl.store(at, (words >> (8 * byte)).to(tl.uint8), mask=used)
+
+
+@triton.jit
+def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers of the blocks `rows` of a message in units of their scales: two of (rows, 64)."""
+    tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
+    if BITS == 8:
+        low = tl.load(_at_byte(codes, rows, 0, BITS, HALF), mask=used, other=0).to(tl.int32)
+        high = tl.load(_at_byte(codes, rows, HALF, BITS, HALF), mask=used, other=0).to(tl.int32)
+    if BITS == 4:
+        both = tl.load(_at_byte(codes, rows, 0, BITS, HALF), mask=used, other=0).to(tl.int32)
+        low, high = both & 15, both >> 4
+    if BITS == 2 or BITS == 6:
+        words = tl.zeros((rows.shape[0], QUARTER), tl.int32)
+        for byte in tl.static_range(BITS // 2):
+            at = _at_byte(codes, rows, byte * QUARTER, BITS, QUARTER)
+            words |= tl.load(at, mask=used, other=0).to(tl.int32) << (8 * byte)
+        mask: tl.constexpr = (1 << BITS) - 1
+        low = _whole(words & mask, (words >> BITS) & mask)
+        high = _whole((words >> (2 * BITS)) & mask, words >> (3 * BITS))
+    return _number(low, PACKING, BITS), _number(high, PACKING, BITS)
 
 
 @triton.jit(do_not_specialize=["blocks", "scales_stride"], do_not_specialize_on_alignment=["table"])
@@ -114,7 +190,9 @@ def encode_blocks(
     scales_stride,
     codes_stride,
     blocks,
-    FORMAT: tl.constexpr,
+    PACKING: tl.constexpr,
+    BITS: tl.constexpr,
+    LARGEST: tl.constexpr,
     ROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
     GAIN: tl.constexpr,
@@ -145,38 +223,10 @@ def encode_blocks(
     scale = _bf16_bits(peak * INVERSE)
     tl.store(scales + message.to(tl.int64) * scales_stride + rows, scale.to(tl.int16), mask=length > 0)
     unit = (scale << 16).to(tl.float32, bitcast=True)[:, None] * GAIN
-    low_code, high_code = _code(tl.div_rn(low, unit), FORMAT), _code(tl.div_rn(high, unit), FORMAT)
+    low_code = _code(tl.div_rn(low, unit), PACKING, LARGEST)
+    high_code = _code(tl.div_rn(high, unit), PACKING, LARGEST)
     first = codes + message.to(tl.int64) * codes_stride
-    used = length[:, None] > 0
-    if FORMAT == "int4":
-        at = rows.to(tl.int64)[:, None] * HALF + low_columns[None, :]
-        tl.store(first + at, (low_code + 8 + ((high_code + 8) << 4)).to(tl.uint8), mask=used)
-    else:
-        at = rows.to(tl.int64)[:, None] * BLOCK + low_columns[None, :]
-        tl.store(first + at, (low_code & 255).to(tl.uint8), mask=used)
-        tl.store(first + at + HALF, (high_code & 255).to(tl.uint8), mask=used)
-
-
-@triton.jit
-def _number(code, FORMAT: tl.constexpr):
-    """int32 -> fp32."""
-    if FORMAT == "fp8":
-        return _from_e4m3(code)
-    return ((code ^ 128) - 128).to(tl.float32)
-
-
-@triton.jit
-def _numbers(codes, rows, used, FORMAT: tl.constexpr):
-    """What the codes of a message's blocks `rows` stand for, in units of their scales: two of (rows, 64)."""
-    columns = tl.arange(0, HALF)[None, :]
-    if FORMAT == "int4":
-        both = tl.load(codes + rows[:, None] * HALF + columns, mask=used, other=0).to(tl.int32)
-        low, high = ((both & 15) - 8).to(tl.float32), ((both >> 4) - 8).to(tl.float32)
-    else:
-        at = codes + rows[:, None] * BLOCK + columns
-        low = _number(tl.load(at, mask=used, other=0).to(tl.int32), FORMAT)
-        high = _number(tl.load(at + HALF, mask=used, other=0).to(tl.int32), FORMAT)
-    return low, high
+    _store_codes(first, rows.to(tl.int64), low_code, high_code, length[:, None] > 0, BITS)
 
 
 @triton.jit
@@ -196,7 +246,8 @@ def add_up_blocks(
     codes_stride,
     blocks,
     senders,
-    FORMAT: tl.constexpr,
+    PACKING: tl.constexpr,
+    BITS: tl.constexpr,
     ROTATED: tl.constexpr,
     ALONE: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -214,11 +265,11 @@ def add_up_blocks(
     used = length > 0
     low_columns, high_columns = tl.arange(0, HALF), tl.arange(0, HALF) + HALF
     if ALONE:
-        low, high = _numbers(codes + message.to(tl.int64) * codes_stride, rows, used[:, None], FORMAT)
+        low, high = _load_numbers(codes + message.to(tl.int64) * codes_stride, rows, used[:, None], PACKING, BITS)
     else:
         low, high = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
         for _ in range(0, senders):
-            sent_low, sent_high = _numbers(codes, rows, used[:, None], FORMAT)
+            sent_low, sent_high = _load_numbers(codes, rows, used[:, None], PACKING, BITS)
             scale = _scale(scales, rows, used)
             low += sent_low * scale
             high += sent_high * scale

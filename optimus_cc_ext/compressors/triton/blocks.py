@@ -1,4 +1,4 @@
-"""`BlockCodec` with Triton's kernels where they apply: values are read once, and messages written once."""
+"""`Codec` with Triton's kernels where they apply: values are read once, and messages written once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.block_codec import LARGEST, BlockCodec, BlockFormat
-from optimus_cc_ext.compressors.block_layout import BLOCK, BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
 
@@ -20,7 +20,10 @@ if launches.AVAILABLE:
 
     from optimus_cc_ext.compressors.triton import block_kernels
 
-__all__ = ["TritonBlockCodec"]
+__all__ = ["TritonCodec"]
+
+PACKINGS = ("integers", "e4m3")
+"""The packings that the kernels know; messages of others go the parent's way."""
 
 ROWS = 32
 """Blocks that one program works on at a time: what fits the registers, and two tiles of tensor cores."""
@@ -49,14 +52,16 @@ class Tables:
     """(N, chunks): where they lie in the messages' dense sections."""
 
 
-class TritonBlockCodec(BlockCodec):
-    """The contract is `Codec`'s. What the kernels do not take goes the parent's way, in torch.
+class TritonCodec(Codec):
+    """A codec that uses the kernels where they take values and messages, and its parent's way, in torch, elsewhere.
 
-    Which way a message goes changes nothing of what is decoded from it, to the bit; rotated codes may be one apart.
+    Which way a message goes changes nothing of the values that are decoded from it, to the bit; rotated codes may be
+    one apart.
     """
 
-    def __init__(self, format: BlockFormat, *, signs: Tensor | None = None) -> None:
+    def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
         super().__init__(format, signs=signs)
+        self._has_kernels = self.format.packing in PACKINGS
         self._tables: WeakKeyDictionary[BlockLayout, dict[torch.device, Tables]] = WeakKeyDictionary()
         self._signs_on: dict[torch.device, Tensor] = {}
 
@@ -64,23 +69,23 @@ class TritonBlockCodec(BlockCodec):
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""
         messages = self._by_message(out, layout, values.dtype)
-        if not _taken(values, messages):
+        if not (self._has_kernels and _taken(values, messages)):
             super().encode(values, layout, out)
             return
-        tables, (dense, scales, codes) = (
-            self._tables_of(layout, values.device),
-            self._sections(messages, layout, values),
-        )
+        tables = self._tables_of(layout, values.device)
+        dense, scales, codes = self._sections(messages, layout, values)
         if tables.chunks.numel():
             block_kernels.copy_values[_grid(tables.chunks, DENSE_ROWS)](
                 values, tables.chunks, tables.slots, dense, dense.stride(0), tables.chunks.shape[1], ROWS=DENSE_ROWS
             )
         if tables.blocks.numel():
-            gain = BLOCK if self.rotated else 1
+            largest = self.format.largest
+            assert largest is not None  # such a format has no kernels
             block_kernels.encode_blocks[_grid(tables.blocks, ROWS)](
                 values, tables.blocks, self._signs_at(values.device), scales, codes,
                 scales.stride(0), codes.stride(0), layout.blocks,
-                FORMAT=self.format, ROTATED=self.rotated, INVERSE=1.0 / (LARGEST[self.format] * gain), GAIN=float(gain),
+                PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
+                INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
                 PARTS=3 if values.dtype == torch.float32 else 1,
                 PART=tl.float16 if values.dtype == torch.float16 else tl.bfloat16,
                 WIDEN=INTERPRETED, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
@@ -90,7 +95,7 @@ class TritonBlockCodec(BlockCodec):
     def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""
         messages = self._by_message(messages, layout, out.dtype)
-        if _taken(out, messages):
+        if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(None), 1, out)
         else:
             super().decode(messages, layout, out)
@@ -98,7 +103,7 @@ class TritonBlockCodec(BlockCodec):
     @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
         """See `Codec`."""
-        if _taken(out, messages):
+        if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out)
         else:
             super().decode_add(messages, layout, index, out)
@@ -119,8 +124,8 @@ class TritonBlockCodec(BlockCodec):
             block_kernels.add_up_blocks[_grid(blocks, ROWS)](
                 scales, codes, blocks, self._signs_at(out.device), to,
                 scales.stride(0), codes.stride(0), layout.blocks, senders,
-                FORMAT=self.format, ROTATED=self.rotated, ALONE=senders == 1, WIDEN=INTERPRETED, BF16=bf16,
-                ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+                PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
+                WIDEN=INTERPRETED, BF16=bf16, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

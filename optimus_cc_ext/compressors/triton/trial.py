@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from optimus_cc_ext.compressors.block_codec import BlockFormat
-from optimus_cc_ext.compressors.block_layout import BLOCK, BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.triton import launches
-from optimus_cc_ext.compressors.triton.blocks import TritonBlockCodec
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 
 __all__ = ["failure"]
@@ -20,7 +20,7 @@ _SIZE = 256
 
 def failure(
     ranks: Iterable[int],
-    formats: Iterable[BlockFormat],
+    formats: Iterable[str],
     device: torch.device,
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     state_dtype: torch.dtype = torch.float32,
@@ -67,9 +67,9 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         compressor.reconstruct(p.to(wire), q.to(wire), out=matrices.to(wire))
 
 
-def _blocks(format: BlockFormat, dtype: torch.dtype, device: torch.device) -> None:
+def _blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
     for signs in (None, torch.ones(BLOCK)):
-        codec, values = TritonBlockCodec(format, signs=signs), torch.ones(2 * _SIZE, dtype=dtype, device=device)
+        codec, values = TritonCodec(format, signs=signs), torch.ones(2 * _SIZE, dtype=dtype, device=device)
         layout = BlockLayout([[(0, _SIZE)]], [[(_SIZE, _SIZE)]])
         messages = torch.empty(1, codec.message_bytes(layout, dtype), dtype=torch.uint8, device=device)
         codec.encode(values, layout, messages)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from optimus_cc_ext.compressors import LowRank, private_generator
+from optimus_cc_ext.compressors.low_rank import LowRank
+from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
 from scripts.bench.compressors.timing import Work

@@ -6,7 +6,9 @@ from functools import partial
 
 import torch
 
-from optimus_cc_ext.compressors import BlockCodec, BlockLayout, fast_codec, fast_compressor, private_generator
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
+from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from scripts.bench.compressors.timing import Work
 
@@ -46,7 +48,7 @@ def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contende
             yield case, _compared(case, work if on_gpu else None, plain, given)
     values, layout = torch.randn(numel, generator=generator).to(device), BlockLayout.of_one(numel)
     for format in ("int8", "fp8"):
-        codec, parent = fast_codec(format, seed=1, rotated=False), BlockCodec(format)
+        codec, parent = fast_codec(format, seed=1, rotated=False), Codec(format)
         out = torch.empty_like(values)
         message = torch.empty(1, codec.message_bytes(layout, values.dtype), dtype=torch.uint8, device=device)
         for name, run in (

@@ -10,17 +10,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.benchmark import Measurement
 
-from optimus_cc_ext.compressors import (
-    BlockFormat,
-    BlockLayout,
-    Codec,
-    LowRank,
-    ReferenceLowRank,
-    fast_codec,
-    fast_compressor,
-    packed_numel,
-    private_generator,
-)
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
+from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, packed_numel
+from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.report.table import Cell
 from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer, step
 from scripts.bench.compressors.kernels import contenders
@@ -227,7 +220,7 @@ def check_bucket(
             raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
 
 
-FORMATS: dict[str, tuple[BlockFormat, bool, float]] = {
+FORMATS: dict[str, tuple[str, bool, float]] = {
     "int4": ("int4", False, 0.117),
     "int4, rotated": ("int4", True, 0.117),
     "int8": ("int8", False, 0.0065),

@@ -1,35 +1,43 @@
-"""Block formats block by block, as they are defined: slow, short, the oracle of `BlockCodec`."""
+"""Block formats block by block, as they are defined: slow, short, the oracle of `Codec`.
+
+It takes of the table of formats only name, bits and largest code, and packs by itself.
+"""
 
 import itertools
 import math
+import struct
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.block_codec import LARGEST, BlockFormat
-from optimus_cc_ext.compressors.block_layout import BLOCK, BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout
 
-__all__ = ["E4M3", "ReferenceBlockCodec"]
+__all__ = ["E4M3", "ReferenceCodec"]
 
+BLOCK = 128
 Ranges = tuple[tuple[int, int], ...]
 
 E4M3 = [code * 2.0**-9 for code in range(8)] + [
     (1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)
 ][:-1]
-"""What the codes 0 to 126 stand for: no infinity, and the 127th is NaN (OCP 8-bit floating point, table 1)."""
+"""Values of the codes 0 to 126: no infinity, and the 127th is NaN (OCP 8-bit floating point, table 1)."""
 
 
-class ReferenceBlockCodec:
+class ReferenceCodec:
     """Encodes and decodes as `Codec` has it; rotates in fp64.
 
     Args:
+        name: fp8, exact, or int and a number of bits.
+        bits: bits of a code.
+        largest: the largest code; None for exact.
         signs: (128,) of +-1; None: nothing is rotated.
     """
 
-    def __init__(self, format: BlockFormat, *, signs: Tensor | None = None) -> None:
-        self.format = format
-        self.signs = signs if format != "fp8" else None
+    def __init__(self, name: str, bits: int, largest: float | None, *, signs: Tensor | None = None) -> None:
+        if name not in ("fp8", "exact", f"int{bits}"):
+            raise ValueError(f"no definition of {name} with {bits} bits")
+        self.name, self.bits, self.largest, self.signs = name, bits, largest, signs
 
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """`values` -> (N, message_bytes)."""
@@ -55,19 +63,19 @@ class ReferenceBlockCodec:
 
     def encode_block(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(128,) fp32 -> its scale, bf16, and its codes, uint8."""
+        if self.largest is None:
+            return torch.tensor(1.0).bfloat16(), torch.frombuffer(
+                bytearray(struct.pack("<128f", *x.tolist())), dtype=torch.uint8
+            )
         y = self._hadamard(x * self.signs).div(BLOCK) if self.signs is not None else x
-        scale = (y.abs().max() * (1 / LARGEST[self.format])).bfloat16()
+        scale = (y.abs().max() * (1 / self.largest)).bfloat16()
         if scale == 0 or not scale.isfinite():
             numbers = [0.0] * BLOCK
         else:
-            numbers = [max(-LARGEST[self.format], min(value, LARGEST[self.format])) for value in (y / scale).tolist()]
-        if self.format == "fp8":
-            codes = [_to_e4m3(number) for number in numbers]
-        elif self.format == "int8":
-            codes = [round(number) % 256 for number in numbers]
-        else:
-            levels = [round(number) + 8 for number in numbers]
-            codes = [low + 16 * high for low, high in zip(levels[: BLOCK // 2], levels[BLOCK // 2 :], strict=True)]
+            numbers = [max(-self.largest, min(value, self.largest)) for value in (y / scale).tolist()]
+        codes = (
+            [_to_e4m3(number) for number in numbers] if self.name == "fp8" else self._pack(list(map(round, numbers)))
+        )
         return scale, torch.tensor(codes, dtype=torch.uint8)
 
     def decode_block(self, scale: Tensor, codes: Tensor) -> Tensor:
@@ -77,13 +85,34 @@ class ReferenceBlockCodec:
 
     def numbers(self, codes: Tensor) -> Tensor:
         """Codes of a block, uint8, as numbers, (128,) fp64."""
-        if self.format == "fp8":
+        if self.name == "exact":
+            numbers = list(struct.unpack("<128f", bytes(codes.tolist())))
+        elif self.name == "fp8":
             numbers = [(-1.0 if code > 127 else 1.0) * E4M3[code % 128] for code in codes.tolist()]
-        elif self.format == "int8":
-            numbers = [float(code - 256 if code > 127 else code) for code in codes.tolist()]
         else:
-            numbers = [code % 16 - 8.0 for code in codes.tolist()] + [code // 16 - 8.0 for code in codes.tolist()]
+            numbers = [float(number) for number in self._unpack(codes.tolist())]
         return torch.tensor(numbers, dtype=torch.float64)
+
+    # A code of 8 bits is a byte in two's complement. Narrower ones become positive, code + 2^(bits - 1); the digits of
+    # all whose places are equal modulo the number of words make one binary number. All lowest bytes come first.
+
+    def _pack(self, numbers: list[int]) -> list[int]:
+        if self.bits == 8:
+            return [number % 256 for number in numbers]
+        words = BLOCK * math.gcd(8, self.bits) // 8
+        texts = [
+            "".join(f"{number + 2 ** (self.bits - 1):0{self.bits}b}" for number in reversed(numbers[word::words]))
+            for word in range(words)
+        ]
+        return [int(text[end - 8 : end], 2) for end in range(len(texts[0]), 0, -8) for text in texts]
+
+    def _unpack(self, codes: list[int]) -> list[int]:
+        if self.bits == 8:
+            return [code - 256 if code > 127 else code for code in codes]
+        words = BLOCK * math.gcd(8, self.bits) // 8
+        texts = ["".join(f"{code:08b}" for code in reversed(codes[word::words])) for word in range(words)]
+        ends = range(len(texts[0]), 0, -self.bits)
+        return [int(text[end - self.bits : end], 2) - 2 ** (self.bits - 1) for end in ends for text in texts]
 
     def _hadamard(self, x: Tensor) -> Tensor:
         """H x: of two halves first their sum and then their difference, and so on in both."""
@@ -94,7 +123,7 @@ class ReferenceBlockCodec:
         return x.float() if x.isfinite().all() else x.float().fill_(torch.nan)
 
     def _sections(self, message: Tensor, layout: BlockLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        code_bytes = BLOCK // 2 if self.format == "int4" else BLOCK
+        code_bytes = BLOCK * self.bits // 8
         scales, codes, _ = layout.sections(code_bytes, dtype.itemsize)
         return (
             message[: layout.dense_numel * dtype.itemsize].view(dtype),

@@ -1,0 +1,326 @@
+"""Blocks of values in a few bits each: the messages between stages and among replicas where low rank costs loss.
+
+    1. y = H (s x) / 128           random signs, Hadamard matrix of 128 x 128; without rotation y = x
+    2. scale = max |y| / largest   rounded to bf16, as it travels
+    3. code = round(y / scale)     to nearest
+    4. x' = s H (scale code)
+
+`formats` has the largest code of each format, and how codes are packed. A NaN or Inf makes its block's scale NaN or
+Inf, and so reaches every value that is decoded from it. Decoded values depend on the message alone, to the bit, and not
+on who decodes it: products of codes and scales are exact in fp32, and so are the sums that a rotation makes of codes,
+which are integers below 2^14.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors.formats import BLOCK, format_named
+from optimus_cc_ext.compressors.numerics import fp32_products
+from optimus_cc_ext.compressors.packing import PACKINGS
+from optimus_cc_ext.compressors.scratch import Scratch
+
+__all__ = ["BlockLayout", "Codec", "Piece", "blocks_in", "hadamard"]
+
+_ALIGNMENT = 16
+"""Bytes that a GPU loads at once: the sections of a message begin at multiples of it."""
+
+_AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
+"""Blocks that are encoded at once: 1 MiB in fp32, which is still in a CPU's cache when the next pass reads it; on a GPU
+so many that launches cost less than the work that they launch."""
+
+Ranges = Sequence[tuple[int, int]]
+"""(start, length) of values in a flat tensor."""
+
+
+# --- which values become which blocks of which message -----------------------------------------------------
+
+
+def blocks_in(numel: int) -> int:
+    """Count the blocks that so many values next to each other take; the last one may be a short one."""
+    return -(-numel // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Values that lie next to each other, and the blocks of a message that they become."""
+
+    start: int
+    """Place of the first value in the flat tensor."""
+
+    numel: int
+    block: int
+    """The first of their blocks. All are full but the last one, which `numel` may leave short."""
+
+
+class BlockLayout:
+    """N equally long messages, of which each takes its blocks, and values that are sent as they are, from its ranges.
+
+    A message is [dense values | scales, bf16 | codes], each section as long as the longest of all messages needs it,
+    so that all are equally long and every replica knows every length. No block crosses the end of a range. A short
+    block is filled up with zeros: it costs the bytes of a full one.
+
+    Args:
+        coded: by message: (start, length) of encoded values, in elements of the flat tensor.
+        dense: by message: (start, length) of values that are sent as they are.
+    """
+
+    def __init__(self, coded: Sequence[Ranges], dense: Sequence[Ranges] | None = None) -> None:
+        self.pieces = tuple(tuple(_pieces(ranges)) for ranges in coded)
+        """Encoded values, by message."""
+
+        self.dense = tuple(tuple(_joined(ranges)) for ranges in dense or [()] * len(coded))
+        """Values that are sent as they are, by message: ranges that lie next to each other are one."""
+
+        self.blocks = max((last.block + blocks_in(last.numel) for *_, last in filter(None, self.pieces)), default=0)
+        """Blocks in each message; a message that has fewer has unused ones at its end."""
+
+        self.dense_numel = max((sum(length for _, length in ranges) for ranges in self.dense), default=0)
+        """Dense values in each message; unused ones at its end."""
+
+    @classmethod
+    def of_one(cls, numel: int) -> "BlockLayout":
+        """Lay out one message of one flat tensor, all of it encoded."""
+        return cls([[(0, numel)]])
+
+    def of_message(self, index: int, start: int = 0) -> "BlockLayout":
+        """Make the layout of one of these messages, as long as they all are; offsets are relative to `start`."""
+        layout = BlockLayout(())
+        layout.pieces = (tuple(Piece(p.start - start, p.numel, p.block) for p in self.pieces[index]),)
+        layout.dense = (tuple((at - start, length) for at, length in self.dense[index]),)
+        layout.blocks, layout.dense_numel = self.blocks, self.dense_numel
+        return layout
+
+    @property
+    def messages(self) -> int:
+        """N."""
+        return len(self.pieces)
+
+    def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
+        """Return where scales and codes begin, and where the message ends, in bytes.
+
+        Args:
+            code_bytes: bytes of one block's codes.
+            itemsize: bytes of a dense value.
+        """
+        scales = _aligned(self.dense_numel * itemsize)
+        codes = scales + _aligned(self.blocks * 2)
+        return scales, codes, codes + _aligned(self.blocks * code_bytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
+    """Join ranges that lie next to each other, where the first is of whole units."""
+    joined: list[tuple[int, int]] = []
+    for start, length in sorted(ranges):
+        if joined and sum(joined[-1]) == start and joined[-1][1] % unit == 0:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _pieces(ranges: Ranges) -> Iterator[Piece]:
+    """Cut ranges into blocks; those of whole blocks that lie next to each other become one piece."""
+    block = 0
+    for start, numel in _joined(ranges, BLOCK):
+        yield Piece(start, numel, block)
+        block += blocks_in(numel)
+
+
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+class Codec:
+    """Encodes a flat tensor into messages of one format, and adds up what messages hold; with torch, on any device.
+
+    `values` and `out` are flat tensors, bf16, fp16 or fp32, and may be views of a bucket; a message is flat uint8 of
+    `message_bytes`. All values of one codec's messages have one dtype. Nothing is differentiated, and nothing is
+    allocated once the shapes have been seen; calls must be ordered on one stream.
+
+    Args:
+        format: a name of `formats.FORMATS`.
+        signs: (128,) of +-1, for formats that are rotated; None: nothing is rotated.
+
+    Raises:
+        ValueError: there is no such format, or none whose codes can be packed.
+    """
+
+    def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
+        self.format = format_named(format)
+        if self.format.block != BLOCK or self.format.packing not in PACKINGS:
+            raise ValueError(
+                f"{format}: codecs know blocks of {BLOCK} and the packings {', '.join(PACKINGS)}, "
+                f"not blocks of {self.format.block}, {self.format.packing}"
+            )
+        self.code_bytes = self.format.code_bytes
+        """Bytes of a block's codes."""
+
+        self._signs = signs if self.format.rotated else None
+        self.rotated = self._signs is not None
+        """Whether blocks are rotated."""
+
+        self._gain = BLOCK if self.rotated else 1
+        """The factor by which H, which is not normalised, lengthens a block."""
+
+        self._scratch = Scratch()
+        self._packing = PACKINGS[self.format.packing](self.format, self._scratch)
+        self._rotations: dict[torch.device, Tensor] = {}
+
+    def rotation(self, device: torch.device) -> Tensor:
+        """Return H diag(s), (128, 128), fp32, of entries +-1."""
+        if device not in self._rotations:
+            assert self._signs is not None
+            self._rotations[device] = (hadamard(BLOCK) * self._signs).to(device)
+        return self._rotations[device]
+
+    def message_bytes(self, layout: BlockLayout, dtype: torch.dtype) -> int:
+        """Return the bytes of each message of values of this dtype."""
+        return layout.sections(self.code_bytes, dtype.itemsize)[2]
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
+        """Write all messages of `layout`: `values` -> (N, message_bytes)."""
+        for index, message in enumerate(self._by_message(out, layout, values.dtype)):
+            dense, scales, codes = self._split(message, layout, values.dtype)
+            for (start, length), slot in zip(layout.dense[index], _slots(dense, layout.dense[index]), strict=True):
+                slot.copy_(values[start : start + length])
+            for piece, blocks in _parts(layout.pieces[index], values.device):
+                self._encode_blocks(self._load(values, piece), scales[blocks], codes[blocks])
+
+    @torch.no_grad()
+    def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
+        """Write the values of each message of `layout`, (N, message_bytes), to their places in `out`."""
+        for index, message in enumerate(self._by_message(messages, layout, out.dtype)):
+            self.decode_add(message[None], layout, index, out)
+
+    @torch.no_grad()
+    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
+        """Write the sum of the messages `index` of R senders, (R, message_bytes), to its place in `out`.
+
+        In fp32, in the order of the senders; rounded once, to the dtype of `out`.
+        """
+        split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
+        dense = [_slots(message[0], layout.dense[index]) for message in split]
+        for (start, length), slots in zip(layout.dense[index], zip(*dense, strict=True), strict=True):
+            total = self._scratch.take("total", (length,), torch.float32, out.device).copy_(slots[0])
+            for slot in slots[1:]:
+                total.add_(slot)
+            out[start : start + length].copy_(total)
+        for piece, blocks in _parts(layout.pieces[index], out.device):
+            total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split])
+            out[piece.start : piece.start + piece.numel].copy_(total.view(-1)[: piece.numel])
+
+    @torch.no_grad()
+    def errors(
+        self, values: Tensor, layout: BlockLayout, messages: Tensor, note: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (metrics)."""
+        for index, message in enumerate(self._by_message(messages, layout, values.dtype)):
+            _, scales, codes = self._split(message, layout, values.dtype)
+            for piece, blocks in _parts(layout.pieces[index], values.device):
+                decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
+                sent = self._load(values, piece)
+                # Not what fills up a short block: rotated, it has errors that nobody receives.
+                note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
+
+    def _by_message(self, messages: Tensor, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
+        """Return (N, message_bytes), or none where they are empty. ValueError where that does not fit."""
+        nbytes = self.message_bytes(layout, dtype)
+        if messages.numel() != layout.messages * nbytes:
+            raise ValueError(f"{layout.messages} messages of {nbytes} bytes do not fit into {tuple(messages.shape)}")
+        return messages.view(layout.messages if nbytes else 0, nbytes)
+
+    def _split(self, message: Tensor, layout: BlockLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Split one message: dense values, scales (blocks,) and codes (blocks, code_bytes), as views."""
+        scales, codes, _ = layout.sections(self.code_bytes, dtype.itemsize)
+        return (
+            message[: layout.dense_numel * dtype.itemsize].view(dtype),
+            message[scales : scales + 2 * layout.blocks].view(torch.bfloat16),
+            message[codes : codes + layout.blocks * self.code_bytes].view(layout.blocks, self.code_bytes),
+        )
+
+    def _load(self, values: Tensor, piece: Piece) -> Tensor:
+        """Load a piece as (blocks, 128) in fp32, filled up with zeros."""
+        blocks = -(-piece.numel // BLOCK)
+        loaded = self._scratch.take("loaded", (blocks, BLOCK), torch.float32, values.device).view(-1)
+        loaded[: piece.numel].copy_(values[piece.start : piece.start + piece.numel])
+        loaded[piece.numel :].zero_()
+        return loaded.view(blocks, BLOCK)
+
+    def _encode_blocks(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """Encode X (b, 128), fp32, which is overwritten."""
+        largest = self.format.largest
+        if largest is None:
+            scales.fill_(1.0)
+            self._packing.write(x, codes)
+            return
+        y, spare = x, self._scratch.take("rotated", x.shape, torch.float32, x.device)
+        if self.rotated:
+            with fp32_products():
+                y, spare = torch.mm(x, self.rotation(x.device).T, out=spare), x
+        # A pass for the absolute values, because torch's norm in a row costs as much as the rotation.
+        peak = self._scratch.take("scale", (x.shape[0], 1), torch.float32, x.device)
+        torch.amax(torch.abs(y, out=spare), 1, keepdim=True, out=peak)
+        # Not divided: torch does that differently on a GPU.
+        scales.copy_(peak.mul_(1.0 / (largest * self._gain)).view(-1))
+        # By the scale as it travels. What is divided by 0 or by infinity is 0, or NaN, which no code can hold.
+        y.div_(peak.copy_(scales.view(-1, 1)).mul_(self._gain))
+        self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)
+
+    def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add up the values that some senders' scales and codes stand for, (b, 128) fp32, in scratch memory."""
+        (scales, codes), *others = parts
+        total = self.numbers(codes)
+        if self.rotated and not others:
+            # The scale comes after the sums: whatever precision the product has, it is exact for such integers.
+            total = self._rotated_back(total)
+        total.mul_(self._scale(scales))
+        for scales, codes in others:
+            total.addcmul_(self.numbers(codes, "addend"), self._scale(scales))
+        return self._rotated_back(total) if self.rotated and others else total
+
+    def _rotated_back(self, x: Tensor) -> Tensor:
+        with fp32_products():
+            return torch.mm(
+                x, self.rotation(x.device), out=self._scratch.take("rotated", x.shape, torch.float32, x.device)
+            )
+
+    def numbers(self, codes: Tensor, name: str = "total") -> Tensor:
+        """Return the numbers that codes (b, code_bytes) stand for, (b, 128) in fp32, in the scratch memory `name`."""
+        out = self._scratch.take(name, (codes.shape[0], BLOCK), torch.float32, codes.device)
+        self._packing.read(codes, out)
+        return out
+
+    def _scale(self, scales: Tensor) -> Tensor:
+        """Return scales as (b, 1) in fp32."""
+        return self._scratch.take("scale", (scales.shape[0], 1), torch.float32, scales.device).copy_(scales.view(-1, 1))
+
+
+def hadamard(size: int) -> Tensor:
+    """Make Sylvester's Hadamard matrix, (size, size), of entries +-1; size is a power of two."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def _parts(pieces: tuple[Piece, ...], device: torch.device) -> Iterator[tuple[Piece, slice]]:
+    """Cut pieces into parts of at most `_AT_ONCE` blocks; yield with each the blocks that it is."""
+    most = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPU
+    for piece in pieces:
+        for done in range(0, piece.numel, most * BLOCK):
+            numel = min(piece.numel - done, most * BLOCK)
+            block = piece.block + done // BLOCK
+            yield Piece(piece.start + done, numel, block), slice(block, block - (-numel // BLOCK))
+
+
+def _slots(section: Tensor, ranges: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+    """Split a message's dense section into one part for each range."""
+    lengths = [length for _, length in ranges]
+    return section[: sum(lengths)].split(lengths)

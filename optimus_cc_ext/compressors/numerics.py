@@ -1,0 +1,45 @@
+"""Numbers that are alike everywhere: products in full fp32, and random streams that are ours alone."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["fp32_products", "private_generator"]
+
+
+@contextmanager
+def fp32_products() -> Iterator[None]:
+    """Multiply fp32 in fp32 inside, whatever the training script, or its image, lets cuBLAS round products to.
+
+    TF32 leaves 2^-11 of a product, which neither the lossless limits nor the residuals bear. NGC's images allow TF32 by
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, scripts by `torch.set_float32_matmul_precision`. The driver's own
+    NVIDIA_TF32_OVERRIDE=1 wins over all.
+    """
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.fp32_precision
+    if allowed != "tf32":
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = allowed
+
+
+def private_generator(seed: int, *salt: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Make a generator of our own; torch's global ones, which drive dropout and initialisation, are never touched.
+
+    Args:
+        seed: `--compression-seed`.
+        salt: the purpose of this generator, e.g. ("compressed_backprop", stage). Equal arguments give the same
+            stream in every process on every machine, different ones unrelated streams; 1 and "1" differ,
+            and so do ("ab",) and ("a", "b").
+        device: where it draws. A CPU and a CUDA generator of one seed draw different numbers.
+    """
+    key = repr((seed, *salt)).encode()
+    digest = hashlib.blake2b(key, digest_size=8).digest()
+    # 63 bits: torch reads a seed as a signed 64-bit integer.
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

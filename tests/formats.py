@@ -1,0 +1,63 @@
+"""The block formats as tests run over them: all rows of the table, so that a row that lacks anything is red."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from optimus_cc_ext.compressors import formats
+from optimus_cc_ext.compressors.formats import BLOCK, FORMATS, Format
+from optimus_cc_ext.config import OptimusConfig, literals_of
+from tests.block_reference import ReferenceCodec
+
+__all__ = [
+    "ALL", "EVERY", "LOSSY", "SIGNS", "UNUSED", "every", "formats_of", "lossy", "reference_of", "with_unused_formats",
+]  # fmt: skip
+
+SIGNS = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(5)).mul_(2).sub_(1).float()
+
+
+def every(rows: Mapping[str, Format]) -> list[tuple[str, bool]]:
+    """Format and rotated: each format without rotation, and with it if it is rotated."""
+    return [(name, rotated) for name, row in rows.items() for rotated in ((False, True) if row.rotated else (False,))]
+
+
+def lossy(rows: Mapping[str, Format]) -> dict[str, Format]:
+    """The formats that leave something out."""
+    return {name: row for name, row in rows.items() if row.largest is not None}
+
+
+def formats_of(field: str) -> list[str]:
+    """The block formats that a field of the configuration accepts."""
+    fields = {each.name: each for each in dataclasses.fields(OptimusConfig)}
+    return [word for word in literals_of(fields[field].type) if word in FORMATS]
+
+
+EVERY = every(FORMATS)
+
+
+def _parametrised(cases: list[tuple[str, bool]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("format, rotated", cases, ids=lambda value: {True: "rotated", False: ""}.get(value))
+
+
+ALL = _parametrised(EVERY)
+LOSSY = _parametrised(every(lossy(FORMATS)))
+
+UNUSED = {
+    name: Format(name=name, packing="integers", bits=bits, largest=largest, rotated=True, gaussian_error=error)
+    for name, bits, largest, error in (("int2", 2, 1.0, 0.8), ("int6", 6, 31.0, 0.027))
+    if name not in FORMATS
+}
+"""Integers of widths that no row has: the packing takes them, and so they are tested."""
+
+
+def with_unused_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let codecs be made of the formats `UNUSED`, too."""
+    monkeypatch.setattr(formats, "FORMATS", {**FORMATS, **UNUSED})
+
+
+def reference_of(format: str, rotated: bool) -> ReferenceCodec:
+    """Make the reference of a format; it is told name, bits and largest code, and knows nothing else of the table."""
+    row = formats.format_named(format)
+    return ReferenceCodec(row.name, row.bits, row.largest, signs=SIGNS if rotated else None)
