@@ -1,12 +1,14 @@
 """What is compiled when a run starts is all that its steps launch; in the interpreter, as in test_triton_kernels.py."""
 
 import inspect
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -134,6 +136,59 @@ class TestTrial:
                 patch.setattr(TritonCodec, name, no_compiler)
                 assert trial.failure(*everything) == "RuntimeError: Failed to find C compiler."
 
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_the_kernels_of_every_format_pass(self, monkeypatch, format) -> None:
+        monkeypatch.setattr(trial, "_SIZE", 192)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert trial.failure([], [format], torch.device(DEVICE), [dtype]) is None
+
+    @pytest.mark.parametrize(
+        "format, step, spoil, reason",
+        [
+            ("int8", "encode", lambda codec, parts, out: parts[2][0].add_(1), "int8, torch.bfloat16: codes .* by 1"),
+            ("int4", "encode", lambda codec, parts, out: parts[2][1].add_(0x10), "int4, torch.bfloat16: codes .* by 1"),
+            ("fp8", "encode", lambda codec, parts, out: parts[2][1].add_(1), "fp8, torch.bfloat16: codes differ"),
+            ("int8", "encode", lambda codec, parts, out: parts[1].view(torch.int16).add_(1), "messages differ"),
+            ("int8", "encode", lambda codec, parts, out: parts[0][5].add_(1), "messages differ"),
+            (
+                "int8", "encode", lambda codec, parts, out: parts[2].bitwise_xor_(2) if codec.rotated else None,
+                "int8, rotated, torch.bfloat16: codes differ from torch's by 2",
+            ),
+            ("int4", "decode", lambda codec, parts, out: out[3].mul_(1.01), "decoded values differ"),
+            ("int4", "decode_add", lambda codec, parts, out: out[3].mul_(1.01), "sums of decoded values differ"),
+            (
+                "int4", "decode_add", lambda codec, parts, out: out[3].mul_(1.1) if codec.rotated else None,
+                "int4, rotated, torch.bfloat16: sums of decoded values differ",
+            ),
+        ],
+    )  # fmt: skip
+    def test_kernels_whose_results_are_not_torchs_fail(self, monkeypatch, format, step, spoil, reason) -> None:
+        monkeypatch.setattr(trial, "_SIZE", 192)
+        right = getattr(TritonCodec, step)
+
+        def wrong(codec, *arguments) -> None:
+            right(codec, *arguments)
+            layout, out = arguments[1], arguments[-1]
+            parts = codec._split(out[0], layout, torch.bfloat16) if step == "encode" else ()
+            spoil(codec, parts, out)
+
+        monkeypatch.setattr(TritonCodec, step, wrong)
+        failure = trial.failure([], [format], torch.device(DEVICE), [torch.bfloat16])
+        assert failure is not None and re.match(f"ArithmeticError: .*{reason}", failure)
+
+    def test_rotated_codes_may_be_one_apart(self, monkeypatch) -> None:
+        monkeypatch.setattr(trial, "_SIZE", 192)
+        right = TritonCodec.encode
+
+        def one_apart(codec, values, layout, out) -> None:
+            right(codec, values, layout, out)
+            if codec.rotated:
+                codes = codec._split(out[0], layout, values.dtype)[2].view(torch.int8)
+                codes[0, :7] -= codes[0, :7].sign()
+
+        monkeypatch.setattr(TritonCodec, "encode", one_apart)
+        assert trial.failure([], ["int8"], torch.device(DEVICE), [torch.bfloat16]) is None
+
     @pytest.mark.parametrize(
         "dtype, state_dtype, feedback",
         [
@@ -144,14 +199,16 @@ class TestTrial:
     def test_a_first_step_launches_nothing_that_was_not_tried(self, monkeypatch, dtype, state_dtype, feedback) -> None:
         tried, launched = (Launched(monkeypatch) for _ in range(2))
         with tried:
+            # Nothing is computed here that could agree with torch.
+            monkeypatch.setattr(trial, "_agree", lambda equal, otherwise: None)
             dtypes = sorted({torch.float32, dtype}, key=str)
-            assert trial.failure([16], ["int8", "int4"], torch.device(DEVICE), dtypes, state_dtype) is None
+            assert trial.failure([16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype) is None
         # Multiples of 16, as models have them; in few parts and in many.
         with launched, one_process(torch.device(DEVICE)) as group:
             for rows, columns in ((32, 64), (64, 96), (64, 1056), (512, 128)):
                 _send_and_receive(rows, columns, dtype, state_dtype, feedback)
             for bucket_dtype in {torch.float32, dtype} - {torch.float16}:
                 _reduce(group, bucket_dtype, state_dtype, feedback)
-            for format in ("int8", "int4"):
+            for format in FORMATS:
                 _encode_and_decode(format, dtype)
         assert launched.keys and sorted(map(str, launched.keys - tried.keys)) == []

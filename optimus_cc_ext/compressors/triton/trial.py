@@ -1,13 +1,15 @@
-"""Whether the kernels work on this machine: compiled and run once each, before training depends on them."""
+"""A trial of the kernels on this machine: compiled, run and compared with torch, before training depends on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -25,14 +27,16 @@ def failure(
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     state_dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Why a kernel cannot be compiled or run on `device`, at these compression ranks, in these formats; None: all can.
+    """Say why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
+
+    It cannot be compiled, it cannot be run, or a block format's messages are not those of torch.
 
     Triton needs a C compiler and Python's headers on every machine, and a GPU with enough shared memory. What training
     launches afterwards is compiled then: what depends on sizes is no more than whether they are multiples of 16.
 
     Args:
-        dtypes: of messages and gradients.
-        state_dtype: of what is remembered.
+        dtypes: dtypes of messages and gradients.
+        state_dtype: dtype of residuals and factors between steps.
     """
     try:
         for dtype in dtypes:
@@ -42,7 +46,7 @@ def failure(
                 _blocks(format, dtype, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # of Triton's compiler, of the system's, of CUDA's
+    except Exception as error:  # of Triton's compiler, of the system's, of CUDA's, and ours
         first, *_ = [*str(error).strip().splitlines(), ""]
         return f"{type(error).__name__}: {first}"
     return None
@@ -68,10 +72,48 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
 
 
 def _blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
-    for signs in (None, torch.ones(BLOCK)):
-        codec, values = TritonCodec(format, signs=signs), torch.ones(2 * _SIZE, dtype=dtype, device=device)
-        layout = BlockLayout([[(0, _SIZE)]], [[(_SIZE, _SIZE)]])
-        messages = torch.empty(1, codec.message_bytes(layout, dtype), dtype=torch.uint8, device=device)
-        codec.encode(values, layout, messages)
-        codec.decode(messages, layout, values)
-        codec.decode_add(messages.expand(2, -1), layout, 0, values)
+    """Pass values through the kernels, without and with rotation, and compare each step with torch's."""
+    generator = private_generator(0, "trial", format)
+    signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float()
+    # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.
+    values = torch.randint(-128, 129, (2 * _SIZE,), generator=generator).div(16).to(device, dtype)
+    layout = BlockLayout([[(0, _SIZE)]], [[(_SIZE, _SIZE)]])
+    for rotation in (None, signs):
+        ours, torchs = TritonCodec(format, signs=rotation), Codec(format, signs=rotation)
+        subject = f"{format}{', rotated' if ours.rotated else ''}, {dtype}"
+        nbytes = ours.message_bytes(layout, dtype)
+        messages, expected = torch.zeros(2, 1, nbytes, dtype=torch.uint8, device=device)
+        for codec, out in ((ours, messages), (torchs, expected)):
+            codec.encode(values, layout, out)
+        _compare_messages(ours, messages[0], expected[0], layout, dtype, subject)
+        found, wanted = torch.empty_like(values), torch.empty_like(values)
+        for codec, out in ((ours, found), (torchs, wanted)):
+            codec.decode(messages, layout, out)
+        _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
+        senders = torch.cat([messages, expected])
+        for codec, out in ((ours, found), (torchs, wanted)):
+            codec.decode_add(senders, layout, 0, out)
+        # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
+        relative, absolute = (torch.finfo(dtype).eps, 1e-4) if ours.rotated else (0.0, 0.0)
+        _agree(
+            torch.allclose(found, wanted, relative, absolute), f"{subject}: sums of decoded values differ from torch's"
+        )
+
+
+def _compare_messages(
+    codec: Codec, message: Tensor, expected: Tensor, layout: BlockLayout, dtype: torch.dtype, subject: str
+) -> None:
+    """Compare a message with torch's: equal to the bit, but for codes of rotated values, which may be one apart."""
+    (dense, scales, codes), (dense_too, scales_too, codes_too) = (
+        codec._split(each, layout, dtype) for each in (message, expected)
+    )
+    _agree(
+        torch.equal(dense, dense_too) and torch.equal(scales, scales_too), f"{subject}: messages differ from torch's"
+    )
+    apart = (codec.numbers(codes).clone() - codec.numbers(codes_too)).abs().max()
+    _agree(bool(apart <= (1 if codec.rotated else 0)), f"{subject}: codes differ from torch's by {float(apart):g}")
+
+
+def _agree(equal: bool, otherwise: str) -> None:
+    if not equal:
+        raise ArithmeticError(otherwise)
