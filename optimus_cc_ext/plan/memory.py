@@ -1,10 +1,11 @@
 """Bytes that a rank of the fullest stage needs, and what compression adds: residuals and factors."""
 
+from optimus_cc_ext.compressors.formats import block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import BITS, DENSE, low_rank_values
+from optimus_cc_ext.plan.traffic import DENSE, low_rank_values
 
 __all__ = ["check_memory", "memory"]
 
@@ -18,17 +19,19 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     if config.dp_compression and config.dp_compression_format == "low-rank":
         small, covered = low_rank_values(job, config)
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
-    elif config.dp_compression and config.dp_compression_format in BITS:
+    elif config.dp_compression and block_format(config.dp_compression_format):
         # Messages of gradients for both ways; sums go where these lay.
-        ours += 2 * BITS[config.dp_compression_format] / 8 * job.stage_parameters
-    if config.compressed_backprop and config.compressed_backprop_format in BITS and config.lazy_error_propagation:
+        ours += 2 * format_named(config.dp_compression_format).bits_per_value / 8 * job.stage_parameters
+    if config.compressed_backprop and block_format(config.compressed_backprop_format) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
     if config.backprop_remembers:
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
-    if config.param_gather_format in BITS:
+    if block_format(config.param_gather_format):
         # Messages of all shards; the own one before the step, and what changed in one.
-        ours += (BITS[config.param_gather_format] / 8 + 2 * job.value_bytes / job.dp) * parameters
+        ours += (
+            format_named(config.param_gather_format).bits_per_value / 8 + 2 * job.value_bytes / job.dp
+        ) * parameters
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),

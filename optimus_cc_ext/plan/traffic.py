@@ -1,12 +1,13 @@
 """What travels, class by class and format by format: bytes, and what compressing and decompressing them takes.
 
-A format of blocks sends 8 or 4 bits a value and a 16-bit scale for each 128 values. Costs are assumed: the memory that
+The table of formats says how many bits a format of blocks sends. Costs are assumed: the memory that
 a fused kernel moves, and for low rank its products by `compute.gemm`; no GPU has measured them here.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
+from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan import compute, links
 from optimus_cc_ext.plan.hardware import Cluster, Constant, Gpu
@@ -14,12 +15,9 @@ from optimus_cc_ext.plan.links import Group
 from optimus_cc_ext.plan.model import Job
 
 __all__ = [
-    "BITS", "DENSE", "LAUNCH", "MessageCosts", "embedding_cost", "gather_cost", "gradient_cost", "low_rank_values",
+    "DENSE", "LAUNCH", "MessageCosts", "embedding_cost", "gather_cost", "gradient_cost", "low_rank_values",
     "message_costs",
 ]  # fmt: skip
-
-BITS = {"int8": 8.125, "fp8": 8.125, "int4": 4.125}
-"""A value's, its share of the block's scale included."""
 
 LAUNCH = Constant(5e-6, "assumed", "of one kernel")
 ORTHOGONALIZE_LAUNCHES = 12
@@ -48,7 +46,7 @@ def message_costs(cluster: Cluster, job: Job, config: OptimusConfig) -> MessageC
     forward, encode = _in_blocks(gpu, n * m, width, config.pipeline_forward_format)
     small, compress = _in_blocks(gpu, n * m, width, form)
     # What is left out: added to the next gradient before it is encoded, found by decoding what was sent.
-    residual = _kernel(gpu, 3.0 * width * n * m) if form in BITS and config.lazy_error_propagation else 0.0
+    residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
     decompress, remember = compress, compress + residual if residual else 0.0
     compress += residual
     r = min(config.compressed_backprop_rank, n, m)
@@ -66,11 +64,18 @@ def message_costs(cluster: Cluster, job: Job, config: OptimusConfig) -> MessageC
     return MessageCosts(forward, small, {name: cluster.coding_scale * seconds for name, seconds in coding.items()})
 
 
+def _coded_bytes(values: float, form: str) -> float:
+    return values * format_named(form).bits_per_value / 8
+
+
 def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, float]:
-    """Bytes of a message of values of `width` bytes, and seconds to encode it or decode it; other formats: dense."""
-    if form not in BITS:
+    """Return the bytes of a message of values of `width` bytes, and seconds to encode it or decode it.
+
+    Dense and low-rank have no blocks: such a message is costed as dense. ValueError for an unknown format.
+    """
+    if block_format(form) is None:
         return float(width * values), 0.0
-    small = values * BITS[form] / 8
+    small = _coded_bytes(values, form)
     return small, _kernel(gpu, width * values + small)
 
 
@@ -106,15 +111,15 @@ def gradient_cost(cluster: Cluster, job: Job, config: OptimusConfig, with_embedd
 
 
 def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: str) -> tuple[float, float]:
-    """An all-to-all of encoded values and their sum in fp32; then the int8 all-gather of sums."""
-    gpu, small, eight = cluster.gpu, values * BITS[form] / 8, values * BITS["int8"] / 8
+    """Cost an all-to-all of encoded values and their sum in fp32; then the all-gather of sums, in `SUM_FORMAT`."""
+    gpu, small, sums = cluster.gpu, _coded_bytes(values, form), _coded_bytes(values, SUM_FORMAT)
     shard = values / group.ranks
     # Encode; decode what all others sent of the own shard, and add. Encode the sum, decode all sums.
     coding = _kernel(gpu, width * values + small) + _kernel(gpu, small + width * shard)
-    again = _kernel(gpu, width * shard + eight / group.ranks) + _kernel(gpu, eight + width * values)
+    again = _kernel(gpu, width * shard + sums / group.ranks) + _kernel(gpu, sums + width * values)
     return (
         links.all_to_all(cluster, group, small) + coding * cluster.coding_scale,
-        links.reduce_scatter(cluster, group, eight) + again * cluster.coding_scale,
+        links.reduce_scatter(cluster, group, sums) + again * cluster.coding_scale,
     )
 
 
@@ -173,7 +178,7 @@ def gather_cost(cluster: Cluster, job: Job, config: OptimusConfig, parameters: f
     form = config.param_gather_format
     if form == "dense" or job.dp == 1:
         return links.reduce_scatter(cluster, group, width * parameters)
-    gpu, small, shard = cluster.gpu, parameters * BITS[form] / 8, parameters / job.dp
+    gpu, small, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp
     # The own shard is kept, compared and put back; then all messages are decoded, and added to all parameters.
     coding = _kernel(gpu, 7 * width * shard + small / job.dp) + _kernel(gpu, small + 5 * width * parameters)
     return links.reduce_scatter(cluster, group, small) + coding * cluster.coding_scale
