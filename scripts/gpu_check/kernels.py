@@ -11,7 +11,7 @@ from optimus_cc_ext.compressors.low_rank import ReferenceLowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
-from scripts.bench.compressors.sections import FORMATS, check_basis, check_format
+from scripts.bench.compressors.sections import FORMAT_CASES, check_basis, check_format
 
 __all__ = ["check"]
 
@@ -25,7 +25,7 @@ def check(device: torch.device) -> Iterator[dict[str, Any]]:
     for dtype in DTYPES:
         for rank in ranks:
             yield _low_rank(device, dtype, n, m, rank)
-        for name in FORMATS:
+        for name in FORMAT_CASES:
             yield _blocks(device, dtype, name, (1 << 20) if on_gpu else 64 * BLOCK)
 
 
@@ -60,7 +60,7 @@ def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: in
 
 
 def _blocks(device: torch.device, dtype: torch.dtype, name: str, numel: int) -> dict[str, Any]:
-    format, rotated, expected = FORMATS[name]
+    format, rotated, expected = FORMAT_CASES[name]
     generator = private_generator(18, name, device="cpu")
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
     ours, parent = TritonCodec(format, signs=signs), Codec(format, signs=signs)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from scripts.bench.compressors.__main__ import main
 from scripts.bench.compressors.bucket import one_process
-from scripts.bench.compressors.sections import check_basis, check_bucket, check_format
+from scripts.bench.compressors.sections import FORMAT_CASES, check_basis, check_bucket, check_format
 from scripts.bench.compressors.timing import in_turn
+from tests.formats import every, lossy
 from tests.shell_scripts import ROOT
 
 TINY = ("--device", "cpu", "--scale", "tiny", "--threads", "1", "--repeats", "1")
@@ -44,7 +46,7 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
         "bucket": {"ours", "hook, batched", "hook, as by default"},
         "formats": {
             f"{name}, {part}"
-            for name in ("low rank 8", "int4", "int4, rotated", "int8", "int8, rotated", "fp8")
+            for name in ("low rank 8", *FORMAT_CASES)
             for part in ("encode", "decode and add")
         },
     }  # fmt: skip
@@ -126,8 +128,12 @@ def test_a_basis_that_is_none_is_not_timed() -> None:
             check_basis(p, wrong, "p")
 
 
+def test_every_format_that_leaves_something_out_is_timed() -> None:
+    assert {(format, rotated) for format, rotated, _ in FORMAT_CASES.values()} == set(every(lossy(FORMATS)))
+
+
 def test_a_format_that_loses_what_it_should_not_is_not_timed() -> None:
     values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
-    check_format(fast_codec("int8", seed=1, rotated=True), values, 0.0065, "int8")
+    check_format(fast_codec("int8", seed=1, rotated=True), values, FORMATS["int8"].gaussian_error, "int8")
     with pytest.raises(SystemExit, match=r"int4: an error of 0\.11\d+, not of 0\.0065"):
         check_format(fast_codec("int4", seed=1, rotated=True), values, 0.0065, "int4")

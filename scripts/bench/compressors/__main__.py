@@ -8,7 +8,7 @@ Sections:
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
     orthogonalization  batches of P alone
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
-    formats            such a bucket (1 GB) in int4, int8 and fp8, and at low rank: encoded, and decoded and added
+    formats            such a bucket (1 GB) in every block format, and at low rank: encoded, and decoded and added
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time
 
 What is timed is checked first; a wrong result ends the script. Medians and interquartile ranges of
