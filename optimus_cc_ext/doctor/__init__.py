@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
@@ -82,14 +83,15 @@ def _examine_line(line: CommandLine, world_size: int | None) -> Report:
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
+    numbers, estimates = _estimated(args, layout, config)
     return Report(
         Finding("flags", describe(config), "ok"),
-        findings=[Finding("layout", _layout(args)), *notes, *_estimates(args, layout, config)],
+        findings=[Finding("layout", _layout(args)), *notes, *estimates],
         facts={
             "world_size": args.world_size,
             "config": dataclasses.asdict(config),
             "layout": dataclasses.asdict(layout),
-            **_numbers(args, layout, config),
+            **numbers,
         },
     )
 
@@ -105,35 +107,31 @@ def _micro_batches(args: argparse.Namespace) -> int:
     return int(max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)))
 
 
-def _numbers(args: argparse.Namespace, layout: Layout, config: OptimusConfig) -> dict[str, object]:
-    """The estimates, for programs: bytes."""
-    from optimus_cc_ext.doctor.estimate import bytes_by_class, gpt_from, state_bytes
-    from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
-
-    numbers: dict[str, object] = {"memory_per_rank": megatron_bytes(args, _micro_batches(args))}
-    if (gpt := gpt_from(args)) is not None:
-        schedule = schedule_from(args, _micro_batches(args))
-        found = bytes_by_class(gpt, layout, config, schedule)
-        numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in found.items()}
-        numbers["compressor_state_bytes"] = state_bytes(gpt, layout, config, schedule)
-    return numbers
-
-
-def _estimates(args: argparse.Namespace, layout: Layout, config: OptimusConfig) -> Iterator[Finding]:
-    """The same, for people, and warnings."""
+def _estimated(
+    args: argparse.Namespace, layout: Layout, config: OptimusConfig
+) -> tuple[dict[str, Any], Sequence[Finding]]:
+    """Return the estimates for programs, in bytes, and the same for people, with warnings."""
     from optimus_cc_ext.doctor.estimate import bytes_by_class, gpt_from, state_bytes, without_gain
     from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
 
-    gpt, schedule = gpt_from(args), schedule_from(args, _micro_batches(args))
-    memory = [f"{name} {_size(nbytes)}" for name, nbytes in megatron_bytes(args, _micro_batches(args)).items()]
-    if gpt is None:
-        yield Finding("traffic", "not estimated: the model is more than a dense GPT on equal stages")
+    micro_batches, found = _micro_batches(args), []
+    numbers: dict[str, Any] = {"memory_per_rank": megatron_bytes(args, micro_batches)}
+    memory = [f"{name} {_size(nbytes)}" for name, nbytes in numbers["memory_per_rank"].items()]
+    if (gpt := gpt_from(args)) is None:
+        found.append(Finding("traffic", "not estimated: the model is more than a dense GPT on equal stages"))
     else:
-        yield from (Finding("flags", text, "warn") for text in without_gain(gpt, layout, config, schedule))
-        for name, (raw, sent) in bytes_by_class(gpt, layout, config, schedule).items():
-            yield Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")
-        memory.append(f"compressor state {_size(state_bytes(gpt, layout, config, schedule))}")
-    yield Finding("memory per rank", f"up to {', '.join(memory)} (Megatron's own estimate, and ours)")
+        asked = gpt, layout, config, schedule_from(args, micro_batches)
+        traffic, state = bytes_by_class(*asked), state_bytes(*asked)
+        numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}
+        numbers["compressor_state_bytes"] = state
+        found += [Finding("flags", text, "warn") for text in without_gain(*asked)]
+        found += [
+            Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")
+            for name, (raw, sent) in traffic.items()
+        ]
+        memory.append(f"compressor state {_size(state)}")
+    said = f"up to {', '.join(memory)} (Megatron's own estimate, and ours)"
+    return numbers, [*found, Finding("memory per rank", said)]
 
 
 def _size(nbytes: float) -> str:

@@ -6,14 +6,14 @@ and raise OptimusError, naming the ranks, where a transfer fails.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.forecast.timeline import Rate
 
-__all__ = ["Rate", "probe_collective", "probe_link"]
+__all__ = ["probe_collective", "probe_link"]
 
 _SMALL = 1 << 14
 _LARGE = 1 << 18
@@ -23,18 +23,6 @@ _LONG_ENOUGH = 0.02
 
 _SMALL_TRIES, _LARGE_TRIES = 5, 2
 """How often a transfer is timed. Each time may be disturbed; the shortest is the link's."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A transfer of n bytes takes latency + n / bytes_per_second seconds."""
-
-    latency: float
-    bytes_per_second: float
-
-    def seconds(self, nbytes: float) -> float:
-        """How long `nbytes` take; nothing takes no time."""
-        return self.latency + nbytes / self.bytes_per_second if nbytes else 0.0
 
 
 def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:

@@ -1,89 +1,332 @@
-"""How long an iteration takes on given links: a simulation of 1F1B, in seconds, without a process or a tensor.
+"""Seconds of an iteration on given links: what each class of traffic costs, and a simulation of 1F1B. No torch.
 
-It ends when the last stage to finish has reduced its gradients, because the optimizer needs the norm of all of them. So
-a stage whose dense reduction fits into its slack, the time that others still need, gains nothing by compressing it.
+The forecast gives it what every rank has measured, the planner what it has computed for one rank of each stage.
+
+The gradients are reduced when the last stage to finish has reduced its own, because the optimizer needs the norm of all
+of them. So a stage whose dense reduction fits into its slack, the time that others still need, gains nothing by
+compressing it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import fmean
 
-from optimus_cc_ext.techniques.schedule import Message, Pass, Schedule
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.techniques.schedule import Pass, Schedule
 
-__all__ = ["StageCost", "iteration_seconds", "last_backward_ends", "left_after_backward", "smallest_useful"]
+__all__ = [
+    "FREE", "ClassCost", "IterationTimes", "Link", "RankCost", "Rate", "Sent", "StageCost", "Switches", "When",
+    "iteration", "last_backward_ends", "left_after_backward", "reduced_after", "reduction", "smallest_useful",
+    "useful_stages",
+]  # fmt: skip
 
 INDIFFERENT = 0.025
 """Relative differences of iteration times that are worth no accuracy, and that no measurement here could show."""
 
 
+class When(Enum):
+    """The place of a class's seconds in an iteration."""
+
+    FORWARD_PASS = "inside every forward pass"
+    BACKWARD_PASS = "inside every backward pass"
+    ACTIVATION = "on the message that follows a forward pass"
+    GRADIENT = "on the message that follows a backward pass"
+    AFTER_BACKWARD = "after a stage's last backward pass, or beside it"
+    AFTER_STEP = "after the optimizer's step"
+
+
+class Link(Enum):
+    """The ranks between which a class travels."""
+
+    TENSOR = "tensor-parallel ranks"
+    STAGES = "neighbouring stages"
+    REPLICAS = "replicas"
+    ENDS = "the first and the last stage, once both have reduced their gradients over the replicas"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A link on which a transfer of n bytes takes latency + n / bytes_per_second seconds."""
+
+    latency: float
+    bytes_per_second: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds that `nbytes` take; no bytes take no time."""
+        return self.latency + nbytes / self.bytes_per_second if nbytes else 0.0
+
+    def sent(self, nbytes: float, *, encode: float = 0.0, decode: float = 0.0, remember: float = 0.0) -> "Sent":
+        """Return a transfer of `nbytes` on this link, with the seconds of both ends."""
+        return Sent(nbytes=nbytes, transfer=self.seconds(nbytes), encode=encode, decode=decode, remember=remember)
+
+
+FREE = Rate(0.0, float("inf"))
+"""The link of a rank that has nobody to send to."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """What a stage computes, and how long what it sends travels, in seconds."""
+class Sent:
+    """One transfer of a class, in one format: bytes of one rank, and seconds of the link and of both ends."""
 
-    forward: float
-    """One forward pass through one model chunk."""
-
-    backward: float
-    activation: float
-    """One activation on its way to the next stage, as it is."""
-
-    gradient: float
-    """A gradient on its way to the stage before, as it is."""
-
-    compressed_gradient: float
-    """The same gradient, compressed."""
-
-    compress: float = 0.0
-    """What its sender computes before it leaves."""
-
-    decompress: float = 0.0
-    """What its receiver computes before it is of use."""
-
-    remember: float = 0.0
-    """What its sender computes once it has left."""
-
-    compressed_activation: float = 0.0
-    """The same activation, compressed."""
+    nbytes: float = 0.0
+    transfer: float = 0.0
+    """Seconds on the link; those of a reduction include coding."""
 
     encode: float = 0.0
-    """What its sender computes before it leaves."""
+    """Seconds that the sender computes before the message leaves."""
 
     decode: float = 0.0
-    """What its receiver computes before it is of use."""
+    """Seconds that the receiver computes before the message is of use."""
+
+    remember: float = 0.0
+    """Seconds in which the sender finds its residual, once the message has left."""
+
+    second_phase: float = 0.0
+    """Seconds of a reduction that begin only when its bucket is waited for: factors Q, or the gather of sums."""
+
+
+def reduction(link: Rate, nbytes: float, coding: float, second_phase: float) -> Sent:
+    """Return a compressed reduction: `coding` seconds included, of all of which `second_phase` is the later share."""
+    both = link.seconds(nbytes) + coding
+    later = second_phase * both
+    return Sent(nbytes=nbytes, transfer=both - later, second_phase=later)
+
+
+@dataclass(frozen=True)
+class ClassCost:
+    """Bytes and seconds of a class of traffic on one rank, dense and compressed, and when and where they fall.
+
+    A class that travels twice, as the tied embedding does, has a cost for each of its links.
+    """
+
+    name: str
+    when: When
+    link: Link
+    dense: Sent
+    compressed: Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCost:
+    """One rank's share of an iteration. Ranks of one stage have the same classes in the same order."""
+
+    stage: int
+    forward: float
+    """Seconds of one forward pass through one model chunk."""
+
+    backward: float
+    classes: tuple[ClassCost, ...] = ()
+    buckets: int = 1
+    """Gradient buckets that are reduced while the last backward pass goes on; 1: the reduction begins after it."""
+
+    last_passes: int = 1
+    """Backward passes beside which these buckets are reduced."""
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The classes that are compressed: by name, the stages that compress a class."""
+
+    stages: Mapping[str, frozenset[int]]
+    epilogue_only: bool = False
+    """Whether of the activation gradients only those of the receiver's cooldown are compressed."""
+
+    @classmethod
+    def of(cls, config: OptimusConfig, stages: int) -> "Switches":
+        """Return the switches of `config` on a pipeline of so many stages: a class is compressed on all or on none."""
+        compressed = {
+            TrafficClass.PIPELINE_FORWARD: config.pipeline_forward_format != "dense",
+            TrafficClass.PIPELINE_BACKWARD: config.compressed_backprop,
+            TrafficClass.EMBEDDING: config.fused_embedding_sync,
+            TrafficClass.DP_GRADIENTS: config.dp_compression,
+            TrafficClass.PARAM_GATHER: config.param_gather_format != "dense",
+        }
+        everywhere = frozenset(range(stages))
+        return cls(
+            {each.value: everywhere for each, is_on in compressed.items() if is_on},
+            epilogue_only=config.compressed_backprop_messages == "epilogue",
+        )
+
+    def where(self, name: str, stages: frozenset[int]) -> "Switches":
+        """Return the same switches, with a class compressed on these stages only."""
+        return replace(self, stages={**self.stages, name: stages})
+
+    def sent(self, cost: ClassCost, stage: int) -> Sent:
+        """Return the way in which `stage` sends a class."""
+        return cost.compressed if stage in self.stages.get(cost.name, ()) else cost.dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """A stage's passes in seconds, and its messages as they travel."""
+
+    forward: float
+    backward: float
+    activation: Sent = Sent()
+    gradient: Sent = Sent()
+    """The activation gradient that a stage sends back."""
+
+    epilogue: Sent = Sent()
+    """The same in the cooldown of the stage that receives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTimes:
+    """Seconds of an iteration, but for the optimizer's step."""
+
+    costs: tuple[StageCost, ...]
+    """By stage, the passes and messages that were simulated."""
+
+    ends: tuple[float, ...]
+    """By stage, when its last backward pass is over, counted from the iteration's beginning."""
+
+    reductions: tuple[float, ...]
+    """By stage, the part of its gradients' reduction that is left then."""
+
+    embedding: float
+    """The tied embedding's sum over the first and the last stage, which follows their reductions."""
+
+    after_step: float
+
+    @property
+    def reduced(self) -> float:
+        """Seconds until all gradients are reduced."""
+        return reduced_after(self.ends, self.reductions, self.embedding)
+
+
+def iteration(
+    ranks: Sequence[RankCost],
+    schedule: Schedule,
+    switches: Switches,
+    *,
+    contention: float = 0.0,
+    simulate: Callable[[Schedule, tuple[StageCost, ...]], Sequence[float]] | None = None,
+) -> IterationTimes:
+    """Compute the times of one iteration.
+
+    Args:
+        ranks: at least one of each stage. A stage computes as long as its ranks do on average, and sends and reduces as
+            long as the slowest of them.
+        schedule: whose passes and messages they are.
+        switches: which classes are compressed, and where.
+        contention: seconds that computation loses for each second of a reduction that goes on beside it.
+        simulate: what finds the ends of the backward passes; None: `last_backward_ends`.
+    """
+    by_stage = [[rank for rank in ranks if rank.stage == stage] for stage in range(schedule.stages)]
+    costs = tuple(_stage_cost(alike, switches) for alike in by_stage)
+    after = [
+        max(sum(sent.transfer + sent.encode for sent in _sent(rank, switches, when, link)) for rank in ranks)
+        for when, link in ((When.AFTER_BACKWARD, Link.ENDS), (When.AFTER_STEP, Link.REPLICAS))
+    ]
+    return IterationTimes(
+        costs=costs,
+        ends=tuple((simulate or last_backward_ends)(schedule, costs)),
+        reductions=tuple(max(_left_to_reduce(rank, switches, contention) for rank in alike) for alike in by_stage),
+        embedding=after[0],
+        after_step=after[1],
+    )
+
+
+def useful_stages(
+    ranks: Sequence[RankCost],
+    schedule: Schedule,
+    switches: Switches,
+    name: str,
+    compute: Callable[[Sequence[RankCost], Schedule, Switches], IterationTimes] = iteration,
+) -> frozenset[int]:
+    """Choose the stages that compress the class `name`, whose reduction they wait for; see `smallest_useful`.
+
+    Args:
+        ranks, schedule, switches: of `iteration`, without the choice.
+        compute: `iteration`, or a function that calls it with other arguments besides.
+    """
+    everywhere = frozenset(range(schedule.stages))
+    dense, compressed = (
+        compute(ranks, schedule, switches.where(name, stages)) for stages in (frozenset[int](), everywhere)
+    )
+    return smallest_useful(dense.ends, dense.reductions, compressed.reductions, dense.embedding)
+
+
+def _sent(rank: RankCost, switches: Switches, when: When, link: Link | None = None) -> list[Sent]:
+    """Return the transfers of a rank that fall into one place of the iteration, as its stage sends them."""
+    return [
+        switches.sent(cost, rank.stage)
+        for cost in rank.classes
+        if cost.when is when and (link is None or cost.link is link)
+    ]
+
+
+def _pass_seconds(rank: RankCost, switches: Switches, when: When) -> float:
+    """Return the seconds of one pass, with the transfers inside it."""
+    computed = rank.forward if when is When.FORWARD_PASS else rank.backward
+    return computed + sum(sent.transfer + sent.encode + sent.decode for sent in _sent(rank, switches, when))
+
+
+def _message(ranks: Sequence[RankCost], switches: Switches, when: When) -> Sent:
+    """Return a stage's message: the slowest transfer of its ranks, and what they compute on average."""
+    found = [sent for rank in ranks for sent in _sent(rank, switches, when)] or [Sent()]
+    return Sent(
+        nbytes=max(sent.nbytes for sent in found),
+        transfer=max(sent.transfer for sent in found),
+        encode=fmean(sent.encode for sent in found),
+        decode=fmean(sent.decode for sent in found),
+        remember=fmean(sent.remember for sent in found),
+    )
+
+
+def _stage_cost(ranks: Sequence[RankCost], switches: Switches) -> StageCost:
+    epilogue = _message(ranks, switches, When.GRADIENT)
+    return StageCost(
+        forward=fmean(_pass_seconds(rank, switches, When.FORWARD_PASS) for rank in ranks),
+        backward=fmean(_pass_seconds(rank, switches, When.BACKWARD_PASS) for rank in ranks),
+        activation=_message(ranks, switches, When.ACTIVATION),
+        gradient=_message(ranks, Switches({}), When.GRADIENT) if switches.epilogue_only else epilogue,
+        epilogue=epilogue,
+    )
+
+
+def _left_to_reduce(rank: RankCost, switches: Switches, contention: float) -> float:
+    """Return the part of a rank's reduction over its replicas that its last backward passes do not hide."""
+    sent = _sent(rank, switches, When.AFTER_BACKWARD, Link.REPLICAS)
+    whole = sum(each.transfer for each in sent)
+    window = _pass_seconds(rank, switches, When.BACKWARD_PASS) * rank.last_passes
+    left = left_after_backward(whole, window, rank.buckets)
+    return left + contention * (whole - left) + sum(each.second_phase for each in sent)
 
 
 def last_backward_ends(
     schedule: Schedule,
     costs: Sequence[StageCost],
-    compressed: Callable[[Message], bool],
-    *,
-    compressed_activations: bool = False,
     observe: Callable[[int, Pass | None, float, float], None] | None = None,
 ) -> list[float]:
-    """When each stage's last backward pass is over, in seconds since the iteration began.
+    """Simulate an iteration's passes; return when each stage's last backward pass is over, in seconds.
 
-    What a stage sends leaves one message after the other, and its sender goes on meanwhile.
+    Messages of a stage leave one after the other, and their sender goes on meanwhile.
 
     Args:
         schedule: whose passes they are; ValueError where they wait for each other in a circle.
         costs: by stage.
-        compressed: whether a gradient travels compressed.
-        compressed_activations: whether activations do.
         observe: is told of everything as it happens: stage, pass (None: a message leaves it), begin and end.
     """
     stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
     free, link_free = [0.0] * stages, [0.0] * stages
     todo = [deque(schedule.passes(stage)) for stage in range(stages)]
-    messages = [map(compressed, schedule.messages(receiver)) for receiver in range(stages)]
+    gradients = [iter(schedule.messages(receiver)) for receiver in range(stages)]
     # When what a pass gives to the next one is there: by direction, place (chunk * stages + stage) and micro-batch.
     arrived = {(True, -1, work.micro_batch): 0.0 for work in todo[0]}
 
-    def travel(stage: int, seconds: float) -> float:
+    def send(stage: int, message: Sent) -> float:
+        """Return when the message is of use to its receiver."""
+        free[stage] += message.encode
         begin = max(link_free[stage], free[stage])
-        link_free[stage] = begin + seconds
+        link_free[stage] = begin + message.transfer
         if observe:
             observe(stage, None, begin, link_free[stage])
-        return link_free[stage]
+        free[stage] += message.remember
+        return link_free[stage] + message.decode
 
     def run(stage: int, work: Pass) -> bool:
         cost, place = costs[stage], work.chunk * stages + stage
@@ -99,18 +342,10 @@ def last_backward_ends(
         result = work.forward, place, work.micro_batch
         if work.forward and place == last:
             arrived[result] = free[stage]
-        elif work.forward and compressed_activations:
-            free[stage] += cost.encode
-            arrived[result] = travel(stage, cost.compressed_activation) + cost.decode
         elif work.forward:
-            arrived[result] = travel(stage, cost.activation)
+            arrived[result] = send(stage, cost.activation)
         elif place > 0:
-            if next(messages[stage - 1]):
-                free[stage] += cost.compress
-                arrived[result] = travel(stage, cost.compressed_gradient) + cost.decompress
-                free[stage] += cost.remember
-            else:
-                arrived[result] = travel(stage, cost.gradient)
+            arrived[result] = send(stage, cost.epilogue if next(gradients[stage - 1]).epilogue else cost.gradient)
         return True
 
     while any(todo):
@@ -123,8 +358,8 @@ def last_backward_ends(
     return free
 
 
-def iteration_seconds(backward_ends: Sequence[float], reductions: Sequence[float], embedding: float) -> float:
-    """When all gradients are reduced.
+def reduced_after(backward_ends: Sequence[float], reductions: Sequence[float], embedding: float) -> float:
+    """Return when all gradients are reduced, in seconds since the iteration began.
 
     Args:
         backward_ends: by stage, from `last_backward_ends`.
@@ -136,9 +371,9 @@ def iteration_seconds(backward_ends: Sequence[float], reductions: Sequence[float
 
 
 def left_after_backward(reduction: float, backward: float, buckets: int) -> float:
-    """What is left of a stage's `reduction` when its last backward pass ends, all in seconds.
+    """Return what is left of a stage's `reduction` when its last backward pass ends, all in seconds.
 
-    Of its `buckets` every one but the last becomes complete during that pass; 1: the reduction begins after it.
+    Every one of its `buckets` but the last becomes complete during that pass; 1: the reduction begins after it.
     """
     return max(reduction / buckets, reduction - backward * (buckets - 1) / buckets)
 
@@ -146,14 +381,14 @@ def left_after_backward(reduction: float, backward: float, buckets: int) -> floa
 def smallest_useful(
     backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float], embedding: float
 ) -> frozenset[int]:
-    """The fewest stages whose compression makes the iteration as short as any choice can, within `INDIFFERENT`.
+    """Return the fewest stages whose compression makes the iteration as short as any choice can, within `INDIFFERENT`.
 
     Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
     """
 
     def seconds(chosen: frozenset[int]) -> float:
         reductions = [compressed[s] if s in chosen else dense[s] for s in range(len(dense))]
-        return iteration_seconds(backward_ends, reductions, embedding)
+        return reduced_after(backward_ends, reductions, embedding)
 
     chosen = frozenset(s for s in range(len(dense)) if compressed[s] < dense[s])
     shortest = seconds(chosen)

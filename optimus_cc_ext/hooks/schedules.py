@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.forecast.forecaster import Forecaster
+from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import training_device

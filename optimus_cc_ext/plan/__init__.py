@@ -1,7 +1,7 @@
 """What an iteration will take on a cluster that need not exist: `optimus-cc plan`. Standard library only, no torch.
 
-`model` and `hardware` describe, `compute` and `links` give seconds, `variants` bytes of compressed traffic; `iteration`
-puts them through the forecast's timeline; `validate` holds all of it against published runs.
+`model` and `hardware` describe, `seconds` and `traffic` cost; `iteration` puts that through the forecast's timeline,
+`variants` compares ways to compress, and `validate` holds all of it against published runs.
 """
 
 from optimus_cc_ext.errors import OptimusError

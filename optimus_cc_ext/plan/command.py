@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,8 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.flags import add_flags
 from optimus_cc_ext.plan import PlanError, validate
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
-from optimus_cc_ext.plan.megatron import job_of
-from optimus_cc_ext.plan.model import MODELS, Job
-from optimus_cc_ext.plan.sweep import Sweep, points
-from optimus_cc_ext.plan.variants import VARIANTS, best, config_of, variants
+from optimus_cc_ext.plan.model import MODELS, Job, job_of
+from optimus_cc_ext.plan.variants import VARIANTS, Sweep, best, config_of, points, variants
 
 __all__ = ["add_arguments", "run"]
 
@@ -93,10 +92,20 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
-    """Our flags among those that `megatron` does not read, and the rest. FlagError: ours that cannot work here."""
-    _, unread = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False)).parse_known_args(list(others))
-    rest = list(unread)
-    own = [word for word in others if not (word in rest and not rest.remove(word))]  # type: ignore[func-returns-value]
+    """Return our flags among those that `model` does not read, and the rest.
+
+    Raises:
+        FlagError: one of ours cannot work here.
+    """
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    _, unread = parser.parse_known_args(list(others))
+    # Both are in the order of the command line, so what the parser took is what lies between its leftovers.
+    own, rest = [], deque(unread)
+    for word in others:
+        if rest and word == rest[0]:
+            rest.popleft()
+        else:
+            own.append(word)
     if own:
         config_of(own, job)
     return own, unread

@@ -4,36 +4,50 @@ The steady state of 1F1B repeats itself: beyond some rounds of P micro-batches e
 (a max-plus linear system, periodic after its transient), so it is simulated for a few rounds and continued from there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast import timeline
-from optimus_cc_ext.forecast.timeline import StageCost, iteration_seconds, left_after_backward
-from optimus_cc_ext.plan import compute, links
+from optimus_cc_ext.forecast.timeline import (
+    ClassCost,
+    IterationTimes,
+    Link,
+    RankCost,
+    Sent,
+    StageCost,
+    Switches,
+    When,
+    last_backward_ends,
+    left_after_backward,
+    reduced_after,
+)
+from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.plan import seconds
 from optimus_cc_ext.plan.hardware import Cluster, Constant
-from optimus_cc_ext.plan.links import Group
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE, embedding_cost, gather_cost, gradient_cost, message_costs
-from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass, Schedule
+from optimus_cc_ext.plan.seconds import Group, Seconds, all_reduce, reduce_scatter
+from optimus_cc_ext.plan.traffic import (
+    DENSE,
+    activation_message,
+    embedding_sum,
+    gradient_message,
+    gradient_reduction,
+    parameter_gather,
+)
+from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 
-__all__ = [
-    "CLASSES",
-    "Iteration",
-    "backward_ends",
-    "breakdown",
-    "compressed_messages",
-    "iteration",
-    "schedule_of",
-    "simulated",
-]
+__all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iteration", "rank_costs", "schedule_of"]
 
+FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.value for each in TrafficClass)
+TENSOR = "tensor parallel"
 CLASSES = (
-    "computation", "bubble", "tensor parallel", "pipeline forward", "pipeline backward", "DP gradients", "embedding",
-    "optimizer", "parameter gather", "compression",
+    "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"
 )  # fmt: skip
-_CODING_BACK, _CODING_FORWARD = ("compress", "decompress", "remember"), ("encode", "decode")
+_MESSAGES = ("activation", "gradient", "epilogue")
+"""Those of `StageCost`."""
+
 ROUNDS = 2
 """Of P micro-batches that are simulated before the steady state is continued."""
 
@@ -45,28 +59,28 @@ NORM_AND_LOG = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """Seconds, as the timeline was given them and as it answered."""
+class PlannedIteration:
+    """An iteration's times, and what the timeline does not know."""
 
-    seconds: float
-    ends: tuple[float, ...]
-    """By stage, when its last backward pass is over."""
-
+    times: IterationTimes
     compressed_stages: frozenset[int]
-    costs: tuple[StageCost, ...]
-    reductions: tuple[float, ...]
-    """By stage, what is left of its gradients' reduction then."""
+    """The stages whose gradients are compressed."""
 
     tensor: float
-    """Of a micro-batch's passes through a model chunk, what tensor parallelism takes."""
+    """Seconds of tensor parallelism in a micro-batch's passes through a model chunk."""
 
-    embedding: float
     step: float
-    gather: float
+    """Seconds of the optimizer's step."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole iteration."""
+        return self.times.reduced + self.step + self.times.after_step
 
 
+@lru_cache(maxsize=256)
 def schedule_of(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Megatron's, with its order and warm-ups (`get_schedule_table`, `get_pp_rank_microbatches`)."""
+    """Return Megatron's, with its order and warm-ups (`get_schedule_table`, `get_pp_rank_microbatches`)."""
     if chunks == 1:
         return NonInterleaved(stages, micro_batches)
     order = tuple(chunk for _ in range(micro_batches // stages) for chunk in range(chunks) for _ in range(stages))
@@ -74,185 +88,180 @@ def schedule_of(stages: int, chunks: int, micro_batches: int) -> Schedule:
     return Interleaved(stages, chunks, order, warmups)
 
 
-def compressed_messages(config: OptimusConfig) -> tuple[str | None, bool]:
-    """Which gradients' messages are compressed, all or the epilogue's, and whether activations' are."""
-    back = config.compressed_backprop_messages if config.compressed_backprop else None
-    return back, config.pipeline_forward_format != "dense"
-
-
-def simulated(
-    chunks: int, micro_batches: int, costs: Sequence[StageCost], back: str | None, forward: bool,
-    observe: Callable[[int, Pass | None, float, float], None] | None = None,
-) -> list[float]:  # fmt: skip
-    """`timeline.last_backward_ends` with `compressed_messages`."""
-    return timeline.last_backward_ends(
-        schedule_of(len(costs), chunks, micro_batches),
-        costs,
-        lambda message: back == "all" or (back is not None and message.epilogue),
-        compressed_activations=forward,
-        observe=observe,
-    )
-
-
-def backward_ends(
-    chunks: int, micro_batches: int, costs: Sequence[StageCost], config: OptimusConfig = DENSE
-) -> tuple[float, ...]:
-    """`simulated` of any number of micro-batches, in the time of a few rounds of them."""
-    back, forward = compressed_messages(config)
-    # What is not compressed has the same ends whatever compressing it would cost.
-    unused: tuple[str, ...] = () if forward else ("compressed_activation", *_CODING_FORWARD)
-    unused += () if back else ("compressed_gradient", *_CODING_BACK)
-    used = tuple(replace(cost, **dict.fromkeys(unused, 0.0)) for cost in costs)
-    return _ends(chunks, micro_batches, used, back, forward)
-
-
 @lru_cache(maxsize=4096)
-def _ends(
-    chunks: int, micro_batches: int, costs: tuple[StageCost, ...], back: str | None, forward: bool
-) -> tuple[float, ...]:
+def backward_ends(chunks: int, micro_batches: int, costs: tuple[StageCost, ...]) -> tuple[float, ...]:
+    """Return `last_backward_ends` for any number of micro-batches, in the time of a few rounds of them."""
     stages = len(costs)
     rounds, rest = divmod(micro_batches, stages)
     if rounds <= ROUNDS + 1:
-        return tuple(simulated(chunks, micro_batches, costs, back, forward))
-    before, after = (simulated(chunks, n * stages + rest, costs, back, forward) for n in (ROUNDS, ROUNDS + 1))
+        return tuple(last_backward_ends(schedule_of(stages, chunks, micro_batches), costs))
+    before, after = (
+        last_backward_ends(schedule_of(stages, chunks, n * stages + rest), costs) for n in (ROUNDS, ROUNDS + 1)
+    )
     further = rounds - ROUNDS - 1
     return tuple(end + further * (end - begin) for begin, end in zip(before, after, strict=True))
 
 
-def _tensor_parallel(cluster: Cluster, job: Job, layer: compute.Seconds) -> compute.Seconds:
-    """Of one layer: two all-reduces a pass (Shoeybi et al. 2019), or as many all-gathers and reduce-scatters.
+def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
+    """Return a layer's two all-reduces a pass (Shoeybi et al. 2019), or as many all-gathers and reduce-scatters.
 
     Backward with sequence parallelism gathers once more, behind the GEMMs (Korthikanti et al. 2022, section 4.2.2).
     """
     if job.tp == 1:
-        return compute.Seconds(0.0, 0.0)
+        return Seconds(0.0, 0.0)
     group = Group.strided(job.tp, 1, cluster.gpus_per_node)
     nbytes = job.value_bytes * job.rows * job.model.hidden
     if job.sequence_parallel:
-        once = 4 * links.reduce_scatter(cluster, group, nbytes)
+        once = 4 * reduce_scatter(cluster, group, nbytes)
     else:
-        once = 2 * links.all_reduce(cluster, group, nbytes)
+        once = 2 * all_reduce(cluster, group, nbytes)
     if job.tp_overlap:
         # Cut into tp pieces that travel beside the GEMMs of the others: the first piece, and what is longer than they.
         once = _contended(once, max(once / job.tp, once - layer.forward))
-    return compute.Seconds(once, once * (2 if job.recompute == "full" else 1))
+    return Seconds(once, once * (2 if job.recompute == "full" else 1))
 
 
 def _crosses(cluster: Cluster, job: Job, stage: int) -> bool:
-    """Whether what a stage sends to the next one leaves the node; the wrap link from the last stage is the last's."""
+    """Return whether a stage's message to the next one leaves the node; the wrap link is the last stage's."""
     ranks, per_node = job.gpus // job.pp, cluster.gpus_per_node  # Megatron's last rank axis is the pipeline's.
     apart = (stage * ranks) // per_node != ((stage + 1) % job.pp * ranks) // per_node or ranks >= per_node
     return apart and job.gpus > per_node
 
 
-def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Iteration:
-    """Seconds of one iteration of `job`, compressed as `config` says."""
-    per_node, scale = cluster.gpus_per_node, cluster.software_scale
-    layer, messages = compute.layer(cluster.gpu, job), message_costs(cluster, job, config)
-    layers = job.layers_per_stage / job.vpp
-    tensor = _tensor_parallel(cluster, job, layer) * layers
-    top = compute.head(cluster.gpu, job) * (scale / job.vpp)
-    shares = 0.0
-    if job.scatter_gather:
-        # What the receiver of a message adds to put tensor-parallel ranks' shares together.
-        whole = job.value_bytes * job.rows * job.model.hidden
-        shares = links.reduce_scatter(cluster, Group.strided(job.tp, 1, per_node), whole)
-    sent = job.value_bytes * job.message_rows * job.model.hidden, messages.activation_bytes, messages.gradient_bytes
-    inner, costs = layer * (layers * scale), []
-    for stage in range(job.pp):
-        passes = (inner if stage < job.pp - 1 else inner + top) + tensor
-        senders, crosses = min(job.gpus // job.pp, per_node), _crosses(cluster, job, stage)
-        dense, activation, gradient = (shares + links.send(cluster, nbytes, senders, crosses) for nbytes in sent)
-        costs.append(
-            StageCost(
-                forward=passes.forward,
-                backward=passes.backward,
-                activation=dense,
-                gradient=dense,
-                compressed_activation=activation,
-                compressed_gradient=gradient,
-                **messages.coding,
-            )
+def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
+    """Return what a rank of each stage computes and sends, dense and as `config` says, by stage."""
+    layer, layers = seconds.layer(cluster.gpu, job), job.layers_per_stage / job.vpp
+    tensor, inner = _tensor_parallel(cluster, job, layer) * layers, layer * (layers * cluster.software_scale)
+    last = inner + seconds.head(cluster.gpu, job) * (cluster.software_scale / job.vpp)
+    first = inner if job.pp > 1 else last
+
+    def both(make: Callable[[OptimusConfig], Sent]) -> tuple[Sent, Sent]:
+        return make(DENSE), make(config)
+
+    activation = both(lambda way: activation_message(cluster, job, way))
+    gradient = both(lambda way: gradient_message(cluster, job, way))
+    everywhere = (
+        ClassCost(TENSOR, When.FORWARD_PASS, Link.TENSOR, *[Sent(transfer=tensor.forward)] * 2),
+        ClassCost(TENSOR, When.BACKWARD_PASS, Link.TENSOR, *[Sent(transfer=tensor.backward)] * 2),
+        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, *both(lambda way: embedding_sum(cluster, job, way))),
+        ClassCost(
+            GATHER, When.AFTER_STEP, Link.REPLICAS,
+            *both(lambda way: _exposed_gather(cluster, job, way, first.forward + tensor.forward)),
+        ),
+    )  # fmt: skip
+    # A sharded optimizer reduces the embedding with the other gradients in any case.
+    apart = config.fused_embedding_sync and not job.distributed_optimizer
+
+    def rank(stage: int) -> RankCost:
+        passes, with_embedding = inner if stage < job.pp - 1 else last, stage in (0, job.pp - 1) and not apart
+        crosses = _crosses(cluster, job, stage)
+        messages = ([_sent_on(cluster, job, sent, crosses) for sent in ways] for ways in (activation, gradient))
+        reduction = both(lambda way: gradient_reduction(cluster, job, way, with_embedding))
+        return RankCost(
+            stage=stage,
+            forward=passes.forward,
+            backward=passes.backward,
+            classes=(
+                *everywhere,
+                ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, *next(messages)),
+                ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, *next(messages)),
+                ClassCost(GRADIENTS, When.AFTER_BACKWARD, Link.REPLICAS, *reduction),
+            ),
+            buckets=job.buckets if job.overlap_grad_reduce else 1,
+            # With chunks, the last group of P micro-batches leaves one chunk after the other complete.
+            last_passes=1 + (job.vpp - 1) * job.pp,
         )
-    ends = backward_ends(job.vpp, job.micro_batches, costs, config)
-    dense_left, small_left = (_reductions(cluster, job, config, formats, costs) for formats in (DENSE, config))
-    embedding, compressed = embedding_cost(cluster, job, config), frozenset[int]()
+
+    return tuple(map(rank, range(job.pp)))
+
+
+def _sent_on(cluster: Cluster, job: Job, message: Sent, crosses: bool) -> Sent:
+    """Return a message with the seconds of its transfer to the next stage."""
+    per_node = cluster.gpus_per_node
+    transfer = seconds.send(cluster, message.nbytes, min(job.gpus // job.pp, per_node), crosses)
+    if job.scatter_gather:
+        # The receiver puts the shares of the tensor-parallel ranks together.
+        whole = job.value_bytes * job.rows * job.model.hidden
+        transfer += reduce_scatter(cluster, Group.strided(job.tp, 1, per_node), whole)
+    return replace(message, transfer=transfer)
+
+
+def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> PlannedIteration:
+    """Return the times of one iteration of `job`, compressed as `config` says."""
+    ranks, schedule = rank_costs(cluster, job, config), schedule_of(job.pp, job.vpp, job.micro_batches)
+    compute = partial(
+        timeline.iteration,
+        contention=CONTENTION,
+        simulate=lambda _, costs: backward_ends(job.vpp, job.micro_batches, costs),
+    )
+    switches, compressed = Switches.of(config, job.pp), frozenset[int]()
     if config.dp_compression and job.dp > 1:
-        if config.dp_compression_stages == "auto":
-            compressed = timeline.smallest_useful(ends, dense_left, small_left, embedding)
+        first = config.dp_compression_stages
+        if first == "auto":
+            compressed = timeline.useful_stages(ranks, schedule, switches, GRADIENTS, compute)
         else:
-            first = config.dp_compression_stages
             compressed = frozenset(range(job.pp if first == "all" else min(first, job.pp)))
-    left = tuple(small_left[s] if s in compressed else dense_left[s] for s in range(job.pp))
-    own = job.stage_parameters + job.embedding_share
-    shard = own / (job.dp if job.distributed_optimizer else 1)
-    step = compute.moved(cluster.gpu, compute.OPTIMIZER_BYTES * shard) * scale
-    step += NORM_AND_LOG * links.all_reduce(cluster, Group.strided(job.gpus, 1, per_node), 8)
-    gather = _parameter_gather(cluster, job, config, own, costs[0])
-    return Iteration(
-        seconds=iteration_seconds(ends, left, embedding) + step + gather,
-        ends=ends,
+    shard = _parameters(job) / (job.dp if job.distributed_optimizer else 1)
+    step = seconds.moved(cluster.gpu, seconds.OPTIMIZER_BYTES * shard) * cluster.software_scale
+    step += NORM_AND_LOG * all_reduce(cluster, Group.strided(job.gpus, 1, cluster.gpus_per_node), 8)
+    inside = (When.FORWARD_PASS, When.BACKWARD_PASS)
+    return PlannedIteration(
+        times=compute(ranks, schedule, switches.where(GRADIENTS, compressed)),
         compressed_stages=compressed,
-        costs=tuple(costs),
-        reductions=left,
-        tensor=tensor.forward + tensor.backward,
-        embedding=embedding,
+        tensor=sum(cost.dense.transfer for cost in ranks[0].classes if cost.when in inside),
         step=step,
-        gather=gather,
     )
 
 
-def breakdown(job: Job, config: OptimusConfig, whole: Iteration) -> dict[str, float]:
-    """Where `whole`, the iteration of these, goes: seconds by `CLASSES`, what each adds and nothing hides.
+def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
+    """Return where `whole`, an iteration of `job`, goes: seconds by `CLASSES`, what each adds and nothing hides.
 
     By taking away one thing after the other: compression, gradients' messages, activations' messages.
     """
-    passes = job.micro_batches * job.vpp
+    passes, times = job.micro_batches * job.vpp, whole.times
     tensor = whole.tensor * passes
-    busy = max(cost.forward + cost.backward for cost in whole.costs) * passes - tensor
+    busy = max(cost.forward + cost.backward for cost in times.costs) * passes - tensor
 
-    def ends(*zero: str) -> float:
-        costs = [replace(cost, **dict.fromkeys((*_CODING_FORWARD, *_CODING_BACK, *zero), 0.0)) for cost in whole.costs]
-        return max(backward_ends(job.vpp, job.micro_batches, costs, config))
+    def ends(*sent: str) -> float:
+        """Return the end of an iteration whose messages take no time, but for these, which take their transfer."""
+        messages = [{name: Sent(transfer=getattr(cost, name).transfer) for name in sent} for cost in times.costs]
+        costs = (
+            StageCost(forward=cost.forward, backward=cost.backward, **message)
+            for cost, message in zip(times.costs, messages, strict=True)
+        )
+        return max(backward_ends(job.vpp, job.micro_batches, tuple(costs)))
 
-    gradients, activations = ("gradient", "compressed_gradient"), ("activation", "compressed_activation")
-    free, sent, both = ends(*activations, *gradients), ends(*gradients), ends()
-    last = max(whole.ends)
-    exposed = iteration_seconds(whole.ends, whole.reductions, 0.0)
+    free, activations, all_of_them = ends(), ends("activation"), ends(*_MESSAGES)
+    last = max(times.ends)
+    exposed = reduced_after(times.ends, times.reductions, 0.0)
     parts = (
-        busy, free - busy - tensor, tensor, sent - free, both - sent, exposed - last,
-        whole.seconds - exposed - whole.step - whole.gather, whole.step, whole.gather, last - both,
+        busy, free - busy - tensor, tensor, activations - free, all_of_them - activations, exposed - last,
+        whole.seconds - exposed - whole.step - times.after_step, whole.step, times.after_step, last - all_of_them,
     )  # fmt: skip
     return dict(zip(CLASSES, parts, strict=True))
 
 
-def _reductions(
-    cluster: Cluster, job: Job, config: OptimusConfig, formats: OptimusConfig, costs: Sequence[StageCost]
-) -> list[float]:
-    """By stage, what is left of the reduction over the replicas, in these formats, after the last backward pass."""
-    # A sharded optimizer reduces the embedding with the other gradients in any case.
-    apart = config.fused_embedding_sync and not job.distributed_optimizer
-    found = []
-    for stage, cost in enumerate(costs):
-        first, second = gradient_cost(cluster, job, formats, stage in (0, job.pp - 1) and not apart)
-        # With chunks, the last group of P micro-batches leaves one chunk after the other complete.
-        window = cost.backward * (1 + (job.vpp - 1) * job.pp)
-        left = left_after_backward(first, window, job.buckets if job.overlap_grad_reduce else 1)
-        found.append(_contended(first, left) + second)
-    return found
-
-
 def _contended(whole: float, left: float) -> float:
-    """What a transfer of `whole` seconds costs of which `left` are not hidden."""
+    """Return what a transfer of `whole` seconds costs of which `left` are not hidden."""
     return left + CONTENTION * (whole - left)
 
 
-def _parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float, first: StageCost) -> float:
-    """All-gather of updated parameters; overlapped, all but the first bucket travel beside forward passes."""
+def _parameters(job: Job) -> int:
+    """Return the parameters of a rank of the first stage."""
+    return job.stage_parameters + job.embedding_share
+
+
+def _exposed_gather(cluster: Cluster, job: Job, config: OptimusConfig, forward: float) -> Sent:
+    """Return the all-gather of updated parameters; overlapped, all but the first bucket travel beside forward passes.
+
+    Args:
+        forward: seconds of one of these passes.
+    """
     if not job.distributed_optimizer:
-        return 0.0
-    seconds = gather_cost(cluster, job, config, parameters)
+        return Sent()
+    whole = parameter_gather(cluster, job, config, _parameters(job))
     if not job.overlap_param_gather:
-        return seconds
-    window = first.forward * job.vpp * min(job.pp, job.micro_batches)
-    return _contended(seconds, left_after_backward(seconds, window, job.buckets))
+        return whole
+    window = forward * job.vpp * min(job.pp, job.micro_batches)
+    left = left_after_backward(whole.transfer, window, job.buckets)
+    return replace(whole, transfer=_contended(whole.transfer, left))

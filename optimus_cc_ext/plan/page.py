@@ -92,7 +92,7 @@ def _gains(found: Sequence[Variant]) -> Figure:
 def _breakdowns(job: Job, found: Sequence[Variant]) -> Figure:
     figure, ((axes,),) = panels(1, 1, 6.4, 1.3 + 0.28 * len(found))
     left = [0.0] * len(found)
-    parts = [breakdown(job, v.config, v.result) for v in found]
+    parts = [breakdown(job, v.result) for v in found]
     for place, name in enumerate(CLASSES):
         widths = [max(0.0, part[name]) for part in parts]
         axes.barh(

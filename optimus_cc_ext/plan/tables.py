@@ -6,12 +6,10 @@ from statistics import fmean, median
 
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.iteration import CLASSES, breakdown
-from optimus_cc_ext.plan.megatron import layout_flags
-from optimus_cc_ext.plan.memory import memory
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.sweep import Point
+from optimus_cc_ext.plan.model import Job, layout_flags
+from optimus_cc_ext.plan.traffic import memory
 from optimus_cc_ext.plan.validate import BAND, CALCULON, Campaign, Row, nearest, regrets, shipped
-from optimus_cc_ext.plan.variants import Gain, Variant
+from optimus_cc_ext.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
 __all__ = ["lines", "needs", "parts", "printed", "summary", "sweep", "validation"]
@@ -31,7 +29,7 @@ def summary(found: Sequence[Variant]) -> Table:
         [
             (
                 v.name, v.result.seconds, *_percent(v.gain), v.gain.verdict if v.flags else "",
-                _stages(v.result.compressed_stages, len(v.result.ends)), v.memory / 1e9, v.flags,
+                _stages(v.result.compressed_stages, len(v.result.times.ends)), v.memory / 1e9, v.flags,
             )
             for v in found
         ],
@@ -54,7 +52,7 @@ def _stages(compressed: Collection[int], stages: int) -> str:
 def parts(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
     """Where the seconds go, of vanilla, the first other one and the best."""
     shown = list({v.name: v for v in (found[0], *found[1:2], chosen)}.values())
-    of_all = [breakdown(job, v.config, v.result) for v in shown]
+    of_all = [breakdown(job, v.result) for v in shown]
     rows: list[tuple[Cell, ...]] = [(name, *(each[name] for each in of_all)) for name in CLASSES]
     rows.append(("sum", *(v.result.seconds for v in shown)))
     return Table(("", *(v.name for v in shown)), rows, title="Where the seconds go, unhidden", last_is_sum=True)

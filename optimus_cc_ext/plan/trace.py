@@ -7,7 +7,8 @@ threads are its computation, its messages and its reductions.
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.plan.iteration import Iteration, compressed_messages, simulated
+from optimus_cc_ext.forecast.timeline import last_backward_ends
+from optimus_cc_ext.plan.iteration import PlannedIteration, schedule_of
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.techniques.schedule import Pass
 
@@ -18,7 +19,7 @@ MOST_PASSES = 100_000
 """Beyond it fewer micro-batches are drawn than are trained: Perfetto has to load it."""
 
 
-def trace(job: Job, config: OptimusConfig, result: Iteration) -> dict[str, Any]:
+def trace(job: Job, config: OptimusConfig, result: PlannedIteration) -> dict[str, Any]:
     """The trace of `result`, the iteration of `job` and `config`; of very many micro-batches some are left out."""
     events: list[dict[str, Any]] = []
     names = ["optimizer and gather", *(f"stage {stage}" for stage in range(job.pp))]
@@ -42,14 +43,15 @@ def trace(job: Job, config: OptimusConfig, result: Iteration) -> dict[str, Any]:
 
     rounds = max(4, MOST_PASSES // (2 * job.pp * job.vpp * job.pp))
     count = min(job.micro_batches, job.pp * rounds)
-    ends = simulated(job.vpp, count, result.costs, *compressed_messages(config), observe)
-    reduced = [end + left for end, left in zip(ends, result.reductions, strict=True)]
-    for stage, (end, left) in enumerate(zip(ends, result.reductions, strict=True)):
+    times = result.times
+    ends = last_backward_ends(schedule_of(job.pp, job.vpp, count), times.costs, observe)
+    reduced = [end + left for end, left in zip(ends, times.reductions, strict=True)]
+    for stage, (end, left) in enumerate(zip(ends, times.reductions, strict=True)):
         form = config.dp_compression_format if stage in result.compressed_stages else "dense"
         add(stage + 1, 2, f"gradients, {form}", end, left)
     for stage in {0, job.pp - 1}:
-        add(stage + 1, 2, "embedding", max(reduced[0], reduced[-1]), result.embedding)
-    over = max(*reduced, max(reduced[0], reduced[-1]) + result.embedding)
+        add(stage + 1, 2, "embedding", max(reduced[0], reduced[-1]), times.embedding)
+    over = max(*reduced, max(reduced[0], reduced[-1]) + times.embedding)
     add(0, 0, "optimizer", over, result.step)
-    add(0, 2, "parameter gather", over + result.step, result.gather)
+    add(0, 2, "parameter gather", over + result.step, times.after_step)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

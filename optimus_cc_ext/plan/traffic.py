@@ -1,67 +1,37 @@
-"""What travels, class by class and format by format: bytes, and what compressing and decompressing them takes.
+"""Bytes that travel and bytes that stay: each class in each format, what coding takes, and the memory of a rank.
 
-The table of formats says how many bits a format of blocks sends. Costs are assumed: the memory that
-a fused kernel moves, and for low rank its products by `compute.gemm`; no GPU has measured them here.
+These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both.
+The table of formats says how many bits a format of blocks sends. Costs are assumed: the memory that a fused kernel
+moves, and for low rank its products by `seconds.gemm`; no GPU has measured them here.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.plan import compute, links
+from optimus_cc_ext.forecast.timeline import Sent
+from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, Constant, Gpu
-from optimus_cc_ext.plan.links import Group
 from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, gemm, moved, reduce_scatter
 
 __all__ = [
-    "DENSE", "LAUNCH", "MessageCosts", "embedding_cost", "gather_cost", "gradient_cost", "low_rank_values",
-    "message_costs",
+    "DENSE", "LAUNCH", "activation_message", "check_memory", "embedding_sum", "gradient_message",
+    "gradient_reduction", "low_rank_values", "memory", "parameter_gather",
 ]  # fmt: skip
 
 LAUNCH = Constant(5e-6, "assumed", "of one kernel")
 ORTHOGONALIZE_LAUNCHES = 12
 """Kernels of one batched orthogonalisation; assumed."""
 
+CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
+
 DENSE = OptimusConfig()
 """Vanilla Megatron's traffic."""
 
 
-class MessageCosts(NamedTuple):
-    """Of messages between stages, on one rank: bytes, and seconds of what `timeline.StageCost` has of the same name."""
-
-    activation_bytes: float
-    gradient_bytes: float
-    coding: dict[str, float]
-
-
 def _kernel(gpu: Gpu, nbytes: float) -> float:
-    return LAUNCH + compute.moved(gpu, nbytes)
-
-
-def message_costs(cluster: Cluster, job: Job, config: OptimusConfig) -> MessageCosts:
-    """An activation's and its gradient's message, (rows, hidden)."""
-    gpu, n, m = cluster.gpu, job.message_rows, job.model.hidden
-    width, form = job.value_bytes, config.compressed_backprop_format if config.compressed_backprop else "dense"
-    forward, encode = _in_blocks(gpu, n * m, width, config.pipeline_forward_format)
-    small, compress = _in_blocks(gpu, n * m, width, form)
-    # What is left out: added to the next gradient before it is encoded, found by decoding what was sent.
-    residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
-    decompress, remember = compress, compress + residual if residual else 0.0
-    compress += residual
-    r = min(config.compressed_backprop_rank, n, m)
-    if form == "low-rank" and r * (n + m) < n * m:
-        small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
-        # As docs/how-it-works.md counts: M = G + E is written once in fp32, read by both products; E is written last.
-        residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
-        products = compute.gemm(gpu, n, r, m) + compute.gemm(gpu, m, r, n)
-        compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
-        decompress = compute.gemm(gpu, n, m, r) + LAUNCH + coded
-        remember = decompress + residual if residual else 0.0
-    coding = {
-        "encode": encode, "decode": encode, "compress": compress, "decompress": decompress, "remember": remember
-    }  # fmt: skip
-    return MessageCosts(forward, small, {name: cluster.coding_scale * seconds for name, seconds in coding.items()})
+    return LAUNCH + moved(gpu, nbytes)
 
 
 def _coded_bytes(values: float, form: str) -> float:
@@ -79,52 +49,99 @@ def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, f
     return small, _kernel(gpu, width * values + small)
 
 
+def activation_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
+    """Return one activation's message, (rows, hidden), on one rank; its transfer takes no time yet."""
+    numel = job.message_rows * job.model.hidden
+    nbytes, coding = _in_blocks(cluster.gpu, numel, job.value_bytes, config.pipeline_forward_format)
+    return Sent(nbytes=nbytes, encode=cluster.coding_scale * coding, decode=cluster.coding_scale * coding)
+
+
+def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
+    """Return the message of an activation's gradient, like `activation_message`."""
+    gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
+    width, form = job.value_bytes, config.compressed_backprop_format if config.compressed_backprop else "dense"
+    small, compress = _in_blocks(gpu, n * m, width, form)
+    # The residual: added to the next gradient before it is encoded, found by decoding what was sent.
+    residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
+    decompress, remember = compress, compress + residual if residual else 0.0
+    compress += residual
+    r = min(config.compressed_backprop_rank, n, m)
+    if form == "low-rank" and r * (n + m) < n * m:
+        small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
+        # As docs/how-it-works.md counts: M = G + E is written once in fp32, read by both products; E is written last.
+        residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
+        products = gemm(gpu, n, r, m) + gemm(gpu, m, r, n)
+        compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
+        decompress = gemm(gpu, n, m, r) + LAUNCH + coded
+        remember = decompress + residual if residual else 0.0
+    return Sent(nbytes=small, encode=scale * compress, decode=scale * decompress, remember=scale * remember)
+
+
 @lru_cache(maxsize=4096)
-def gradient_cost(cluster: Cluster, job: Job, config: OptimusConfig, with_embedding: bool) -> tuple[float, float]:
-    """Seconds of a stage's reduction over the replicas, with or without its copy of the embedding: of what can begin
-    when a bucket is complete, and of what comes after all backward passes (phase Q, the all-gather of sums)."""
+def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_embedding: bool) -> Sent:
+    """Return a stage's reduction over the replicas, with or without its copy of the embedding.
+
+    Its second phase (Q, or the all-gather of sums) comes after all backward passes.
+    """
     group, width = Group.strided(job.dp, job.tp, cluster.gpus_per_node), job.gradient_bytes
     parameters, embedding = job.stage_parameters, job.embedding_share if with_embedding else 0
     if job.dp == 1:
-        return 0.0, 0.0
+        return Sent()
 
-    def dense(values: float) -> float:
-        reduce = links.reduce_scatter if job.distributed_optimizer else links.all_reduce
+    def dense(values: float) -> Sent:
+        reduce = reduce_scatter if job.distributed_optimizer else all_reduce
         # One bucket's message decides how well the line is used.
         parts = job.buckets if job.overlap_grad_reduce else 1
-        return parts * reduce(cluster, group, width * values / parts)
+        nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
+        return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
     form = config.dp_compression_format if config.dp_compression else "dense"
     if form == "dense":
-        return dense(parameters + embedding), 0.0
+        return dense(parameters + embedding)
     if form == "low-rank":
         sent, covered = low_rank_values(job, config)
         # One all-reduce for each phase, P and Q, of a wire as wide as the gradients; what is not compressed stays.
         if config.low_rank_wire == "dense":
-            summed = links.all_reduce(cluster, group, width * sent / 2)
+            nbytes, summed = _ring(width * sent, job.dp, twice=True), all_reduce(cluster, group, width * sent / 2)
         else:
-            summed = sum(_block_sum(cluster, group, sent / 2, width, config.low_rank_wire))
-        phase = summed + _low_rank_seconds(cluster, job, config) / 2
-        return phase + dense(parameters - covered + embedding), phase
-    first, gathered = _block_sum(cluster, group, parameters, width, form)
-    return first + (dense(embedding) if embedding else 0.0), 0.0 if job.distributed_optimizer else gathered
+            there, back = _block_sum(cluster, group, sent / 2, width, config.low_rank_wire)
+            nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
+        phase, rest = summed + _low_rank_seconds(cluster, job, config) / 2, dense(parameters - covered + embedding)
+        return Sent(nbytes=nbytes + rest.nbytes, transfer=phase + rest.transfer, second_phase=phase)
+    there, back = _block_sum(cluster, group, parameters, width, form)
+    rest, back = dense(embedding) if embedding else Sent(), Sent() if job.distributed_optimizer else back
+    return Sent(
+        nbytes=there.nbytes + back.nbytes + rest.nbytes,
+        transfer=there.transfer + rest.transfer,
+        second_phase=back.transfer,
+    )
 
 
-def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: str) -> tuple[float, float]:
-    """Cost an all-to-all of encoded values and their sum in fp32; then the all-gather of sums, in `SUM_FORMAT`."""
+def _ring(nbytes: float, ranks: int, *, twice: bool) -> float:
+    """Return the bytes that a rank sends in a ring: a reduce-scatter or an all-gather; `twice`: an all-reduce."""
+    return (2 if twice else 1) * nbytes * (ranks - 1) / ranks
+
+
+def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: str) -> tuple[Sent, Sent]:
+    """Return an all-to-all of encoded values with their sum in fp32; then the all-gather of sums, in `SUM_FORMAT`."""
     gpu, small, sums = cluster.gpu, _coded_bytes(values, form), _coded_bytes(values, SUM_FORMAT)
     shard = values / group.ranks
     # Encode; decode what all others sent of the own shard, and add. Encode the sum, decode all sums.
     coding = _kernel(gpu, width * values + small) + _kernel(gpu, small + width * shard)
     again = _kernel(gpu, width * shard + sums / group.ranks) + _kernel(gpu, sums + width * values)
-    return (
-        links.all_to_all(cluster, group, small) + coding * cluster.coding_scale,
-        links.reduce_scatter(cluster, group, sums) + again * cluster.coding_scale,
+    steps = (small, all_to_all, coding), (sums, reduce_scatter, again)
+    there, back = (
+        Sent(
+            nbytes=_ring(nbytes, group.ranks, twice=False),
+            transfer=travel(cluster, group, nbytes) + seconds * cluster.coding_scale,
+        )
+        for nbytes, travel, seconds in steps
     )
+    return there, back
 
 
 def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
-    """Rows, columns and compression rank of those of a layer's matrices, on one rank, on which low rank saves."""
+    """Return rows, columns and rank of each of a layer's matrices, on one tensor rank, on which low rank saves."""
     found = []
     for place, (inputs, outputs) in enumerate(job.model.layer_matrices):
         # QKV and the MLP's first matrix are cut by outputs, the other two by inputs.
@@ -136,27 +153,27 @@ def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
 
 
 def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
-    """Values of a stage's P and Q, and of the matrices that they stand for, on one rank."""
+    """Return the values of a stage's P and Q, and of the matrices that they stand for, on one rank."""
     matrices, layers = _matrices(job, config), job.layers_per_stage
     return layers * sum(r * (n + m) for n, m, r in matrices), layers * sum(n * m for n, m, _ in matrices)
 
 
 def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
-    """To compress and decompress a stage's gradients."""
+    """Return the seconds to compress and decompress a stage's gradients."""
     gpu, layers, spent = cluster.gpu, job.layers_per_stage, 0.0
     # M = G + E read and written, E and G written from the sum, each in the buffer's width or fp32.
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
     for n, m, r in _matrices(job, config):
-        products = compute.gemm(gpu, n, r, m, layers) + compute.gemm(gpu, m, r, n, layers)
-        rebuild = compute.gemm(gpu, n, m, r, layers)
+        products = gemm(gpu, n, r, m, layers) + gemm(gpu, m, r, n, layers)
+        rebuild = gemm(gpu, n, m, r, layers)
         spent += products + rebuild + _kernel(gpu, width * n * m * layers) + ORTHOGONALIZE_LAUNCHES * LAUNCH
     return spent * cluster.coding_scale
 
 
-def embedding_cost(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
-    """What comes after the first and the last stage have reduced their gradients, in seconds."""
+def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
+    """Return the tied embedding's sum, which comes after the first and the last stage have reduced their gradients."""
     if job.pp == 1 or not job.model.tied:
-        return 0.0
+        return Sent()
     values: float = job.embedding_share
     per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.dp > 1
     # First and last stage: on one node only if the job is.
@@ -168,17 +185,89 @@ def embedding_cost(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
         group = Group(2 * job.dp, replicas.per_node, replicas.rings)
     form = config.fused_embedding_sync_format if config.fused_embedding_sync else "dense"
     if form == "dense":
-        return links.all_reduce(cluster, group, job.gradient_bytes * values)
-    return sum(_block_sum(cluster, group, values, job.gradient_bytes, form))
+        nbytes = job.gradient_bytes * values
+        return Sent(nbytes=_ring(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
+    there, back = _block_sum(cluster, group, values, job.gradient_bytes, form)
+    return Sent(nbytes=there.nbytes + back.nbytes, transfer=there.transfer + back.transfer)
 
 
-def gather_cost(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> float:
-    """Seconds of the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
+def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
+    """Return the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
     group, width = Group.strided(job.dp, job.tp, cluster.gpus_per_node), job.value_bytes
     form = config.param_gather_format
     if form == "dense" or job.dp == 1:
-        return links.reduce_scatter(cluster, group, width * parameters)
-    gpu, small, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp
-    # The own shard is kept, compared and put back; then all messages are decoded, and added to all parameters.
-    coding = _kernel(gpu, 7 * width * shard + small / job.dp) + _kernel(gpu, small + 5 * width * parameters)
-    return links.reduce_scatter(cluster, group, small) + coding * cluster.coding_scale
+        nbytes, coding = width * parameters, 0.0
+    else:
+        gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp
+        # The own shard is kept, compared and put back; then all messages are decoded, and added to all parameters.
+        coding = _kernel(gpu, 7 * width * shard + nbytes / job.dp) + _kernel(gpu, nbytes + 5 * width * parameters)
+    transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
+    return Sent(nbytes=_ring(nbytes, job.dp, twice=False), transfer=transfer)
+
+
+def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
+    """Return the bytes that a rank of the first stage, the fullest, needs, by their purpose."""
+    parameters = job.stage_parameters + job.embedding_share
+    width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
+    if config.dp_compression and config.dp_compression_format == "low-rank":
+        small, covered = low_rank_values(job, config)
+        ours += width * ((covered if config.dp_error_feedback else 0) + small)
+    elif config.dp_compression and block_format(config.dp_compression_format):
+        # Messages of gradients for both ways; sums go where these lay.
+        ours += 2 * format_named(config.dp_compression_format).bits_per_value / 8 * job.stage_parameters
+    if config.compressed_backprop and block_format(config.compressed_backprop_format) and config.lazy_error_propagation:
+        ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
+    if config.backprop_remembers:
+        residual = job.message_rows if config.lazy_error_propagation else 0
+        ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
+    if block_format(config.param_gather_format):
+        # Messages of all shards; the own one before the step, and what changed in one.
+        ours += (
+            format_named(config.param_gather_format).bits_per_value / 8 + 2 * job.value_bytes / job.dp
+        ) * parameters
+    return {
+        "weights": 2.0 * parameters,
+        "gradients": float(job.gradient_bytes * parameters),
+        # Master weights and two moments, fp32.
+        "optimizer": 12.0 * parameters / (job.dp if job.distributed_optimizer else 1),
+        "activations": _activations(job),
+        "compression": ours,
+        "context": CONTEXT,
+    }
+
+
+def _activations(job: Job) -> float:
+    """Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t)) bytes a layer, all over t with sequence
+    parallelism, without the last term where scores are not kept; only the layer's input with full recomputation."""
+    model, t = job.model, job.tp
+    tokens = job.rows * model.hidden
+    scores = 5 * model.heads * model.sequence / model.hidden / t
+    whole = 34 / t if job.sequence_parallel else 10 + 24 / t
+    if job.precision == "fp8":
+        whole -= 7 / t  # What four GEMMs keep of their inputs, 14 bytes of the 34, in one byte a value.
+    layer = tokens * (whole + (0 if job.flash or job.recompute == "sel" else scores))
+    layers = job.layers_per_stage
+    # 1F1B keeps as many micro-batches as there are stages, interleaved 1 + (P - 1) / (P V) times as many.
+    kept = min(job.pp * (1 + (job.pp - 1) / (job.pp * job.vpp) if job.vpp > 1 else 1), job.micro_batches)
+    head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
+    if job.recompute == "full":
+        return kept * layers * 2 * tokens / (t if job.sequence_parallel else 1) + layer + head
+    return kept * layers * layer + head
+
+
+def check_memory(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> float:
+    """Return the bytes in use.
+
+    Raises:
+        PlanError: more than the GPU has, and by how much.
+    """
+    needs = memory(job, config)
+    used = sum(needs.values())
+    if used > cluster.gpu.memory:
+        most = max(needs, key=lambda name: needs[name])
+        raise PlanError(
+            f"it does not fit: a rank needs {used / 1e9:.1f} GB, {(used - cluster.gpu.memory) / 1e9:.1f} GB more than "
+            f"the {cluster.gpu.name} has ({needs[most] / 1e9:.1f} GB of it {most}). More tensor or pipeline ranks, a "
+            "smaller micro-batch, --recompute-granularity full or --use-distributed-optimizer need less"
+        )
+    return used

@@ -1,22 +1,28 @@
-"""What compression makes of a job: seconds, gain and its band for each technique and format, alone and together."""
+"""Compression's seconds and gains: of each technique and format, alone and together, and over a sweep.
+
+A sweep plans the same model over numbers of nodes, networks and layouts.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby, product
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.hardware import Cluster
-from optimus_cc_ext.plan.iteration import Iteration, iteration
-from optimus_cc_ext.plan.memory import check_memory
+from optimus_cc_ext.plan.hardware import Cluster, network_of
+from optimus_cc_ext.plan.iteration import PlannedIteration, iteration
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE
+from optimus_cc_ext.plan.traffic import DENSE, check_memory
 from optimus_cc_ext.plan.validate import BAND
 from optimus_cc_ext.resolve import Layout, resolve
 
-__all__ = ["VARIANTS", "Band", "Gain", "Variant", "best", "config_of", "variants"]
+__all__ = [
+    "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "config_of", "layouts", "points", "variants",
+]  # fmt: skip
 
 VARIANTS = {
     "CB low-rank": "--compressed-backprop",
@@ -72,7 +78,7 @@ class Variant:
     name: str
     flags: str
     config: OptimusConfig
-    result: Iteration
+    result: PlannedIteration
     gain: Gain
     memory: float
 
@@ -140,3 +146,128 @@ def best(found: Sequence[Variant]) -> Variant:
     """The one that surely gains most; vanilla where none pays."""
     paying = [variant for variant in found if variant.gain.verdict == "pays"]
     return max(paying, key=lambda variant: variant.gain.planned, default=found[0])
+
+
+MICRO_BATCHES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept over; empty: as the plan has it."""
+
+    nodes: tuple[int, ...] = ()
+    links: tuple[str, ...] = ()
+    layout: str = "given"
+    """The given one; all; or the best: of all of them the one that is fastest on its cluster without compression."""
+
+    weak: bool = False
+    """The batch grows with the nodes."""
+
+    @staticmethod
+    def parsed(text: str) -> "Sweep":
+        """From `nodes=8..1250,link=hdr8+100gbe,layout=all,batch=weak`; a range doubles.
+
+        Raises:
+            PlanError: another key, or a value that is none of its.
+        """
+        values = dict(part.partition("=")[::2] for part in text.split(","))
+        if unknown := values.keys() - {"nodes", "link", "layout", "batch"}:
+            raise PlanError(f"--sweep: unknown {', '.join(sorted(unknown))}: it takes nodes, link, layout and batch")
+        for key, allowed in (("layout", ("given", "all", "best")), ("batch", ("strong", "weak"))):
+            if values.setdefault(key, allowed[0]) not in allowed:
+                raise PlanError(f"--sweep: {key}={values[key]}: it is one of {', '.join(allowed)}")
+        links = tuple(values["link"].split("+")) if "link" in values else ()
+        for link in links:
+            network_of(link)
+        return Sweep(_numbers(values.get("nodes", "")), links, values["layout"], values["batch"] == "weak")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    first, dots, last = text.partition("..")
+    try:
+        found = [int(part) for part in first.split("+")] if text else []
+        if dots:
+            while 0 < found[-1] * 2 < int(last):
+                found.append(found[-1] * 2)
+            found += [int(last)] if int(last) > found[-1] else []
+    except ValueError:
+        raise PlanError(f"--sweep: nodes={text}: give 8..1250, or 8+64+512") from None
+    if min(found, default=1) < 1:
+        raise PlanError(f"--sweep: nodes={text}: nodes are positive")
+    return tuple(found)
+
+
+Point = tuple[Cluster, Job, float, float, list[Gain | None]]
+"""One layout on one cluster, bytes on a rank, vanilla's seconds, and what each set of flags gains; None: refused."""
+
+
+def layouts(job: Job, gpus: int, batch: int, gpus_per_node: int) -> Iterator[Job]:
+    """Every way to lay out the model of `job` on so many GPUs, with tensor parallelism within nodes."""
+    model = job.model
+    tensor = [tp for tp in (1, 2, 4, 8, 16) if tp <= gpus_per_node and model.heads % tp == 0]
+    stages = [pp for pp in range(1, model.layers + 1) if model.layers % pp == 0 and gpus % pp == 0]
+    recompute = dict.fromkeys((job.recompute, "full"))
+    for tp, pp, vpp, micro_batch, again in product(tensor, stages, (1, 2, 4), MICRO_BATCHES, recompute):
+        sizes = {"gpus": gpus, "batch": batch, "tp": tp, "pp": pp, "vpp": vpp, "micro_batch": micro_batch}
+        with suppress(PlanError):
+            yield job.replace(**sizes, recompute=again, sequence_parallel=tp > 1)
+
+
+def points(
+    cluster: Cluster, job: Job, sweep: Sweep, flags: Sequence[str], progress: Callable[[int, int], None]
+) -> list[Point]:
+    """All points that fit memory, those of one cluster from the fastest; with full recomputation only where it must be.
+
+    `progress` is told how many of how many are done.
+
+    Raises:
+        PlanError: none is left; with the reason of the last.
+    """
+    chosen = _fitting(cluster, job, sweep)
+    if sweep.layout == "best":
+        # Those of one cluster follow each other.
+        seconds = []
+        for count, (place, way, _) in enumerate(chosen):
+            progress(count, len(chosen))
+            seconds.append(iteration(place, way).seconds)
+        of_cluster = groupby(range(len(chosen)), key=lambda i: (chosen[i][0], chosen[i][1].gpus))
+        chosen = [chosen[min(group, key=lambda i: seconds[i])] for _, group in of_cluster]
+    found: list[Point] = []
+    for count, (place, way, used) in enumerate(chosen):
+        progress(count, len(chosen))
+        band = Band(place, way)
+        gains: list[Gain | None] = []
+        for text in flags:
+            try:
+                gains.append(band.gain(config_of(text.split(), way)))
+            except FlagError:
+                gains.append(None)
+        found.append((place, way, used, band.vanilla.seconds, gains))
+    return sorted(found, key=lambda point: (point[1].gpus, point[0].network.name, point[3]))
+
+
+def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Job, float]]:
+    """Clusters, layouts and the bytes that these use, cluster by cluster."""
+    reason: str | Exception = "no layout divides"
+    here = job.gpus // cluster.gpus_per_node
+    found: dict[tuple[object, ...], tuple[Cluster, Job, float]] = {}
+    for nodes, link in product(sweep.nodes or (here,), sweep.links or (None,)):
+        place = replace(cluster, network=network_of(link)) if link else cluster
+        gpus, batch = nodes * place.gpus_per_node, job.batch * nodes // here if sweep.weak else job.batch
+        ways: Iterable[Job] = []
+        try:
+            all_of_them = sweep.layout != "given"
+            ways = (
+                layouts(job, gpus, batch, place.gpus_per_node) if all_of_them else [job.replace(gpus=gpus, batch=batch)]
+            )
+        except PlanError as error:
+            reason = error
+        for way in ways:
+            key = place, way.gpus, way.tp, way.pp, way.vpp, way.micro_batch
+            try:
+                found.setdefault(key, (place, way, check_memory(place, way)))
+            except PlanError as error:
+                reason = error
+    if not found:
+        raise PlanError(f"--sweep: nothing is left to plan: {reason}")
+    return list(found.values())

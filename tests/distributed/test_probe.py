@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.forecast import probe
-from optimus_cc_ext.forecast.probe import Rate, probe_collective, probe_link
+from optimus_cc_ext.forecast.probe import probe_collective, probe_link
+from optimus_cc_ext.forecast.timeline import Rate
 from tests.forked_ranks import run_ranks
 
 CPU = torch.device("cpu")

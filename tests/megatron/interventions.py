@@ -200,11 +200,11 @@ def unbatched() -> None:
 
 def links_of(bytes_per_second: float) -> None:
     """The rates that a forecast goes by are given: so the decision is known."""
-    from optimus_cc_ext.forecast import forecaster
-    from optimus_cc_ext.forecast.probe import Rate
+    from optimus_cc_ext.forecast import forecast
+    from optimus_cc_ext.forecast.timeline import Rate
 
-    forecaster.probe_link = lambda group, device: Rate(0.0, bytes_per_second)
-    forecaster.probe_collective = lambda group, device, scattered: Rate(0.0, bytes_per_second)
+    forecast.probe_link = lambda group, device: Rate(0.0, bytes_per_second)
+    forecast.probe_collective = lambda group, device, scattered: Rate(0.0, bytes_per_second)
 
 
 def start_one_ulp_away() -> None:

@@ -10,13 +10,18 @@ import torch
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.compute import gemm, layer
 from optimus_cc_ext.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
 from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.links import Group, all_reduce, all_to_all, reduce_scatter, send
-from optimus_cc_ext.plan.memory import check_memory, memory
 from optimus_cc_ext.plan.model import MODELS, Job, Model
-from optimus_cc_ext.plan.traffic import DENSE, low_rank_values, message_costs
+from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, gemm, layer, reduce_scatter, send
+from optimus_cc_ext.plan.traffic import (
+    DENSE,
+    activation_message,
+    check_memory,
+    gradient_message,
+    low_rank_values,
+    memory,
+)
 from tests.formats import formats_of
 
 A100, CLUSTER = GPUS["A100"], CLUSTERS["a100-hdr200"]
@@ -89,27 +94,27 @@ def test_a_format_that_is_in_no_table_has_no_costs() -> None:
     config = OptimusConfig()
     object.__setattr__(config, "pipeline_forward_format", "int5")
     with pytest.raises(ValueError, match="'int5' is no block format: there are int8, int4, fp8, exact"):
-        message_costs(CLUSTER, JOB, config)
+        activation_message(CLUSTER, JOB, config)
 
 
 @pytest.mark.parametrize("form", formats_of("compressed_backprop_format"))
 def test_blocks_send_as_many_bytes_as_a_codec_writes(form: str) -> None:
-    costs = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form))
-    values = JOB.rows * JOB.model.hidden
+    config, values = OptimusConfig(compressed_backprop_format=form), JOB.rows * JOB.model.hidden
+    sent, forward = gradient_message(CLUSTER, JOB, config), activation_message(CLUSTER, JOB, config)
     # A codec aligns the sections of a message to 16 bytes.
-    assert 0 <= Codec(form).message_bytes(BlockLayout.of_one(values), torch.bfloat16) - costs.gradient_bytes < 32
-    assert costs.coding["remember"] == 0.0 and costs.activation_bytes == 2 * JOB.rows * JOB.model.hidden
-    lep = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form, lazy_error_propagation=True))
+    assert 0 <= Codec(form).message_bytes(BlockLayout.of_one(values), torch.bfloat16) - sent.nbytes < 32
+    assert sent.remember == 0.0 and forward.nbytes == 2 * values
+    lep = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form, lazy_error_propagation=True))
     # What was sent is decoded once more, and both ends of the sum are read and written.
-    assert lep.coding["remember"] > lep.coding["decompress"] == costs.coding["decompress"]
-    assert lep.coding["compress"] > costs.coding["compress"]
+    assert lep.remember > lep.decode == sent.decode
+    assert lep.encode > sent.encode
 
 
 def test_low_rank_sends_its_factors_and_nothing_where_nothing_is_saved() -> None:
-    costs = message_costs(CLUSTER, JOB, OptimusConfig(compressed_backprop=True))
-    assert costs.gradient_bytes == 2 * 16 * (JOB.rows + JOB.model.hidden)
+    sent = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop=True))
+    assert sent.nbytes == 2 * 16 * (JOB.rows + JOB.model.hidden)
     all_of_it = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4096)
-    assert message_costs(CLUSTER, JOB, all_of_it).gradient_bytes == 2 * JOB.rows * JOB.model.hidden
+    assert gradient_message(CLUSTER, JOB, all_of_it).nbytes == 2 * JOB.rows * JOB.model.hidden
     assert low_rank_values(JOB, OptimusConfig(dp_compression=True, dp_compression_rank=4096)) == (0, 0)
 
 
@@ -121,9 +126,10 @@ def test_on_a_slow_line_compressed_gradients_are_reduced_in_less_than_half_the_t
     job, cluster = JOB.replace(distributed_optimizer=distributed), CLUSTERS["10gbe"]
     ours = iteration(cluster, job, OptimusConfig(dp_compression_format=form, dp_compression=True))
     dense = iteration(cluster, job)
-    assert dense.reductions[0] == dense.reductions[-1] > 1.05 * dense.reductions[1]
+    left, was = ours.times.reductions, dense.times.reductions
+    assert was[0] == was[-1] > 1.05 * was[1]
     # The middle stages, which hold no embedding.
-    assert ours.reductions[1] < 0.5 * dense.reductions[1] and ours.seconds < dense.seconds
+    assert left[1] < 0.5 * was[1] and ours.seconds < dense.seconds
 
 
 @pytest.mark.parametrize(("form", "least"), [("int8", 0.5), ("int4", 0.25)])
@@ -132,16 +138,16 @@ def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_lit
 ) -> None:
     job, cluster = JOB.replace(distributed_optimizer=True), CLUSTERS["10gbe"]
     ours, dense = (
-        iteration(cluster, job, config).gather for config in (OptimusConfig(param_gather_format=form), DENSE)
+        iteration(cluster, job, config).times.after_step for config in (OptimusConfig(param_gather_format=form), DENSE)
     )
     assert least * dense < ours < (least + 0.05) * dense
     # Nothing of it is overlapped by default; with overlap, what is left shrinks as well.
     beside = [
-        iteration(cluster, job.replace(overlap_param_gather=True), config).gather
+        iteration(cluster, job.replace(overlap_param_gather=True), config).times.after_step
         for config in (OptimusConfig(param_gather_format=form), DENSE)
     ]
     assert beside[0] < 0.7 * beside[1] and beside[1] < dense
-    assert iteration(cluster, JOB, OptimusConfig(param_gather_format=form)).gather == 0.0
+    assert iteration(cluster, JOB, OptimusConfig(param_gather_format=form)).times.after_step == 0.0
 
 
 def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:

@@ -10,7 +10,7 @@ import pytest
 from optimus_cc_ext import cli
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import GPUS
-from optimus_cc_ext.plan.memory import memory
+from optimus_cc_ext.plan.traffic import memory
 from optimus_cc_ext.plan.validate import BAND, SHIPPED, Campaign, Row, campaigns, nearest, read_rows, regrets, shipped
 
 ROWS = shipped()

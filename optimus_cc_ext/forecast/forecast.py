@@ -1,0 +1,369 @@
+"""What compression will gain on this run's links: measured in the first iterations, predicted, and said.
+
+The first pass warms up, the second is timed; before the third, all ranks try their links and compressors, exchange what
+they found, and reach the same forecast from it. With `--dp-compression-stages auto` that decides which stages compress.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_compressor
+from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
+from optimus_cc_ext.forecast.probe import probe_collective, probe_link
+from optimus_cc_ext.forecast.timeline import (
+    FREE,
+    INDIFFERENT,
+    ClassCost,
+    IterationTimes,
+    Link,
+    RankCost,
+    Rate,
+    Switches,
+    When,
+    iteration,
+    reduction,
+    useful_stages,
+)
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.block_reducer import BlockCodecs
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.schedule import Message, Schedule
+
+__all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
+
+_TIMED_PASS = 1
+"""Counted from 0. The one before allocates, compiles and connects."""
+
+FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.value for each in TrafficClass)
+_FLAGS = {
+    FORWARD: "--pipeline-forward-format",
+    BACKWARD: "--compressed-backprop",
+    EMBEDDING: "--fused-embedding-sync",
+    GRADIENTS: "--dp-compression",
+}
+"""The flag that switches a class on whose seconds are part of the comparison, in the order of the lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's costs, its links, and the memory that it lacks."""
+
+    cost: RankCost
+    link: Rate | None
+    """To the next stage; None with one stage."""
+
+    replicas: Rate | None
+    """An all-reduce over the replicas; None: one replica."""
+
+    lacking: int = 0
+    """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Predicted times of an iteration."""
+
+    plain: IterationTimes
+    """Nothing is compressed or fused."""
+
+    ours: IterationTimes
+    without: Mapping[str, float]
+    """By class that is switched on: seconds from the iteration's beginning to its reduced gradients, without it."""
+
+    compressed_stages: frozenset[int]
+    """The stages whose gradients are compressed."""
+
+    link: float
+    """Bytes per second between stages; 0 with one stage."""
+
+    replicas: float
+    """Bytes per second of sums over replicas; 0 with one replica."""
+
+    warmups: Mapping[str, float]
+    """By flag: the share of the iterations in which a class waits, which the predicted iteration does not."""
+
+    lacking: Mapping[int, int] = field(default_factory=dict)
+    """By stage that could not be chosen: bytes that one of its GPUs lacks for residuals and factors."""
+
+    def lines(self) -> list[str]:
+        """Return the terminal's lines: the links, what is gained, class by class, and what does not pay."""
+        rates = (self.link, "between stages"), (self.replicas, "among replicas")
+        links = ", ".join(f"{rate / 1e6:.1f} MB/s {where}" for rate, where in rates if rate)
+        plain, ours = self.plain.reduced, self.ours.reduced
+        lines = [
+            f"forecast from measured times ({links}): the gradients of an iteration are reduced after "
+            f"{1e3 * ours:.0f} ms instead of {1e3 * plain:.0f} ms ({_change(ours, plain)})",
+            *(f"forecast: {self._verdict(name)}" for name in self.without),
+        ]
+        if self.plain.after_step:
+            milliseconds = 1e3 * self.ours.after_step
+            lines.append(f"forecast: parameter gather: {milliseconds:.0f} ms beside that, {self._gather_verdict()}")
+        for stage, nbytes in sorted(self.lacking.items()):
+            lines.append(
+                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
+                "--compression-state-dtype bf16 halves them, and --dp-compression-format int4 has none"
+            )
+        if self.warmups:
+            flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
+            lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
+        return lines
+
+    def _gather_verdict(self) -> str:
+        plain, ours = self.plain.after_step, self.ours.after_step
+        if ours == plain:
+            return "as in vanilla Megatron"
+        pays = "" if ours < plain else ". It does not pay here: give --param-gather-format dense"
+        return f"instead of {1e3 * plain:.0f} ms ({_change(ours, plain)}){pays}"
+
+    def _verdict(self, name: str) -> str:
+        title = f"{name}, {'fused' if name == EMBEDDING else 'compressed'}"
+        without, ours, where, cure = self.without[name], self.ours.reduced, "", ""
+        if name == GRADIENTS:
+            if not self.compressed_stages:
+                return f"{title}: no stage's reduction is worth compressing"
+            where = f" on stages {', '.join(map(str, sorted(self.compressed_stages)))} of {len(self.ours.ends)}"
+            cure = ", or give --dp-compression-stages auto"
+        change = f"{title}: {1e3 * (ours - without):+.0f} ms ({_change(ours, without)}){where}"
+        if ours > without * (1 + INDIFFERENT):
+            return f"{change}. It does not pay here: leave out {_FLAGS[name]}{cure}"
+        return change if ours < without * (1 - INDIFFERENT) else f"{change}, nothing to speak of"
+
+
+def forecast(
+    everyone: Sequence[Measured], schedule: Schedule, config: OptimusConfig, stages: frozenset[int] | None
+) -> Forecast:
+    """Predict an iteration, with and without each class that is switched on.
+
+    Args:
+        everyone: what all ranks measured.
+        schedule: of an iteration.
+        config: what is switched on.
+        stages: whose gradients are compressed; None: choose them.
+    """
+    ranks, nowhere = [m.cost for m in everyone], frozenset[int]()
+    on, lacking = Switches.of(config, schedule.stages), dict[int, int]()
+    if GRADIENTS not in on.stages:
+        stages = nowhere
+    elif stages is None:
+        stages = useful_stages(ranks, schedule, on, GRADIENTS)
+        most = {stage: max(m.lacking for m in everyone if m.cost.stage == stage) for stage in stages}
+        lacking = {stage: nbytes for stage, nbytes in most.items() if nbytes}
+        stages -= lacking.keys()
+    switches = on.where(GRADIENTS, stages)
+    warmups = {
+        "--compressed-backprop-warmup": (config.compressed_backprop, config.compressed_backprop_warmup),
+        "--dp-compression-warmup": (config.dp_compression, config.dp_compression_warmup),
+    }
+    return Forecast(
+        plain=iteration(ranks, schedule, Switches({})),
+        ours=iteration(ranks, schedule, switches),
+        without={
+            name: iteration(ranks, schedule, switches.where(name, nowhere)).reduced
+            for name in _FLAGS
+            if name in on.stages
+        },
+        compressed_stages=stages,
+        link=_mean_rate([m.link for m in everyone]),
+        replicas=_mean_rate([m.replicas for m in everyone]),
+        lacking=lacking,
+        warmups={flag: share for flag, (is_on, share) in warmups.items() if is_on and share},
+    )
+
+
+def _mean_rate(rates: Sequence[Rate | None]) -> float:
+    known = [rate.bytes_per_second for rate in rates if rate is not None]
+    return fmean(known) if known else 0.0
+
+
+def _change(new: float, old: float) -> str:
+    return f"{100 * (new / old - 1):+.1f} %" if old else "0.0 %"
+
+
+class Forecaster:
+    """Makes the forecast of one session on one rank. Every method is called on all ranks alike."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._stopwatch = Stopwatch()
+        self._passes = 0
+
+    def before_pass(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
+        """Begin an iteration's forward-backward pass: time it, or forecast from the one that was timed.
+
+        Args:
+            schedule: of this pass.
+            gradient: like every gradient between stages; None where that is not known beforehand.
+            device: where collectives take their tensors.
+
+        Raises:
+            OptimusError: a link failed while it was measured.
+        """
+        config = self._session.config
+        wanted = config.any_technique and (config.compression_forecast or self._session.gradients.stages_are_open)
+        self._stopwatch.on = wanted and self._passes == _TIMED_PASS
+        if wanted and self._passes == _TIMED_PASS + 1:
+            self._forecast(schedule, gradient, device)
+        self._passes += 1
+
+    def computing(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """Time a forward or a backward pass of one micro-batch through one model chunk."""
+        return self._stopwatch.timed(name, device)
+
+    def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._measure(gradient, device))
+        session = self._session
+        found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
+        if session.gradients.stages_are_open:
+            session.gradients.choose_stages(found.compressed_stages)
+        if dist.get_rank() == 0:
+            _say(session, found)
+
+    def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
+        session, gradients = self._session, self._session.gradients
+        assert session.grid is not None, "the session has no place in the grid yet"
+        sharded = session.layout is not None and session.layout.distributed_optimizer
+        link = probe_link(session.grid.pipeline_group, device)
+        # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
+        replicas = dense_sum = probe_collective(gradients.replicas, device, scattered=False)
+        if sharded:
+            dense_sum = probe_collective(gradients.replicas, device, scattered=True)
+        classes = (
+            _forward(session, gradient, link or FREE),
+            _backward(session, gradient, link or FREE),
+            _gradients(session, dense_sum or FREE, replicas or FREE, sharded),
+            *_embedding(session, dense_sum or FREE, replicas or link or FREE, sharded),
+            _gather(session, replicas or FREE),
+        )
+        return Measured(
+            cost=RankCost(
+                stage=session.grid.place.stage,
+                forward=self._stopwatch.median("forward"),
+                backward=self._stopwatch.median("backward"),
+                classes=classes,
+                buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
+            ),
+            link=link,
+            replicas=replicas,
+            lacking=_lacking(gradients.state_bytes, device),
+        )
+
+
+# Each class of traffic, measured. What is tried has memory of its own: buckets' is used on their own stream.
+
+
+def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
+    dense = compressed = link.sent(like.nbytes if like is not None else 0)
+    if like is not None and session.forward.messages is not None:
+        codec = session.new_codec(session.config.pipeline_forward_format)
+        assert codec is not None
+        encode, decode = time_activation(BlockMessages(codec), like)
+        compressed = link.sent(session.forward.messages.nbytes(like), encode=encode, decode=decode)
+    return ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, dense, compressed)
+
+
+def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
+    dense = compressed = link.sent(like.nbytes if like is not None else 0)
+    ends = session.backprop.sending or session.backprop.receiving
+    if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
+        of_blocks, of_factors = session.config.compressed_backprop_format, session.config.low_rank_wire
+        plan = replace(ends.plan, codec=session.new_codec(of_blocks), factor_codec=session.new_codec(of_factors))
+        compress, decompress, remember = time_message(plan, like, fast_compressor())
+        compressed = link.sent(ends.message_bytes(like), encode=compress, decode=decompress, remember=remember)
+    return ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, dense, compressed)
+
+
+def _gradients(session: Session, dense_sum: Rate, replicas: Rate, sharded: bool) -> ClassCost:
+    gradients, config, coding = session.gradients, session.config, 0.0
+    if config.dp_compression and session.alone is not None:
+        coding = time_gradients(
+            [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
+            alone=session.alone,
+            compressor=fast_compressor(),
+            config=config,
+            state_dtype=gradients.state_dtype,
+            codecs=session.new_codecs(config.dp_compression_format),
+            wire=session.new_codec(config.low_rank_wire),
+            sharded=sharded,
+        )
+    compressed = sum(buckets.compressed_bytes for buckets in gradients.buckets)
+    return ClassCost(
+        GRADIENTS,
+        When.AFTER_BACKWARD,
+        Link.REPLICAS,
+        dense_sum.sent(sum(buckets.dense_bytes for buckets in gradients.buckets)),
+        reduction(replicas, compressed, coding, _second_phase(gradients.codecs, sharded)),
+    )
+
+
+def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
+    """Return the share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
+    if codecs is None:
+        return 0.5  # P and Q are of much the same size
+    if sharded:
+        return 0.0
+    block = BlockLayout.of_one(BLOCK)
+    there, back = (codec.message_bytes(block, torch.float32) for codec in codecs)
+    return back / (there + back)
+
+
+def _embedding(session: Session, dense_sum: Rate, pair: Rate, sharded: bool) -> tuple[ClassCost, ClassCost]:
+    """Return the tied embedding's way over the replicas, then over the first and the last stage."""
+    assert session.grid is not None
+    nbytes, replicas = sum(buckets.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
+    with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
+    with_pair = of_pair = 0
+    if nbytes and session.grid.stages > 1:
+        codecs = session.embedding.codecs if session.embedding is not None else None
+        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, codecs=codecs)
+        if sharded:
+            # Shards only: what the pair sums when the replicas have.
+            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, codecs=codecs)
+        with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
+        fused_with_replicas = fused - of_pair
+    return (
+        ClassCost(
+            EMBEDDING, When.AFTER_BACKWARD, Link.REPLICAS,
+            dense_sum.sent(with_replicas), dense_sum.sent(fused_with_replicas),
+        ),
+        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, pair.sent(with_pair), pair.sent(of_pair)),
+    )  # fmt: skip
+
+
+def _gather(session: Session, replicas: Rate) -> ClassCost:
+    coding = 0.0
+    if (codec := session.new_codec(session.config.param_gather_format)) is not None and session.alone is not None:
+        coding = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
+    dense = replicas.sent(sum(buckets.gather_bytes for buckets in session.gradients.buckets))
+    compressed = replicas.sent(session.parameters.sent_bytes, encode=coding)
+    return ClassCost(GATHER, When.AFTER_STEP, Link.REPLICAS, dense, compressed)
+
+
+def _lacking(nbytes: int, device: torch.device) -> int:
+    """Return how many of `nbytes` exceed the memory left at the run's peak GPU allocation; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(0, nbytes - room)
+
+
+def _say(session: Session, found: Forecast) -> None:
+    lines = found.lines() if session.config.compression_forecast else []
+    if session.config.dp_compression_stages == "auto":
+        chosen = ", ".join(map(str, sorted(found.compressed_stages))) or "none"
+        lines.insert(0, f"--dp-compression-stages auto: of {len(found.ours.ends)} stages compressed: {chosen}")
+    for line in lines:
+        print(f"optimus-cc: {line}", flush=True)

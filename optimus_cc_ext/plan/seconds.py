@@ -1,0 +1,235 @@
+"""Seconds that a GPU computes, and that transfers take on its links.
+
+Computation: GEMMs by the tiles that fill the GPU's processors, everything else by the bytes it moves. Operations and
+bytes are counted after Narayanan et al. 2021 (arXiv 2104.04473, appendix) and Korthikanti et al. 2022 (arXiv
+2205.05198, section 4); a GEMM's waves after NVIDIA's "Matrix Multiplication Background" guide.
+
+Transfers: NCCL's latency model, the share of a line that large rings reach, one queue per node and direction.
+Latencies: NCCL's tuning.cc (`ncclTopoTuneModel`). Shares of the line: SimAI's `nic_ratio` table (aliyun/SimAI,
+astra-sim-alibabacloud), measured with RDMA.
+"""
+
+from bisect import bisect
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2
+
+from optimus_cc_ext.plan.hardware import Cluster, Gpu
+from optimus_cc_ext.plan.model import Job
+
+__all__ = [
+    "OPTIMIZER_BYTES", "RING_SHARE", "Group", "Seconds", "all_reduce", "all_to_all", "gemm", "head", "layer", "moved",
+    "reduce_scatter", "send",
+]  # fmt: skip
+
+TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7))
+"""Rows, columns and relative speed of cuBLAS's tiles; assumed, after the guide's figures."""
+
+OPTIMIZER_BYTES = 48
+"""Moved per parameter and step: Adam reads weights, both moments and the gradient and writes the first three and 16-bit
+weights (30); unscaling and copying gradients, their norm and clipping (18)."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one micro-batch."""
+
+    forward: float
+    backward: float
+    """Recomputation included."""
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> "Seconds":
+        return Seconds(self.forward * factor, self.backward * factor)
+
+
+@lru_cache(maxsize=65536)
+def gemm(gpu: Gpu, m: int, n: int, k: int, count: int = 1, fp8: bool = False) -> float:
+    """`count` products of (m, k) and (k, n) in one launch: whole waves of tiles, or the time of their bytes."""
+    waves = min(
+        ceil(ceil(m / rows) * ceil(n / columns) * count / gpu.processors) * rows * columns / speed
+        for rows, columns, speed in TILES
+    )
+    peak = gpu.fp8 if fp8 else gpu.bf16
+    operations = 2.0 * waves * gpu.processors * k / (peak * gpu.gemm_efficiency)
+    value = 1 if fp8 else 2
+    return max(operations, moved(gpu, count * (value * (m + n) * k + 2 * m * n)))
+
+
+def moved(gpu: Gpu, nbytes: float) -> float:
+    """Seconds in which so many bytes are read or written."""
+    return nbytes / (gpu.memory_rate * gpu.memory_efficiency)
+
+
+def _linear(gpu: Gpu, rows: int, inputs: int, outputs: int, fp8: bool) -> Seconds:
+    """Forward; gradients of input and weight."""
+    forward = gemm(gpu, rows, outputs, inputs, 1, fp8)
+    return Seconds(forward, gemm(gpu, rows, inputs, outputs, 1, fp8) + gemm(gpu, inputs, outputs, rows, 1, fp8))
+
+
+def _attention(gpu: Gpu, job: Job) -> Seconds:
+    """Scores, softmax, dropout and their product with the values, of this rank's heads."""
+    model = job.model
+    heads, s, width = job.micro_batch * model.heads // job.tp, model.sequence, model.hidden // model.heads
+    scores, product = gemm(gpu, s, s, width, heads), gemm(gpu, s, width, s, heads)
+    if job.flash:
+        # Half of the scores by causality; backward computes five products for two. Fused kernels reach about two
+        # thirds of a GEMM's speed (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 50 to 73 % of the peak).
+        once = 0.5 * 2 * 2 * heads * s * s * width / (gpu.bf16 * gpu.gemm_efficiency * 2 / 3)
+        return Seconds(once, 2.5 * once)
+    values = heads * s * s
+    # Forward: softmax reads and writes, dropout reads, writes, and writes its mask. Backward: dropout 5, softmax 6.
+    return Seconds(
+        scores + product + moved(gpu, (4 + 5) * values), 2 * (scores + product) + moved(gpu, (5 + 6) * values)
+    )
+
+
+@lru_cache(maxsize=4096)
+def layer(gpu: Gpu, job: Job) -> Seconds:
+    """One transformer layer on one rank, without its transfers."""
+    model, tp, rows, fp8 = job.model, job.tp, job.rows, job.precision == "fp8"
+    (_, qkv), _, (_, up), (inner, _) = model.layer_matrices
+    linear = (
+        _linear(gpu, rows, model.hidden, qkv // tp, fp8)
+        + _linear(gpu, rows, model.hidden // tp, model.hidden, fp8)
+        + _linear(gpu, rows, model.hidden, up // tp, fp8)
+        + _linear(gpu, rows, inner // tp, model.hidden, fp8)
+    )
+    split = tp if job.sequence_parallel else 1
+    # Norms and dropout with residual work on the whole hidden state, the activation on the rank's share of the MLP.
+    forward = 2 * (4 + 7) * rows * model.hidden / split + 2 * (up + inner) * rows / tp
+    backward = 2 * (8 + 5) * rows * model.hidden / split + 2 * (2 * up + inner) * rows / tp
+    if not job.flash:
+        # The unfused path transposes Q, K, V and its result.
+        forward += 4 * (qkv + model.hidden) * rows / tp
+        backward += 4 * (qkv + model.hidden) * rows / tp
+    if fp8:
+        # Each GEMM's input, and the gradient of its output, is read in 16 bits and written in 8, twice.
+        forward += 4 * rows * (2 * model.hidden + (model.hidden + inner) / tp)
+        backward += 4 * rows * (2 * model.hidden + (qkv + up) / tp)
+    # Each micro-batch's gradient is added to the buffer, read and written; a kernel of its own reads it once more; one
+    # that casts it before (DeepSpeed's BF16_Optimizer, `update_hp_grads`) writes and reads the copy as well.
+    besides = {"fused": 0, "added": 2, "cast": 2 + 2 * job.gradient_bytes}[job.accumulation]
+    backward += (2 * job.gradient_bytes + besides) * model.layer_parameters / tp
+    around = Seconds(moved(gpu, forward) + gpu.layer_overhead, moved(gpu, backward) + 2 * gpu.layer_overhead)
+    attention = _attention(gpu, job)
+    total = linear + attention + around
+    again = {"full": total.forward, "sel": 0.0 if job.flash else attention.forward, "none": 0.0}[job.recompute]
+    return Seconds(total.forward, total.backward + again)
+
+
+@lru_cache(maxsize=4096)
+def head(gpu: Gpu, job: Job) -> Seconds:
+    """Logits and loss, on the last stage. Cross entropy is fp32: about 24 bytes a logit forward, 10 backward."""
+    share = job.model.vocabulary // job.tp
+    logits = _linear(gpu, job.rows, job.model.hidden, share, False)
+    return logits + Seconds(moved(gpu, 24 * job.rows * share), moved(gpu, 10 * job.rows * share))
+
+
+_NODES = (2, 4, 8, 16, 32, 64, 128)
+RING_SHARE = {
+    16 * 2**20: (0.32, 0.24, 0.13, 0.05, 0.044, 0.021, 0.009),
+    128 * 2**20: (0.67, 0.67, 0.54, 0.38, 0.21, 0.11, 0.05),
+    2**30: (0.92, 0.93, 0.90, 0.76, 0.74, 0.56, 0.31),
+    8 * 2**30: (0.95, 0.96, 0.96, 0.96, 0.95, 0.91, 0.76),
+}
+"""Message of a node in bytes to the share of the line at `_NODES` nodes."""
+
+_BASE, _NVLINK_HOP = {"LL": 6.6e-6, "LL128": 14e-6, "Simple": 8.4e-6}, {"LL": 0.6e-6, "LL128": 1.9e-6, "Simple": 3.4e-6}
+_HOP = {"LL": 2.7 / 14, "LL128": 4 / 14, "Simple": 1.0}
+"""Of `Network.hop`: tuning.cc has 2.7, 4 and 14 us for a ring's."""
+
+_RATE = {"LL": 0.4, "LL128": 0.92, "Simple": 1.0}
+_TREE_RATE = 0.85
+"""Of a ring's bandwidth, between nodes; assumed."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that reduce together, among others of their node that do the same at the same time."""
+
+    ranks: int
+    per_node: int
+    """Of its ranks, those on one node."""
+
+    rings: int
+    """Such groups that share a node."""
+
+    @property
+    def nodes(self) -> int:
+        """How many it spans."""
+        return -(-self.ranks // self.per_node)
+
+    @staticmethod
+    def strided(ranks: int, stride: int, gpus_per_node: int) -> "Group":
+        """Every `stride`-th rank, `ranks` of them: of a node's ranks each is in one such group."""
+        per_node = max(1, min(ranks, gpus_per_node // stride))
+        return Group(ranks, per_node, max(1, min(stride, gpus_per_node // per_node)))
+
+
+def _interpolated(places: tuple[int, ...], values: tuple[float, ...], place: float) -> float:
+    """Linear in the logarithm of the place, and constant outside."""
+    if place <= places[0]:
+        return values[0]
+    if place >= places[-1]:
+        return values[-1]
+    i = bisect(places, place)
+    share = log2(place / places[i - 1]) / log2(places[i] / places[i - 1])
+    return values[i - 1] + share * (values[i] - values[i - 1])
+
+
+@lru_cache(maxsize=65536)
+def _share(node_bytes: float, nodes: int) -> float:
+    """Of the line rate that large rings keep, relative to two nodes and the largest message."""
+    by_size = tuple(_interpolated(_NODES, shares, nodes) for shares in RING_SHARE.values())
+    return _interpolated(tuple(RING_SHARE), by_size, node_bytes) / RING_SHARE[8 * 2**30][0]
+
+
+@lru_cache(maxsize=65536)
+def reduce_scatter(cluster: Cluster, group: Group, nbytes: float) -> float:
+    """Of `nbytes` on every rank; an all-gather to as many takes as long. Rings of a node's groups share its line."""
+    n, rate, crossings = group.ranks, cluster.gpu.nvlink, group.nodes if group.nodes > 1 else 0
+    if n == 1 or not nbytes:
+        return 0.0
+    if crossings:
+        share = _share(nbytes * group.rings, crossings) if cluster.network.sums_in_table else 1.0
+        rate = min(rate, cluster.network.node_rate * share / group.rings)
+
+    def seconds(protocol: str) -> float:
+        inside, outside = (n - 1 - crossings) * _NVLINK_HOP[protocol], crossings * cluster.network.hop * _HOP[protocol]
+        return _BASE[protocol] + inside + outside + nbytes * (n - 1) / n / (rate * _RATE[protocol])
+
+    return min(map(seconds, _BASE))
+
+
+def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
+    """The faster of a ring, which moves everything twice, and a double tree, which needs few steps."""
+    if group.ranks == 1 or not nbytes:
+        return 0.0
+    ring = 2 * reduce_scatter(cluster, group, nbytes) - min(_BASE.values())
+    if group.nodes == 1:
+        return ring
+    rate = min(cluster.gpu.nvlink, cluster.network.node_rate / group.rings) * _TREE_RATE
+    steps = 2 * ((group.per_node - 1) * _NVLINK_HOP["Simple"] + log2(group.nodes) * cluster.network.hop)
+    return min(ring, _BASE["Simple"] + steps + 2 * nbytes / rate)
+
+
+def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
+    """Each of a rank's `nbytes` goes to the one that sums it: no sums on the way, so what leaves the node is more."""
+    n, nodes = group.ranks, group.nodes
+    if n == 1 or not nbytes:
+        return 0.0
+    inside = nbytes * (group.per_node - 1) / n / cluster.gpu.nvlink
+    outside = nbytes * (n - group.per_node) / n * group.per_node * group.rings / cluster.network.node_rate
+    return _BASE["Simple"] + (cluster.network.hop if nodes > 1 else _NVLINK_HOP["Simple"]) + max(inside, outside)
+
+
+def send(cluster: Cluster, nbytes: float, senders: int, crosses: bool) -> float:
+    """One rank's message to the next stage, while all `senders` of its node send theirs."""
+    if not nbytes:
+        return 0.0
+    if not crosses:
+        return _NVLINK_HOP["Simple"] + nbytes / cluster.gpu.nvlink
+    return cluster.network.hop + nbytes * senders / (cluster.network.node_rate * cluster.network.exchange_share)

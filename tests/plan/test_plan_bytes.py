@@ -1,0 +1,173 @@
+"""The planner's closed forms against the plans that training is made from: bytes of an iteration, class by class."""
+
+import pytest
+import torch
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.doctor.estimate import Gpt, bytes_by_class
+from optimus_cc_ext.forecast.timeline import Switches, When
+from optimus_cc_ext.plan.hardware import CLUSTERS
+from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
+from optimus_cc_ext.plan.model import MODELS, Job, Model
+from optimus_cc_ext.resolve import Layout
+
+SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
+JOBS = {
+    "8.3b": Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512),
+    "2.5b": Job(model=MODELS["2.5b"], gpus=16, tp=1, pp=4, micro_batch=2, batch=64),
+    "2.5b, interleaved": Job(model=MODELS["2.5b"], gpus=8, tp=2, pp=2, vpp=2, micro_batch=2, batch=16),
+    "18b, one stage": Job(model=MODELS["18b"], gpus=32, tp=8, micro_batch=1, batch=8, sequence_parallel=True),
+    "small, untied": Job(model=SMALL, gpus=8, tp=1, pp=4, micro_batch=4, batch=32),
+}
+CONFIGS = {
+    "dense": {},
+    "paper": {"compressed_backprop": True, "fused_embedding_sync": True, "dp_compression": True},
+    "all low-rank, int8 wire": {
+        "compressed_backprop": True, "compressed_backprop_messages": "all", "dp_compression": True,
+        "low_rank_wire": "int8",
+    },
+    "int8": {
+        "pipeline_forward_format": "int8", "compressed_backprop_format": "int8", "dp_compression_format": "int8",
+        "fused_embedding_sync_format": "int8",
+    },
+    "int4, first stage": {
+        "compressed_backprop_format": "int4", "dp_compression_format": "int4", "dp_compression_stages": 1,
+    },
+}  # fmt: skip
+
+
+def gpt_of(job: Job) -> Gpt:
+    """The same model as a launch line gives it to doctor, without positions and the last norm, which no plan counts."""
+    model, vectors = job.model, [(job.model.hidden,)] * 4
+    matrices = [
+        (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
+        for place, (inputs, outputs) in enumerate(model.layer_matrices)
+    ]
+    biases = [(rows,) for rows, _ in matrices]
+    return Gpt(
+        layers=job.layers_per_stage,
+        layer=(*matrices, *biases, *vectors),
+        embedding=(model.vocabulary // job.tp, model.hidden),
+        positions=None,
+        last=(),
+        tied=model.tied,
+        message=torch.Size((job.message_rows, 1, model.hidden)),
+        pipeline_dtype=torch.bfloat16,
+        gradient_dtype=torch.float32,
+        parameter_dtype=torch.bfloat16,
+        tensor_parallel=job.tp,
+    )
+
+
+def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
+    """Bytes of all ranks in one iteration by class, from the planner's costs; the embedding among the gradients."""
+    named = config.dp_compression_stages
+    chosen = frozenset(range(named if isinstance(named, int) else job.pp)) if config.dp_compression else frozenset()
+    switches = Switches.of(config, job.pp).where("DP gradients", chosen)
+    schedule, found = schedule_of(job.pp, job.vpp, job.micro_batches), dict.fromkeys(("gradients", "gather"), 0.0)
+    ranks, last = rank_costs(CLUSTERS["paper"], job, config), job.pp * job.vpp - 1
+    for rank in ranks:
+        sent = {(cost.name, cost.when): switches.sent(cost, rank.stage).nbytes for cost in rank.classes}
+        activations = sum(w.forward and w.chunk * job.pp + rank.stage < last for w in schedule.passes(rank.stage))
+        found["forward"] = found.get("forward", 0) + activations * sent["pipeline forward", When.ACTIVATION]
+        found["gradients"] += sent["DP gradients", When.AFTER_BACKWARD]
+        if rank.stage in (0, job.pp - 1):
+            found["gradients"] += sent["embedding", When.AFTER_BACKWARD]
+        if rank.stage == 0:
+            found["gather"] += sent["parameter gather", When.AFTER_STEP]
+    found["backward"] = 0.0
+    for receiver in range(job.pp if job.vpp > 1 else job.pp - 1):
+        (cost,) = (cost for cost in ranks[(receiver + 1) % job.pp].classes if cost.when is When.GRADIENT)
+        for message in schedule.messages(receiver):
+            dense = switches.epilogue_only and not message.epilogue
+            found["backward"] += (cost.dense if dense else switches.sent(cost, receiver)).nbytes
+    return {name: nbytes * job.tp * job.dp for name, nbytes in found.items()}
+
+
+def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
+    """The same from the plans, as doctor asks them."""
+    layout = Layout(
+        stages=job.pp,
+        data_parallel=job.dp,
+        tied_embeddings=job.model.tied,
+        distributed_optimizer=job.distributed_optimizer,
+    )
+    schedule = schedule_of(job.pp, job.vpp, job.micro_batches)
+    asked = {name: sent for name, (_, sent) in bytes_by_class(gpt_of(job), layout, config, schedule).items()}
+    return {
+        "forward": asked.get("pipeline forward", 0),
+        "backward": asked.get("pipeline backward", 0),
+        "gradients": asked["DP gradients"] + asked.get("embedding", 0),
+        "gather": asked.get("parameter gather", 0),
+    }
+
+
+def config_for(job: Job, form: str, **more: object) -> OptimusConfig:
+    """The classes that there are on this layout: a preset leaves the others out, too."""
+    allowed = {"dp_compression"}
+    allowed |= {"compressed_backprop", "pipeline_forward"} if job.pp > 1 else set()
+    allowed |= {"fused_embedding_sync"} if job.pp > 1 and job.model.tied else set()
+    named = {name: value for name, value in CONFIGS[form].items() if name.startswith((*allowed, "low_rank"))}
+    return OptimusConfig(**named | more)
+
+
+CASES = [(name, form, sharded) for name in JOBS for form in CONFIGS for sharded in (False, True)]
+EMBEDDING, PAIR, REST = (
+    "an embedding that is encoded in its bucket is planned dense",
+    "the replicas' part of a fused embedding is planned dense, and the sum over its two stages both ways",
+    "low rank all-reduces all that stays dense, and a reduce-scatter of it is planned",
+)
+KNOWN = {
+    ("2.5b", "int4, first stage", False): (EMBEDDING, 1.038),
+    ("18b, one stage", "int8", True): (EMBEDDING, 1.047),
+    ("small, untied", "int8", False): (EMBEDDING, 2.575),
+    ("8.3b", "int8", True): (PAIR, 1.101),
+    ("2.5b, interleaved", "int8", True): (PAIR, 1.212),
+    ("18b, one stage", "paper", True): (REST, 0.901),
+    ("small, untied", "paper", True): (REST, 0.564),
+}
+"""Cases where the planner's gradients are not the plans': the reason, and planned over sent bytes."""
+
+
+def reason(job: Job, config: OptimusConfig) -> str | None:
+    """Say why the planner's bytes of gradients differ from the plans'; None: they do not."""
+    low_rank = config.dp_compression_format == "low-rank"
+    if config.fused_embedding_sync_format != "dense" and job.distributed_optimizer:
+        return PAIR
+    if config.dp_compression and not low_rank and not config.fused_embedding_sync:
+        return EMBEDDING
+    return REST if config.dp_compression and low_rank and job.distributed_optimizer else None
+
+
+def measured(name: str, form: str, sharded: bool) -> tuple[str | None, dict[str, float], dict[str, int]]:
+    job = JOBS[name].replace(distributed_optimizer=sharded)
+    config = config_for(job, form)
+    return reason(job, config), planned(job, config), plans(job, config)
+
+
+@pytest.mark.parametrize(("name", "form", "sharded"), CASES)
+def test_the_planners_bytes_are_those_of_the_plans(name: str, form: str, sharded: bool) -> None:
+    differs, ours, theirs = measured(name, form, sharded)
+    assert (ours["forward"], ours["backward"]) == (theirs["forward"], theirs["backward"])
+    # Plans leave vectors dense, and each of T tensor-parallel ranks holds some of them whole; the planner splits all,
+    # and encodes them with the blocks: 1.5 % at most, where low rank leaves little but them (18b, T = 8).
+    assert differs or ours["gradients"] == pytest.approx(theirs["gradients"], rel=0.016)
+
+
+@pytest.mark.parametrize(("name", "form", "sharded"), list(KNOWN))
+def test_where_the_planners_bytes_are_others_it_is_known_why_and_by_how_much(
+    name: str, form: str, sharded: bool
+) -> None:
+    differs, ours, theirs = measured(name, form, sharded)
+    assert differs == KNOWN[name, form, sharded][0]
+    assert ours["gradients"] / theirs["gradients"] == pytest.approx(KNOWN[name, form, sharded][1], abs=0.001)
+
+
+@pytest.mark.parametrize("form", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.model.tied])
+def test_the_planners_gather_is_that_of_the_plans(name: str, form: str) -> None:
+    # The planner counts the stage that holds most; with one stage that is all there is.
+    whole, config = JOBS[name], OptimusConfig(param_gather_format=form)
+    job = whole.replace(pp=1, vpp=1, gpus=whole.gpus // whole.pp, distributed_optimizer=True)
+    # Of 4 bits a value, vectors that stay in 16 weigh four times as much.
+    assert planned(job, config)["gather"] == pytest.approx(plans(job, config)["gather"], rel=0.006)
