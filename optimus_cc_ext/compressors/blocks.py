@@ -163,7 +163,7 @@ class Codec:
 
         self._signs = signs if self.format.rotated else None
         self.rotated = self._signs is not None
-        """Whether blocks are rotated."""
+        """True if blocks are rotated."""
 
         self._gain = BLOCK if self.rotated else 1
         """The factor by which H, which is not normalised, lengthens a block."""

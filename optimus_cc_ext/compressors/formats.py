@@ -29,7 +29,7 @@ class Format:
     """The name in flags, logs and checkpoints."""
 
     packing: Literal["integers", "e4m3", "fp32"]
-    """How codes become bytes; see above."""
+    """The way that codes become bytes; see above."""
 
     bits: int
     """Bits of a code."""
@@ -38,7 +38,7 @@ class Format:
     """The largest code; None: values are not scaled."""
 
     rotated: bool
-    """Whether `--block-rotation` rotates blocks of this format."""
+    """True if `--block-rotation` rotates blocks of this format."""
 
     gaussian_error: float
     """Relative L2 error of Gaussian values, as others simulated it; tests and benchmarks allow 10 % more or less."""

@@ -16,7 +16,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 __all__ = ["cholesky_qr", "cholesky_qr_all", "gram_schmidt"]
 
 _FEWEST_FLOPS_FOR_FP32 = 1 << 23
-"""Of one matrix's Gram matrix, on a CPU: below, fp64 is as fast."""
+"""Operations of one matrix's Gram matrix on a CPU below which fp64 is as fast."""
 
 _NEARLY_ORTHONORMAL = 1e-3
 """|A^T A - 1| after a first pass in fp32, up to which a second one makes it orthonormal to fp32's rounding."""
@@ -24,7 +24,7 @@ _NEARLY_ORTHONORMAL = 1e-3
 
 @torch.no_grad()
 def gram_schmidt(p: Tensor) -> Tensor:
-    """Modified Gram-Schmidt, column by column, matrix by matrix: `ORTHOGONALIZE` in PowerSGD's algorithm 1.
+    """Orthonormalise by modified Gram-Schmidt, column by column: `ORTHOGONALIZE` in PowerSGD's algorithm 1.
 
     Args:
         p: (B, n, r), r <= n; any floating dtype.
@@ -52,7 +52,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
-    """Shifted Cholesky QR, twice: batched products and r x r factors, no loop over columns or matrices.
+    """Do a shifted Cholesky QR, twice: batched products and r x r factors, no loop over columns or matrices.
 
         1. G = A^T A, plus a shift of 16 n eps of each column's squared length
         2. G = L L^T
@@ -92,7 +92,7 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
 
 @torch.no_grad()
 def cholesky_qr_all(ps: Sequence[Tensor], outs: Sequence[Tensor], scratch: Scratch | None = None) -> None:
-    """`cholesky_qr` of several batches at once, of different n and, in groups, of different r.
+    """Apply `cholesky_qr` to several batches at once, of different n and, in groups, of different r.
 
     All that are of one r share the factorisations: on a GPU a batch of r x r takes about as long as one matrix.
     """
@@ -123,49 +123,62 @@ def _in_fp32_first(p: Tensor, out: Tensor, scratch: Scratch) -> None:
 
 
 def begins_in_fp32(p: Tensor) -> bool:
-    """Whether bases of p (B, n, r) are sought in fp32 first: on a CPU, by shape and dtype alone."""
+    """Tell if the basis of p (B, n, r) is sought in fp32 first: on a CPU, by shape and dtype alone."""
     _, n, r = p.shape
     return p.device.type == "cpu" and p.dtype != torch.float64 and 2 * n * r * r >= _FEWEST_FLOPS_FOR_FP32
 
 
 def _two_passes(ps: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """Steps 1 to 4 in `dtype`, fp64 or (without a shift) fp32, of (B, n, r) of one r; returns the second pass's G.
+    """Run steps 1 to 4 in `dtype`, fp64 or (without a shift) fp32, on (B, n, r) of one r; return the second pass's G.
 
-    What is as large as P is computed again where it is needed, so that there is memory for the largest P, not for all.
+    A = P L^-T is computed again where it is needed, so that there is memory for the largest P, not for all.
     """
     sizes, r, device = [p.shape[0] for p in ps], ps[0].shape[2], ps[0].device
     take = partial(scratch.take, dtype=dtype, device=device)
     identity = take("identity", (r, r)).zero_()
     identity.diagonal().fill_(1.0)
-    gram, lower, first, second = (take(name, (sum(sizes), r, r)) for name in ("gram", "lower", "first", "second"))
-    broken = scratch.take("broken", (sum(sizes),), torch.int32, device)
-
-    def times(p: Tensor, *inverses: Tensor) -> Tensor:
-        """P L1^-T L2^-T, of as many as there are."""
-        a = p if p.dtype == dtype else take("wide", p.shape).copy_(p)
-        for number, inverse in enumerate(inverses):
-            # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
-            a = torch.bmm(a, inverse.mT, out=take(f"times {number}", p.shape))
-        return a
-
-    grams, firsts, seconds = (each.split(sizes) for each in (gram, first, second))
-    for inverse in (first, second):
-        for p, its_first, its_gram in zip(ps, firsts, grams, strict=True):
-            a = times(p) if inverse is first else times(p, its_first)
-            torch.bmm(a.mT, a, out=its_gram)
-            if dtype == torch.float64:
-                # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes:
-                # a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
-                # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
-                # An empty column gets a length of 1, so that Cholesky has something to stand on.
-                lengths = its_gram.diagonal(dim1=-2, dim2=-1)  # squared; a view
-                empty = torch.eq(lengths, 0.0, out=take("empty", lengths.shape))
-                lengths.mul_(1.0 + 16 * p.shape[1] * torch.finfo(dtype).eps).add_(empty)
-        torch.linalg.cholesky_ex(gram, out=(lower, broken))
-        torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, out=inverse)
-    for p, out, *inverses in zip(ps, outs, firsts, seconds, strict=True):
-        out.copy_(times(p, *inverses))
+    shape = (sum(sizes), r, r)
+    gram, first, second = take("gram", shape), take("first", shape), take("second", shape)
+    grams, firsts, seconds = gram.split(sizes), first.split(sizes), second.split(sizes)
+    for p, its_gram in zip(ps, grams, strict=True):
+        _write_gram(_times(p, (), dtype, scratch), its_gram, scratch)
+    _write_inverse_factors(gram, identity, first, scratch)
+    for p, its_gram, its_first in zip(ps, grams, firsts, strict=True):
+        _write_gram(_times(p, (its_first,), dtype, scratch), its_gram, scratch)
+    _write_inverse_factors(gram, identity, second, scratch)
+    for p, out, its_first, its_second in zip(ps, outs, firsts, seconds, strict=True):
+        out.copy_(_times(p, (its_first, its_second), dtype, scratch))
     return gram
+
+
+def _times(p: Tensor, inverses: tuple[Tensor, ...], dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """Return P L1^-T L2^-T in `dtype`, with as many factors as are given."""
+    a = p if p.dtype == dtype else scratch.take("wide", p.shape, dtype, p.device).copy_(p)
+    for number, inverse in enumerate(inverses):
+        # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
+        a = torch.bmm(a, inverse.mT, out=scratch.take(f"times {number}", p.shape, dtype, p.device))
+    return a
+
+
+def _write_gram(a: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """Write G = A^T A, in fp64 with its shift; A (B, n, r), G (B, r, r)."""
+    torch.bmm(a.mT, a, out=out)
+    if a.dtype == torch.float64:
+        # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes:
+        # a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
+        # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
+        # An empty column gets a length of 1, so that Cholesky has something to stand on.
+        lengths = out.diagonal(dim1=-2, dim2=-1)  # squared; a view
+        empty = torch.eq(lengths, 0.0, out=scratch.take("empty", lengths.shape, a.dtype, a.device))
+        lengths.mul_(1.0 + 16 * a.shape[1] * torch.finfo(a.dtype).eps).add_(empty)
+
+
+def _write_inverse_factors(gram: Tensor, identity: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """Write L^-1 of G = L L^T, (B, r, r)."""
+    lower = scratch.take("lower", gram.shape, gram.dtype, gram.device)
+    broken = scratch.take("broken", gram.shape[:1], torch.int32, gram.device)
+    torch.linalg.cholesky_ex(gram, out=(lower, broken))
+    torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, out=out)
 
 
 def _check(p: Tensor) -> None:

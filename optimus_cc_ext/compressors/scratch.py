@@ -21,7 +21,7 @@ class Scratch:
         self._taken: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor; it shares its memory with every other one of this name and dtype."""
+        """Return an uninitialised contiguous tensor, which shares its memory with all of this name and dtype."""
         taken = self._taken.get((name, shape, dtype, device))
         return taken if taken is not None else self._make(name, shape, dtype, device)
 

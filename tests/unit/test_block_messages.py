@@ -124,3 +124,13 @@ def test_a_warmup_sends_gradients_dense_and_epilogue_may_be_asked_for() -> None:
     made.backprop.begin(this)
     dtypes = [posted(made, "send_prev")["send_prev"].tensor.dtype for _ in range(2)]
     assert dtypes == [torch.float32, torch.uint8]
+
+
+def test_exact_blocks_put_the_pass_through_format_in_the_place_of_the_chosen_one() -> None:
+    """`--exact-blocks` is how tests find what a run computes beside the rounding; four bytes a value and one scale."""
+    made = session(pipeline_forward_format="fp8", compressed_backprop_format="int4", exact_blocks=True)
+    schedule, scales = NonInterleaved(2, 1), 32
+    with made.iteration(schedule):
+        sizes = [transfer.tensor.numel() for transfer in posted(made, "send_next", "send_prev").values()]
+    assert sizes == [4 * tensor(1).numel() + scales] * 2
+    assert [codec.format.name for codec in made.new_codecs("int4")] == ["exact", "exact"]

@@ -1,2 +1,2 @@
-"""What GPUs compute themselves: `kernels`, the `launches` that call them, and `low_rank`, which fulfils `LowRank`;
-`block_kernels`, and `blocks`, which calls them and fulfils `Codec`."""
+"""Triton's kernels for GPUs: `kernels`, the `launches` that call them, and `low_rank`, a `LowRank` that uses these;
+`block_kernels`, and `blocks`, a `Codec` that uses those. `trial` compares them with torch when a run starts."""

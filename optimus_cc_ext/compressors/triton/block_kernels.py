@@ -1,9 +1,9 @@
-"""Triton kernels of the block formats; `blocks` holds what calls them. Needs triton to be imported.
+"""Triton kernels of the block formats; `blocks` calls them. Needs triton to be imported.
 
-Conventions of all kernels: a block is a row of a tile, in two halves of 64 columns, `low` and `high`. `table` says of
-each block of each message, (N, blocks), where its values lie: start * 256 + length, both divisible by ALIGN; 0 where
-there is no such block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements from
-one message to the next. Equal inputs give equal bits: no atomics, one order of sums.
+Conventions of all kernels: a block is a row of a tile, in two halves of 64 columns, `low` and `high`. `table` has
+for each block of each message, (N, blocks), the place of its values: start * 256 + length, both divisible by ALIGN; 0
+where there is no such block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements
+from one message to the next. Equal inputs give equal bits: no atomics, one order of sums.
 
 E4M3 and bf16 are made of integers, so that every GPU, and triton's interpreter, round alike.
 """
@@ -17,7 +17,7 @@ BLOCK = tl.constexpr(128)
 HALF = tl.constexpr(64)
 QUARTER = tl.constexpr(32)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
-"""fp32 numbers of this size are integers: what is added to it is rounded to the nearest one, of two to the even."""
+"""fp32 numbers of this size are integers: a number added to it is rounded to the nearest one, of two to the even."""
 
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
@@ -29,14 +29,14 @@ def _bits(x):
 
 @triton.jit
 def _bf16_bits(x):
-    """fp32 rounded to the nearest bf16, of two to the even, as int32. A NaN stays one."""
+    """Round fp32 to the nearest bf16, of two to the even, as int32. A NaN stays one."""
     bits = _bits(x)
     return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
 
 
 @triton.jit
 def _store(pointers, x, mask, BF16: tl.constexpr):
-    """BF16: the pointers are to int16, which stand for bf16."""
+    """Store x in the dtype of the pointers; with BF16 they point to int16, which stand for bf16."""
     if BF16:
         tl.store(pointers, _bf16_bits(x).to(tl.int16), mask=mask)
     else:
@@ -45,14 +45,14 @@ def _store(pointers, x, mask, BF16: tl.constexpr):
 
 @triton.jit
 def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
-    """Starts and lengths of a message's blocks `rows`; a length of 0 where there is none."""
+    """Return starts and lengths of a message's blocks `rows`; a length of 0 where there is none."""
     entry = tl.load(table + message.to(tl.int64) * blocks + rows, mask=rows < blocks, other=0)
     return tl.multiple_of(entry >> 8, ALIGN), tl.multiple_of((entry & 255).to(tl.int32), ALIGN)
 
 
 @triton.jit
 def _hadamard(x, PARTS: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr):
-    """X H, (rows, 64), for the Hadamard matrix of 64 x 64, of entries (-1)^(bits that i and j have in common).
+    """Return X H, (rows, 64), for the Hadamard matrix of 64 x 64, of entries (-1)^(bits that i and j have in common).
 
     Tensor cores multiply 16-bit numbers: X is the sum of PARTS tensors of dtype PART, here exactly, and products with
     1 and -1 are exact. WIDEN: multiply them in fp32, for triton's interpreter cannot multiply bf16.
@@ -76,7 +76,7 @@ def _hadamard(x, PARTS: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(x):
-    """The bits of the nearest E4M3, of two the even, as int32; |x| <= 448."""
+    """Return the bits of the nearest E4M3, of two the even, as int32; |x| <= 448."""
     bits = _bits(x)
     size = bits & 0x7FFFFFFF
     # Three bits of mantissa stay, and the exponent's bias falls from 127 to 7; below 2^-6 it is a multiple of 2^-9.
@@ -87,7 +87,7 @@ def _to_e4m3(x):
 
 @triton.jit
 def _from_e4m3(code):
-    """int32 -> fp32."""
+    """Return the number that an E4M3 code stands for: int32 -> fp32."""
     size = code & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     x = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -182,30 +182,15 @@ def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def encode_blocks(
-    values,
-    table,
-    signs,
-    scales,
-    codes,
-    scales_stride,
-    codes_stride,
-    blocks,
-    PACKING: tl.constexpr,
-    BITS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    GAIN: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALIGN: tl.constexpr,
+    values, table, signs, scales, codes, scales_stride, codes_stride, blocks,
+    PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
+    GAIN: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
-):
-    """Scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N).
+):  # fmt: skip
+    """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N).
 
     The largest is found among bits: those of a NaN are above those of infinity. INVERSE: 1 over GAIN times the largest
-    code, GAIN: what the rotation multiplies by.
+    code; GAIN: the factor by which the rotation, which is not normalised, lengthens a block.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     start, length = _place(table, message, rows, blocks, ALIGN)
@@ -237,27 +222,13 @@ def _scale(scales, rows, used):
 
 @triton.jit(do_not_specialize=["blocks", "senders", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def add_up_blocks(
-    scales,
-    codes,
-    table,
-    signs,
-    out,
-    scales_stride,
-    codes_stride,
-    blocks,
-    senders,
-    PACKING: tl.constexpr,
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ALONE: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BF16: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Writes to `out` the sum of what `senders` sent. Grid: (blocks / ROWS, 1); ALONE, of one: (blocks / ROWS, N).
+    scales, codes, table, signs, out, scales_stride, codes_stride, blocks, senders,
+    PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
+    BF16: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write to `out` the sum of the values of `senders`. Grid: (blocks / ROWS, 1); ALONE, of one: (blocks / ROWS, N).
 
-    Of one the scale comes after the rotation, whose sums of codes are exact.
+    With one sender the scale comes after the rotation, whose sums of codes are exact.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     start, length = _place(table, message, rows, blocks, ALIGN)
@@ -294,7 +265,7 @@ def add_up_blocks(
 
 @triton.jit
 def _chunk(table, slots, message, chunks, ROWS: tl.constexpr):
-    """Of a program's chunks of dense values: where they lie in the tensor, where in the section, which are there."""
+    """Return the places of a program's dense values in the tensor and in the section, and which of them are there."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     start, length = _place(table, message, rows, chunks, 1)
     slot = tl.load(slots + message.to(tl.int64) * chunks + rows, mask=length > 0, other=0)
@@ -303,8 +274,8 @@ def _chunk(table, slots, message, chunks, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks", "stride"], do_not_specialize_on_alignment=["table", "slots"])
 def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr):
-    """What is sent as it is, to the messages' dense sections: chunks (N, chunks) of up to 128, each from where `table`
-    has it to where `slots` has it. Grid: (chunks / ROWS, N)."""
+    """Copy dense values to the messages: chunks (N, chunks) of up to 128, each from its place in `table` to that in
+    `slots`. Grid: (chunks / ROWS, N)."""
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
     tl.store(dense + message.to(tl.int64) * stride + slot, tl.load(values + at, mask=mask), mask=mask)
@@ -312,7 +283,7 @@ def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["chunks", "senders", "stride"], do_not_specialize_on_alignment=["table", "slots"])
 def add_up_values(dense, table, slots, out, stride, chunks, senders, BF16: tl.constexpr, ROWS: tl.constexpr):
-    """Writes to `out` the sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one sender (.., N)."""
+    """Write to `out` the sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one sender (.., N)."""
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
     sent = dense + message.to(tl.int64) * stride + slot

@@ -26,7 +26,7 @@ PACKINGS = ("integers", "e4m3")
 """The packings that the kernels know; messages of others go the parent's way."""
 
 ROWS = 32
-"""Blocks that one program works on at a time: what fits the registers, and two tiles of tensor cores."""
+"""Blocks that one program works on at a time: as many as fit the registers, and two tiles of tensor cores."""
 
 DENSE_ROWS = 16
 """Runs of 128 dense values, likewise."""
@@ -46,10 +46,10 @@ class Tables:
     """A power of two that divides all starts and lengths."""
 
     chunks: Tensor
-    """(N, chunks): the same of what is sent as it is, 128 values at most each."""
+    """(N, chunks): the same for dense values, 128 at most each."""
 
     slots: Tensor
-    """(N, chunks): where they lie in the messages' dense sections."""
+    """(N, chunks): places of the chunks in the messages' dense sections."""
 
 
 class TritonCodec(Codec):
@@ -67,7 +67,6 @@ class TritonCodec(Codec):
 
     @torch.no_grad()
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """See `Codec`."""
         messages = self._by_message(out, layout, values.dtype)
         if not (self._has_kernels and _taken(values, messages)):
             super().encode(values, layout, out)
@@ -93,7 +92,6 @@ class TritonCodec(Codec):
 
     @torch.no_grad()
     def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """See `Codec`."""
         messages = self._by_message(messages, layout, out.dtype)
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(None), 1, out)
@@ -102,14 +100,13 @@ class TritonCodec(Codec):
 
     @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
-        """See `Codec`."""
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out)
         else:
             super().decode_add(messages, layout, index, out)
 
     def _add_up(self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor) -> None:
-        """Of one sender all messages, or of several one message."""
+        """Decode all messages of one sender, or add up one message of several."""
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
         bf16 = out.dtype == torch.bfloat16
         to = out.detach().view(torch.int16) if bf16 else out
@@ -129,7 +126,7 @@ class TritonCodec(Codec):
             )  # fmt: skip
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all messages, as 2-D views: dense values, scales as int16, codes."""
+        """Return the sections of all messages as 2-D views: dense values, scales as int16, codes."""
         scales, codes, end = layout.sections(self.code_bytes, like.dtype.itemsize)
         return (
             messages[:, : layout.dense_numel * like.dtype.itemsize].view(like.dtype),
@@ -166,13 +163,13 @@ def _tables(layout: BlockLayout, device: torch.device) -> Tables:
 
 
 def _entries(start: int, numel: int) -> Tensor:
-    """A run of values, 128 at a time."""
+    """Make the entries of a run of values, 128 at a time."""
     starts = torch.arange(start, start + numel, BLOCK)
     return starts * 256 + (start + numel - starts).clamp_max(BLOCK)
 
 
 def _stacked(rows: list[list[Tensor]], device: torch.device) -> Tensor:
-    """(N, as many as the longest has), filled up with zeros."""
+    """Stack rows to (N, length of the longest), filled up with zeros."""
     joined = [torch.cat([torch.arange(0), *parts]) for parts in rows]
     return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True).to(device)
 
@@ -182,7 +179,7 @@ def _grid(table: Tensor, rows: int) -> tuple[int, int]:
 
 
 def _taken(values: Tensor, messages: Tensor) -> bool:
-    """fp32, bf16 or fp16, contiguous, on a GPU; on a CPU where triton interprets (tests)."""
+    """Tell if kernels take them: fp32, bf16 or fp16, contiguous, on a GPU; on a CPU where triton interprets (tests)."""
     on_device = values.device.type == "cuda" or (INTERPRETED and values.device.type == "cpu")
     flat = values.is_contiguous() and messages.stride(-1) == 1
     return launches.AVAILABLE and on_device and values.dtype in DTYPES and flat and messages.numel() > 0

@@ -1,11 +1,11 @@
-"""Triton kernels of the low-rank step; `launches` holds what calls them. Needs triton to be imported.
+"""Triton kernels of the low-rank step; `launches` calls them. Needs triton to be imported.
 
 Conventions of all kernels: a (B, rows, columns) tensor is a tuple of its pointer and its strides in elements, which may
 be any, or None. `sizes` is (n, m, r) or (n, r). Tiles are powers of two and masked, so sizes may be any as well.
 Offsets are 64-bit: a batch of matrices passes 2^31 elements. Every element of a result is summed by one program in one
 order, without atomics: equal inputs give equal bits. What is split for the sake of parallelism is written as partial
 sums, which `add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
-How many `splits` there are it does not know: that follows from sizes, and what follows from sizes would be compiled in
+The number of `splits` is no constant of the compiler: it follows from sizes, and kernels for it would be compiled in
 the first iteration, not when a run starts.
 """
 
@@ -15,12 +15,12 @@ import triton.language as tl
 __all__ = ["add_up", "inverse_factor", "multiply_out", "orthonormal", "partial_grams", "sum_and_project"]
 
 SIXTEEN_EPS = tl.constexpr(2.0**-48)
-"""Of float64."""
+"""16 times the eps of float64."""
 
 
 @triton.jit
 def _at(tensor, batch, rows, columns):
-    """Pointers to the elements `rows` x `columns` of matrix `batch`."""
+    """Point to the elements `rows` x `columns` of matrix `batch`."""
     matrix = tensor[0] + batch.to(tl.int64) * tensor[1]
     return matrix + rows.to(tl.int64)[:, None] * tensor[2] + columns.to(tl.int64)[None, :] * tensor[3]
 
@@ -32,25 +32,16 @@ def _inside(rows, columns, height, width):
 
 @triton.jit
 def _tile(tensor, batch, rows, columns, height, width):
-    """The elements `rows` x `columns` of matrix `batch`, and 0 outside of it."""
+    """Load the elements `rows` x `columns` of matrix `batch`, and 0 outside of it."""
     return tl.load(_at(tensor, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def sum_and_project(
-    matrices,
-    residual,
-    q,
-    total,
-    partial,
-    sizes,
-    splits,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """total = matrices + residual; partial (B * splits, n, r) = what the columns of each split add to total Q.
+    matrices, residual, q, total, partial, sizes, splits,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute total = matrices + residual; partial (B * splits, n, r) = the share of each split's columns in total Q.
 
     Without `residual` the sum is `matrices` itself, without `total` it is not written. Grid: (row blocks, splits, B).
     """
@@ -72,7 +63,7 @@ def sum_and_project(
 
 @triton.jit(do_not_specialize=["splits"])
 def add_up(partial, out, sizes, splits, ADDENDS: tl.constexpr, BLOCK: tl.constexpr):
-    """out (B, n, r) = the sum of partial (B * splits, n, r) over the splits. Grid: (blocks of n * r, B).
+    """Compute out (B, n, r) = the sum of partial (B * splits, n, r) over the splits. Grid: (blocks of n * r, B).
 
     ADDENDS is `splits` rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
     """
@@ -88,24 +79,15 @@ def add_up(partial, out, sizes, splits, ADDENDS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def multiply_out(
-    p,
-    q,
-    out,
-    total,
-    sizes,
-    share,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
+    p, q, out, total, sizes, share,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """With `out`: out = P Q^T, rounded to its dtype. With `total`: total -= share * P Q^T rounded to P's dtype.
+):  # fmt: skip
+    """Compute out = P Q^T, rounded to its dtype, or, with `total`, total -= share * P Q^T rounded to P's dtype.
 
-    One kernel with one tiling for both, because a residual is right only where both give the same bits. STEP is how
-    many of the RANKS columns are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit dtype,
-    whose products are exact in fp32. Grid: (row blocks, column blocks, B).
+    One kernel with one tiling for both, because a residual is right only where both give the same bits. STEP is the
+    number of the RANKS columns that are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit
+    dtype, whose products are exact in fp32. Grid: (row blocks, column blocks, B).
     """
     row_block, column_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, m, r = sizes[0], sizes[1], sizes[2]
@@ -134,7 +116,7 @@ def _store(tensor, batch, rows, columns, height, width, values):
 
 @triton.jit
 def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
-    """A block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
+    """Return a block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
     ranks = tl.arange(0, RANKS)
     factor = _tile(inverse, batch, ranks, ranks, r, r)
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
@@ -142,7 +124,7 @@ def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits"])
 def partial_grams(p, inverse, grams, sizes, splits, ROWS: tl.constexpr, RANKS: tl.constexpr):
-    """grams (B * splits, r, r) = A^T A over the rows of each split, in float64; A = P, or P L^-T where L^-1 is given.
+    """Compute grams (B * splits, r, r) = A^T A over the rows of each split, in fp64; A = P, or P L^-T with L^-1 given.
 
     Grid: (splits, B).
     """
@@ -160,7 +142,7 @@ def partial_grams(p, inverse, grams, sizes, splits, ROWS: tl.constexpr, RANKS: t
 
 @triton.jit(do_not_specialize=["splits"])
 def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS: tl.constexpr):
-    """inverses (B, r, r) = L^-1 with G + shift = L L^T, where G is the sum of grams (B * splits, r, r). Grid: (B,).
+    """Compute inverses (B, r, r) = L^-1 with G + shift = L L^T, G the sum of grams (B * splits, r, r). Grid: (B,).
 
     The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
     ADDENDS is how many partial sums are loaded at once. Gauss elimination on [G | I], one column of L at a time:
@@ -198,7 +180,7 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
 
 @triton.jit
 def orthonormal(p, first, second, out, sizes, ROWS: tl.constexpr, RANKS: tl.constexpr):
-    """out = (P L1^-T) L2^-T, in float64 and then rounded; may be P itself. Grid: (row blocks, B)."""
+    """Compute out = (P L1^-T) L2^-T, in float64 and then rounded; may be P itself. Grid: (row blocks, B)."""
     block, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)

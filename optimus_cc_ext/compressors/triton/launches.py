@@ -1,4 +1,4 @@
-"""The low-rank step on a GPU, with the passes over large matrices fused by Triton: what torch cannot fuse.
+"""The low-rank step on a GPU, with passes over large matrices that Triton fuses and torch cannot.
 
 Every function takes its grid from shapes alone, synchronises nothing, and with a `Scratch` that has seen the shapes
 allocates nothing: once the first call has compiled it, a CUDA graph can capture it. All raise ValueError if a shape
@@ -47,7 +47,7 @@ MAX_ORTHOGONALIZED_RANK = 64
 """Above it the r x r float64 tile of the Cholesky factor no longer does: 128 x 128 of them are 128 KiB."""
 
 PROGRAMS = 512
-"""How many programs a launch should have: about four for each of an H100's 132 multiprocessors."""
+"""Programs that a launch should have: about four for each of an H100's 132 multiprocessors."""
 
 MAX_SPLITS = 32
 """Partial sums that are added in one go."""
@@ -56,8 +56,8 @@ NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
 
 PRECISION = "tf32x3"
-"""Of products of fp32: fp32 on tensor cores but for the last bit or two, 2^-22 of a product. Plain TF32 leaves 2^-11,
-not exact enough for the law of lossless limits; "ieee" multiplies in the plain fp32 units."""
+"""Precision of fp32 products: fp32 on tensor cores but for the last bit or two, 2^-22 of a product. Plain TF32 leaves
+2^-11, not exact enough for the law of lossless limits; "ieee" multiplies in the plain fp32 units."""
 
 # Rows (and columns) that one program works on at a time: the largest that fit the registers without spilling, compiled
 # for A100 and H100, in fp32, which needs the most.
@@ -67,13 +67,13 @@ GRAM_ROWS = 64
 
 
 def supported(matrices: Tensor, r: int) -> bool:
-    """Whether these kernels take a batch of matrices (B, n, m) at rank r: `takes_factors`, and contiguous rows."""
+    """Tell if these kernels take a batch of matrices (B, n, m) at rank r: `takes_factors`, and contiguous rows."""
     rows_are_contiguous = matrices.dim() == 3 and (matrices.stride(-1) == 1 or matrices.shape[-1] == 1)
     return rows_are_contiguous and takes_factors(matrices, r)
 
 
 def takes_factors(p: Tensor, r: int) -> bool:
-    """Whether they take P or Q: fp32, bf16 or fp16 on a GPU, of any strides; on a CPU where triton interprets (tests).
+    """Tell if they take P or Q: fp32, bf16 or fp16 on a GPU, of any strides; on a CPU where triton interprets (tests).
 
     `reconstruct` and `subtract_reconstruction` ask no more, so that both ends of a link get the same answer.
     """
@@ -90,13 +90,13 @@ def project_sum(
     out: Tensor,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """total = matrices + residual and out = P = total Q, reading and writing each large matrix once.
+    """Compute total = matrices + residual and out = P = total Q, reading and writing each large matrix once.
 
     Args:
         matrices: (B, n, m), fp32, bf16 or fp16.
         residual: (B, n, m) of any of these dtypes; None stands for zero.
         q: (B, m, r), likewise.
-        total: (B, n, m), where the sum goes; may be `matrices` or `residual` itself. None: it is not written.
+        total: (B, n, m), the sum; may be `matrices` or `residual` itself. None: it is not written.
             P is of the sum in fp32, whatever `total` rounds it to.
         out: (B, n, r).
         scratch: keeps the partial sums between calls.
@@ -106,13 +106,13 @@ def project_sum(
 
 
 def back_project(matrices: Tensor, p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """out = Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r), each in fp32, bf16 or fp16; reads the matrices once."""
+    """Compute out = Q' = M^T P: (B, n, m), (B, n, r) -> (B, m, r), in fp32, bf16 or fp16; reads the matrices once."""
     _sizes(matrices, p=p, q=out)
     return _project(matrices.mT, None, p, None, out, scratch)
 
 
 def reconstruct(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
-    """out = P Q^T, rounded to its dtype: (B, n, r), (B, m, r) -> (B, n, m).
+    """Compute out = P Q^T, rounded to its dtype: (B, n, r), (B, m, r) -> (B, n, m).
 
     The bits depend on P, Q, their dtypes and the rank: not on strides or sizes, and not on which of this function
     and `subtract_reconstruction` computes them.
@@ -122,12 +122,12 @@ def reconstruct(p: Tensor, q: Tensor, out: Tensor) -> Tensor:
 
 
 def subtract_reconstruction(total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
-    """total -= share * what `reconstruct` writes at the other end, to an `out` of P's dtype; one pass over `total`."""
+    """Compute total -= share * R, with R as `reconstruct` writes it to an `out` of P's dtype; one pass over `total`."""
     _multiply_out(p, q, None, total, share)
 
 
 def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """`orthogonalize.cholesky_qr` for r <= `MAX_ORTHOGONALIZED_RANK`, in five launches and without a float64 copy of P.
+    """Do `orthogonalize.cholesky_qr` for r <= `MAX_ORTHOGONALIZED_RANK`, in five launches, without a float64 copy of P.
 
     Args:
         p: (B, n, r), fp32, bf16 or fp16, r <= n.
@@ -153,7 +153,7 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
 
 
 def inverse_factor(grams: Tensor, n: int, out: Tensor) -> Tensor:
-    """out = L^-1 of G = L L^T, (B, r, r), where G is the sum of `grams` (B * splits, r, r) and `cholesky_qr`'s shift.
+    """Compute out = L^-1 of G = L L^T, (B, r, r); G is the sum of `grams` (B * splits, r, r) and `cholesky_qr`'s shift.
 
     Args:
         grams: float64, the parts of one matrix after those of the other.
@@ -189,7 +189,7 @@ def _project(
 
 
 def add_up(partial: Tensor, out: Tensor) -> Tensor:
-    """out (B, n, r) = the sums of each B-th part of `partial` (B * splits, n, r), fp32; splits <= `MAX_SPLITS`."""
+    """Compute out (B, n, r), sums of each B-th part of `partial` (B * splits, n, r), fp32; splits <= `MAX_SPLITS`."""
     batch, n, r = out.shape
     splits = partial.shape[0] // batch
     addends = triton.next_power_of_2(splits)
@@ -209,12 +209,12 @@ def _launch(
 
 
 def _padded(r: int) -> int:
-    """Ranks in a tile: 16 is the least that tensor cores multiply."""
+    """Return the ranks in a tile: 16 is the least that tensor cores multiply."""
     return max(16, triton.next_power_of_2(r))
 
 
 def _splits(programs: int, length: int, step: int) -> int:
-    """Into how many parts a sum over `length`, `step` at a time, is split where there are few programs."""
+    """Count the parts that a sum over `length`, `step` at a time, is split into where there are few programs."""
     return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, step), MAX_SPLITS))
 
 
@@ -233,7 +233,7 @@ def _multiply_out(p: Tensor, q: Tensor, out: Tensor | None, total: Tensor | None
 
 
 def _sizes(matrices: Tensor, *, p: Tensor, q: Tensor, **like_matrices: Tensor | None) -> tuple[int, int, int, int]:
-    """B, n, m, r."""
+    """Return B, n, m, r."""
     batch, n, m = matrices.shape
     r = p.shape[-1]
     fitting = all(other is None or other.shape == matrices.shape for other in like_matrices.values())

@@ -14,9 +14,9 @@ __all__ = ["TritonLowRank"]
 
 
 class TritonLowRank(FastLowRank):
-    """The contract is `LowRank`'s. What the kernels do not take goes the parent's way, in torch.
+    """A compressor that uses the kernels where they take its matrices, and its parent's way, in torch, elsewhere.
 
-    Which way `reconstruct` and `subtract_reconstruction` go follows from the factors alone, their dtype, their device
+    The way of `reconstruct` and `subtract_reconstruction` follows from the factors alone, their dtype, their device
     and their rank: both ends of a link go the same way, and equal factors give equal bits. They do between
     GPUs of one generation; the tensor cores of another may round differently, as torch's own products do.
     """
