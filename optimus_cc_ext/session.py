@@ -23,10 +23,10 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.resolve import Layout, check_layout
 from optimus_cc_ext.techniques.agreement import agree
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.compressed_forward import CompressedForward
+from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.factor_state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
@@ -85,7 +85,6 @@ class Session:
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
             codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
-            force=config.force_compression,
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format))
         self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)

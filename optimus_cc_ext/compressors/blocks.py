@@ -22,7 +22,7 @@ from optimus_cc_ext.compressors.numerics import fp32_products
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["BlockLayout", "Codec", "Piece", "blocks_in", "hadamard"]
+__all__ = ["BlockLayout", "Codec", "Piece", "blocks_in", "hadamard", "joined"]
 
 _ALIGNMENT = 16
 """Bytes that a GPU loads at once: the sections of a message begin at multiples of it."""
@@ -71,7 +71,7 @@ class BlockLayout:
         self.pieces = tuple(tuple(_pieces(ranges)) for ranges in coded)
         """Encoded values, by message."""
 
-        self.dense = tuple(tuple(_joined(ranges)) for ranges in dense or [()] * len(coded))
+        self.dense = tuple(tuple(joined(ranges)) for ranges in dense or [()] * len(coded))
         """Values that are sent as they are, by message: ranges that lie next to each other are one."""
 
         self.blocks = max((last.block + blocks_in(last.numel) for *_, last in filter(None, self.pieces)), default=0)
@@ -92,6 +92,13 @@ class BlockLayout:
         layout.dense = (tuple((at - start, length) for at, length in self.dense[index]),)
         layout.blocks, layout.dense_numel = self.blocks, self.dense_numel
         return layout
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Return the smallest range of the flat tensor that holds all values of one message."""
+        pieces, dense = self.pieces[index], self.dense[index]
+        starts = [piece.start for piece in pieces[:1]] + [start for start, _ in dense[:1]]
+        ends = [piece.start + piece.numel for piece in pieces[-1:]] + [sum(last) for last in dense[-1:]]
+        return min(starts, default=0), max(ends, default=0)
 
     @property
     def messages(self) -> int:
@@ -114,21 +121,21 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
+def joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
     """Join ranges that lie next to each other, where the first is of whole units."""
-    joined: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
-        if joined and sum(joined[-1]) == start and joined[-1][1] % unit == 0:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        if found and sum(found[-1]) == start and found[-1][1] % unit == 0:
+            found[-1] = (found[-1][0], found[-1][1] + length)
         else:
-            joined.append((start, length))
-    return joined
+            found.append((start, length))
+    return found
 
 
 def _pieces(ranges: Ranges) -> Iterator[Piece]:
     """Cut ranges into blocks; those of whole blocks that lie next to each other become one piece."""
     block = 0
-    for start, numel in _joined(ranges, BLOCK):
+    for start, numel in joined(ranges, BLOCK):
         yield Piece(start, numel, block)
         block += blocks_in(numel)
 
@@ -200,21 +207,39 @@ class Codec:
             self.decode_add(message[None], layout, index, out)
 
     @torch.no_grad()
+    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
+        """Add the values of each message of `layout`, (N, message_bytes), to `out`, in their places.
+
+        A value is rounded to the dtype of `out` when it is decoded, and so is its sum with what is there. `scratch`
+        holds the decoded values of one message, as "difference".
+        """
+        for index, message in enumerate(self._by_message(messages, layout, out.dtype)):
+            start, end = layout.span(index)
+            difference = scratch.take("difference", (end - start,), out.dtype, out.device).zero_()
+            self._decode_add(message[None], layout, index, difference, start)
+            out[start:end].add_(difference)
+
+    @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
         """Write the sum of the messages `index` of R senders, (R, message_bytes), to its place in `out`.
 
         In fp32, in the order of the senders; rounded once, to the dtype of `out`.
         """
+        self._decode_add(messages, layout, index, out, 0)
+
+    def _decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, first: int) -> None:
+        """See `decode_add`; `first`: the place in the flat tensor where `out` begins."""
         split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
         dense = [_slots(message[0], layout.dense[index]) for message in split]
         for (start, length), slots in zip(layout.dense[index], zip(*dense, strict=True), strict=True):
             total = self._scratch.take("total", (length,), torch.float32, out.device).copy_(slots[0])
             for slot in slots[1:]:
                 total.add_(slot)
-            out[start : start + length].copy_(total)
+            out[start - first : start - first + length].copy_(total)
         for piece, blocks in _parts(layout.pieces[index], out.device):
             total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split])
-            out[piece.start : piece.start + piece.numel].copy_(total.view(-1)[: piece.numel])
+            start = piece.start - first
+            out[start : start + piece.numel].copy_(total.view(-1)[: piece.numel])
 
     @torch.no_grad()
     def errors(

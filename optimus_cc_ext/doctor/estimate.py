@@ -13,10 +13,17 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.resolve import Layout
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, sent_alone
-from optimus_cc_ext.techniques.bucket_reducer import reduced_bytes, worth_compressing
+from optimus_cc_ext.techniques.bucket_plan import (
+    BucketRecord,
+    BucketRules,
+    GroupPlan,
+    gather_plan,
+    sent_alone,
+)
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["Gpt", "bytes_by_class", "gpt_from", "state_bytes", "without_gain"]
@@ -196,31 +203,31 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
     raw = (reduce_scatter_bytes if layout.distributed_optimizer else all_reduce_bytes)(nbytes, layout.data_parallel)
     if not _compressed_stage(config, stage):
         return raw, raw
-    codecs = BlockCodecs.of(config.dp_compression_format, Codec)
-    if codecs is not None:
-        embedding = 0 if tied else dense // gpt.gradient_dtype.itemsize
-        plan = _exchange(layout, gradients, embedding, codecs, gpt.gradient_dtype)
-        return raw, plan.sent_bytes()
-    matrices = [g for g in gradients if worth_compressing(g, config.dp_compression_rank, config.force_compression)]
-    if not matrices:
-        return raw, raw
-    rest = [g for g in gradients if not any(g is matrix for matrix in matrices)]
-    rest.append(torch.empty(dense, dtype=torch.uint8, device="meta"))
-    wire = _codec(config.low_rank_wire)
-    return raw, reduced_bytes(matrices, rest, config.dp_compression_rank, layout.data_parallel, wire)
+    plan = _plan(layout, config, gradients, 0 if tied else dense // gpt.gradient_dtype.itemsize, gpt.gradient_dtype)
+    return raw, plan.compressed_bytes() if plan.compresses else raw
 
 
-def _exchange(
-    layout: Layout, gradients: Sequence[torch.Tensor], embedding: int, codecs: BlockCodecs, dtype: torch.dtype
-) -> ExchangePlan:
-    """Of a stage's gradients, or its parameters, in one bucket: that Megatron cuts it into several changes little."""
-    at, coded = embedding, [(0, embedding)] if embedding else []
-    dense: list[tuple[int, int]] = []
-    for gradient in gradients:
-        (coded if gradient.dim() >= 2 else dense).append((at, gradient.numel()))
-        at += gradient.numel()
+def _record(layout: Layout, tensors: Sequence[torch.Tensor], embedding: int, dtype: torch.dtype) -> BucketRecord:
+    """A stage's gradients, or its parameters, in one bucket: that Megatron cuts it into several changes little.
+
+    Args:
+        embedding: values of word embeddings and output layers among them.
+    """
+    at, parameters = embedding, []
+    if embedding:
+        parameters.append(ParameterRecord(shape=(embedding, 1), start=0, embedding=True))
+    for tensor in tensors:
+        parameters.append(ParameterRecord(shape=tuple(tensor.shape), start=at))
+        at += tensor.numel()
     numel = -(-at // layout.data_parallel) * layout.data_parallel
-    return ExchangePlan(numel, coded, dense, dtype, layout.data_parallel, layout.distributed_optimizer, codecs)
+    return BucketRecord(numel=numel, dtype=dtype, parameter_dtype=dtype, parameters=parameters)
+
+
+def _plan(
+    layout: Layout, config: OptimusConfig, gradients: Sequence[torch.Tensor], embedding: int, dtype: torch.dtype
+) -> GroupPlan:
+    rules = BucketRules.of(config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=False)
+    return GroupPlan.of([_record(layout, gradients, embedding, dtype)], rules)
 
 
 def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
@@ -229,15 +236,17 @@ def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> t
     nbytes, sharded = gpt.embedding_bytes(gpt.gradient_dtype), layout.distributed_optimizer
     raw = unfused_bytes(nbytes, layout.data_parallel, sharded=sharded)
     if config.fused_embedding_sync:
-        codecs = BlockCodecs.of(config.fused_embedding_sync_format, Codec)
-        return raw, fused_bytes(nbytes, layout.data_parallel, sharded=sharded, codecs=codecs, dtype=gpt.gradient_dtype)
-    codecs = BlockCodecs.of(config.dp_compression_format, Codec)
-    if codecs is None or not _compressed_stage(config, stage):
+        formats = Formats.of(config.fused_embedding_sync_format)
+        return raw, fused_bytes(
+            nbytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=gpt.gradient_dtype
+        )  # fmt: skip
+    formats = Formats.of(config.dp_compression_format)
+    if formats is None or not _compressed_stage(config, stage):
         return raw, raw
     # In its bucket, in the format of the gradients; then the pair of stages as ever.
     of_pair = all_reduce_bytes(nbytes, 2)
     numel = nbytes // gpt.gradient_dtype.itemsize
-    return raw, of_pair + sent_alone(numel, gpt.gradient_dtype, layout.data_parallel, sharded, codecs)
+    return raw, of_pair + sent_alone(numel, gpt.gradient_dtype, layout.data_parallel, sharded, formats)
 
 
 def _gathered(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
@@ -247,9 +256,10 @@ def _gathered(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tu
         reduce_scatter_bytes(sum(parameter.numel() for parameter in bucket) * dtype.itemsize, layout.data_parallel)
         for bucket in buckets
     )
-    if (codec := _codec(config.param_gather_format)) is None:
+    if (format := block_format(config.param_gather_format)) is None:
         return raw, raw
-    return raw, sum(_exchange(layout, bucket, 0, BlockCodecs(codec, codec), dtype).sent_bytes() for bucket in buckets)
+    plans = [gather_plan(_record(layout, bucket, 0, dtype), format, layout.data_parallel) for bucket in buckets]
+    return raw, sum(plan.gathered_bytes() for plan in plans)
 
 
 def _gathered_buckets(gpt: Gpt, layout: Layout, stage: int) -> list[list[torch.Tensor]]:
@@ -275,14 +285,15 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
         link *= 2 * itemsize
     else:
         link *= gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    buckets, codecs = 0, BlockCodecs.of(config.dp_compression_format, Codec)
+    buckets = 0
     for stage in filter(partial(_compressed_stage, config), range(layout.stages)):
         gradients = gpt.of_stage(stage, layout.stages)
-        if codecs is not None:
-            buckets = max(buckets, _exchange(layout, gradients, 0, codecs, gpt.gradient_dtype).wire_bytes)
-            continue
-        rank, force = config.dp_compression_rank, config.force_compression
-        buckets = max(buckets, sum(2 * g.numel() * itemsize for g in gradients if worth_compressing(g, rank, force)))
+        for bucket in _plan(layout, config, gradients, 0, gpt.gradient_dtype).buckets:
+            if isinstance(bucket.compressed, ExchangePlan):
+                buckets = max(buckets, bucket.compressed.wire_bytes)
+            elif isinstance(bucket.compressed, LowRankPlan):
+                matrices = bucket.compressed.low_rank
+                buckets = max(buckets, sum(2 * m.rows * m.columns * itemsize for m in matrices))
     shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
     return link + buckets + shards
 

@@ -37,7 +37,7 @@ from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs
+from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
@@ -298,7 +298,7 @@ def _gradients(session: Session, dense_sum: Rate, replicas: Rate, sharded: bool)
             wire=session.new_codec(config.low_rank_wire),
             sharded=sharded,
         )
-    compressed = sum(buckets.compressed_bytes for buckets in gradients.buckets)
+    compressed = sum(buckets.plan.compressed_bytes() for buckets in gradients.buckets)
     return ClassCost(
         GRADIENTS,
         When.AFTER_BACKWARD,
@@ -322,15 +322,15 @@ def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
 def _embedding(session: Session, dense_sum: Rate, pair: Rate, sharded: bool) -> tuple[ClassCost, ClassCost]:
     """Return the tied embedding's way over the replicas, then over the first and the last stage."""
     assert session.grid is not None
-    nbytes, replicas = sum(buckets.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
+    nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
     with_pair = of_pair = 0
     if nbytes and session.grid.stages > 1:
-        codecs = session.embedding.codecs if session.embedding is not None else None
-        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, codecs=codecs)
+        formats = session.embedding.formats if session.embedding is not None else None
+        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
         if sharded:
             # Shards only: what the pair sums when the replicas have.
-            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, codecs=codecs)
+            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
         with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
         fused_with_replicas = fused - of_pair
     return (
@@ -346,7 +346,7 @@ def _gather(session: Session, replicas: Rate) -> ClassCost:
     coding = 0.0
     if (codec := session.new_codec(session.config.param_gather_format)) is not None and session.alone is not None:
         coding = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
-    dense = replicas.sent(sum(buckets.gather_bytes for buckets in session.gradients.buckets))
+    dense = replicas.sent(sum(buckets.plan.gather_bytes for buckets in session.gradients.buckets))
     compressed = replicas.sent(session.parameters.sent_bytes, encode=coding)
     return ClassCost(GATHER, When.AFTER_STEP, Link.REPLICAS, dense, compressed)
 

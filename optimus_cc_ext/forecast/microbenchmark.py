@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.block_messages import BlockMessages
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.param_gather import Shards
-from optimus_cc_ext.techniques.reducer import Reducer
+from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 
 __all__ = ["extrapolated", "time_activation", "time_gradients", "time_message", "time_parameters"]
@@ -97,15 +99,26 @@ def time_gradients(
         """Bytes, and the seconds that they take."""
         like, sizes = matrices[0], [shape.numel() for shape in shapes]
         # One after the other in one storage, as in a bucket.
-        flat = _noise((sum(sizes),), like)
-        sample = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+        flat, starts = _noise((sum(sizes),), like), [0, *accumulate(sizes)]
         states = FactorStates(config.dp_compression_rank)
         reducer: Reducer
+        # Reducers code in a group of one rank as well: what saves nothing there is decided by the plans of buckets.
         if codecs is not None:
-            reducer = BlockReducer(flat, sample, [], sharded=sharded, group=alone, codecs=codecs)
+            exchange = ExchangePlan(
+                numel=flat.numel(), coded=list(zip(starts, sizes, strict=False)), dtype=flat.dtype, ranks=1,
+                sharded=sharded, formats=codecs.formats,
+            )  # fmt: skip
+            reducer = BlockReducer(exchange, flat, Groups(alone), codecs)
         else:
-            reducer = BucketReducer(
-                sample, [], group=alone, compressor=compressor, config=config, seed=0, salt="microbenchmark",
+            records = [
+                ParameterRecord(shape=tuple(shape), start=start) for start, shape in zip(starts, shapes, strict=False)
+            ]
+            low_rank = LowRankPlan(
+                low_rank=records, dense=(), dtype=flat.dtype, ranks=1, rank=config.dp_compression_rank,
+                wire=None if wire is None else wire.format.name,
+            )  # fmt: skip
+            reducer = LowRankReducer(
+                low_rank, flat, Groups(alone), compressor=compressor, config=config, seed=0, salt="microbenchmark",
                 state_dtype=state_dtype, states=states, wire=wire,
             )  # fmt: skip
         seconds = []
@@ -134,7 +147,11 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
         return 0.0
     like, numel = buckets[0].flat, sum(shards.flat.numel() for shards in buckets)
     sample = _noise((min(numel, _SAMPLE_BYTES // like.element_size()),), like)
-    tried = Shards(sample, ([(0, sample.numel())], []), group=alone, codec=codec, gauge=Gauge(), scratch=Scratch())
+    plan = ExchangePlan(
+        numel=sample.numel(), coded=[(0, sample.numel())], dtype=sample.dtype, ranks=1, sharded=True,
+        formats=Formats(codec.format.name, codec.format.name),
+    )  # fmt: skip
+    tried = Shards(plan, sample, Groups(alone), codec, gauge=Gauge(), scratch=Scratch(), pool=MessagePool())
     seconds = []
     for _ in range(1 + _TRIES):  # the first time allocates
         stopwatch = Stopwatch(on=True)
@@ -145,7 +162,7 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
         with stopwatch.timed("decode", like.device):
             tried.finish()
         # Alone, a rank owns all of it.
-        seconds.append(stopwatch.total("encode") / buckets[0].ranks + stopwatch.total("decode"))
+        seconds.append(stopwatch.total("encode") / buckets[0].plan.ranks + stopwatch.total("decode"))
     return min(seconds[1:]) * numel / sample.numel()
 
 

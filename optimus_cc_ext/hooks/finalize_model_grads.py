@@ -76,7 +76,7 @@ def _count(session: Session, gradient: torch.Tensor, sharded: bool) -> None:
     nbytes, replicas, fused = gradient.nbytes, session.grid.data_parallel, session.embedding
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)
     if fused is not None:
-        sent = fused_bytes(nbytes, replicas, sharded=sharded, codecs=fused.codecs, dtype=gradient.dtype)
+        sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype)
     else:
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
     session.traffic.add(TrafficClass.EMBEDDING, raw=raw, sent=sent)

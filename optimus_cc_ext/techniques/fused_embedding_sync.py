@@ -9,8 +9,8 @@ reduce-scatter as ever, and the pair of stages sums that shard only: V (D - 1) /
 V (D - 1) / D + V.
 
 In a format of blocks a `BlockReducer` reduces over the union. With the distributed optimizer it does so over the
-replicas of either stage; the pair send each other their shards, and each adds what both messages say, so that both have
-the same bits.
+replicas of either stage; the pair send each other their shards (`GatheredSum`), and each adds up both messages, so that
+both have the same bits.
 """
 
 from collections import defaultdict
@@ -22,9 +22,19 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer, GatheredSum, sent_alone
+from optimus_cc_ext.techniques.bucket_plan import sent_alone
 from optimus_cc_ext.techniques.collective import all_reduce_sum
+from optimus_cc_ext.techniques.exchange import (
+    BlockCodecs,
+    ExchangePlan,
+    Formats,
+    GatheredSum,
+    Groups,
+    MessagePool,
+    message_bytes,
+)
 from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.reducers import BlockReducer
 
 __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
@@ -42,6 +52,9 @@ def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:
     return [sorted(groups[tensor_rank]) for tensor_rank in sorted(groups)]
 
 
+_PURPOSE = "fused embedding synchronisation"
+
+
 class FusedEmbeddingSync:
     """The one collective, on a rank of the first or the last stage.
 
@@ -52,17 +65,21 @@ class FusedEmbeddingSync:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, sharded: bool = False, codecs: BlockCodecs | None = None) -> None:
-        self._group = group
+        self._group, self._groups, self._pool = group, Groups(group), MessagePool()
         self.sharded, self.codecs, self.gauge = sharded, codecs, Gauge()
         self._of_union: BlockReducer | None = None
         self._of_pair: dict[int, GatheredSum] = {}
         """By number of values: a shard, or the whole embedding where Megatron wants that."""
 
     @property
+    def formats(self) -> Formats | None:
+        """The names of its block formats; None: dense."""
+        return None if self.codecs is None else self.codecs.formats
+
+    @property
     def nbytes(self) -> int:
         """Memory that is kept for messages."""
-        union = 0 if self._of_union is None else self._of_union.nbytes
-        return union + sum(pair.nbytes for pair in self._of_pair.values())
+        return self._pool.nbytes
 
     def preallocate(self, gradient: torch.Tensor) -> None:
         """Make room for the messages of what `reduce` will get, once."""
@@ -71,12 +88,15 @@ class FusedEmbeddingSync:
         flat = gradient.view(-1)
         if self.sharded and flat.numel() not in self._of_pair:
             self._of_pair[flat.numel()] = GatheredSum(
-                flat.numel(), flat.dtype, flat.device, self._group, self.codecs.gradients, self.gauge
-            )
+                flat.numel(), flat.dtype, flat.device, self._groups, self.codecs.gradients, gauge=self.gauge,
+                pool=self._pool, purpose=_PURPOSE,
+            )  # fmt: skip
         elif not self.sharded and self._of_union is None:
-            self._of_union = BlockReducer(
-                flat, [gradient], [], sharded=False, group=self._group, codecs=self.codecs, gauge=self.gauge
-            )
+            plan = ExchangePlan(
+                numel=flat.numel(), coded=[(0, flat.numel())], dtype=flat.dtype, ranks=self._group.size(),
+                sharded=False, formats=self.codecs.formats,
+            )  # fmt: skip
+            self._of_union = BlockReducer(plan, flat, self._groups, self.codecs, pool=self._pool, gauge=self.gauge)
 
     def reduce(self, gradient: torch.Tensor) -> None:
         """Sum the embedding's gradient, already scaled by 1/D, in place.
@@ -85,14 +105,13 @@ class FusedEmbeddingSync:
             gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight, not yet reduced over D; with the
                 distributed optimizer its flat local shard, reduced over D. The same memory each time.
         """
-        purpose = "fused embedding synchronisation"
         self.preallocate(gradient)
         if self._of_union is not None:
             self._of_union.reduce()
         elif self._of_pair:
-            self._of_pair[gradient.numel()].reduce(gradient.view(-1), purpose)
+            self._of_pair[gradient.numel()].reduce(gradient.view(-1))
         else:
-            all_reduce_sum(gradient, self._group, purpose)
+            all_reduce_sum(gradient, self._group, _PURPOSE)
 
 
 def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
@@ -106,17 +125,18 @@ def fused_bytes(
     data_parallel: int,
     *,
     sharded: bool = False,
-    codecs: BlockCodecs | None = None,
+    formats: Formats | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes per rank of what is done instead; of `codecs` and the gradient's `dtype` where they are not sent dense."""
-    if codecs is None and not sharded:
+    """Bytes per rank of what is done instead, in `formats` (None: dense) and of gradients of `dtype`."""
+    if formats is None and not sharded:
         return all_reduce_bytes(nbytes, 2 * data_parallel)
-    if codecs is None:
+    if formats is None:
         return reduce_scatter_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes // data_parallel, 2)
     numel = nbytes // dtype.itemsize
     ranks = data_parallel if sharded else 2 * data_parallel
-    sent = sent_alone(numel, dtype, ranks, sharded, codecs)
+    sent = sent_alone(numel, dtype, ranks, sharded, formats)
     if sharded:
-        sent += exchanged_bytes(codecs.gradients.message_bytes(BlockLayout.of_one(numel // data_parallel), dtype), 2)
+        layout = BlockLayout.of_one(numel // data_parallel)
+        sent += exchanged_bytes(message_bytes(layout, formats.gradients, dtype), 2)
     return sent

@@ -19,93 +19,77 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, Range
-from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather
+from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["Gather", "ParamGather", "Shards", "gather_plan"]
-
-
-def gather_plan(
-    numel: int, ranges: tuple[Sequence[Range], Sequence[Range]], dtype: torch.dtype, ranks: int, codec: Codec
-) -> ExchangePlan:
-    """Of a bucket of so many elements: its matrices are encoded, its vectors are not; one message for each shard."""
-    return ExchangePlan(numel, *ranges, dtype, ranks, sharded=True, codecs=BlockCodecs(codec, codec))
+__all__ = ["Gather", "ParamGather", "Shards"]
 
 
 class Shards:
     """One bucket's parameters, of which each replica owns a shard.
 
     Args:
+        plan: of the gather; see `bucket_plan.gather_plan`.
         flat: the bucket, one dimension, as long as D equal shards.
-        ranges: of its matrices, and of its vectors.
         scratch: memory for intermediate results, that all buckets on one stream can share.
     """
 
     def __init__(
         self,
+        plan: ExchangePlan,
         flat: torch.Tensor,
-        ranges: tuple[Sequence[Range], Sequence[Range]],
-        *,
-        group: dist.ProcessGroup,
+        groups: Groups,
         codec: Codec,
+        *,
         gauge: Gauge,
         scratch: Scratch,
+        pool: MessagePool,
     ) -> None:
-        self._group, self._codec, self._gauge, self._scratch = group, codec, gauge, scratch
-        self.flat, self._rank, self.ranks = flat.detach(), group.rank(), group.size()
-        plan = gather_plan(flat.numel(), ranges, flat.dtype, self.ranks, codec)
-        self._shards = self.flat.view(self.ranks, -1)
-        self._layouts = [plan.layout_of(d, d * self._shards.shape[1]) for d in range(self.ranks)]
-        self._before = torch.empty_like(self._shards[self._rank])
-        self._messages = torch.zeros(self.ranks, plan.message_bytes[0], dtype=torch.uint8, device=flat.device)
-        self._gather: PendingCollective | None = None
-        self.sent_bytes = plan.sent_bytes()
-        self.nbytes = self._before.nbytes + self._messages.nbytes
+        self.plan, self.flat = plan, flat.detach()
+        self._codec, self._gauge, self._scratch, self._layout = codec, gauge, scratch, plan.layout
+        rank = groups.whole.rank()
+        shards = self.flat.view(plan.ranks, -1)
+        self._own = shards[rank]
+        self._before = torch.empty_like(self._own)
+        nbytes, _ = plan.message_bytes
+        messages = pool.take(plan.ranks * nbytes, flat.device).view(plan.ranks, nbytes)
+        own = plan.layout_of(rank, rank * shards.shape[1])
+        self._gather = AllGather(own, groups, codec, messages, "compressed parameter gather")
+        self.sent_bytes = plan.gathered_bytes()
+        self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False
         """Whether there is a message that nobody has sent yet."""
 
     def keep(self) -> None:
-        """The own shard is about to be written."""
-        self._before.copy_(self._shards[self._rank])
+        """Keep a copy of the own shard, which is about to be written."""
+        self._before.copy_(self._own)
 
     def encode(self) -> None:
-        """It has been: send the difference, and have it as all others still do."""
-        own, layout, message = self._shards[self._rank], self._layouts[self._rank], self._messages[self._rank]
-        with self._gauge.timed(own.device):
-            difference = torch.sub(own, self._before, out=self._values())
-            self._codec.encode(difference, layout, message)
-            own.copy_(self._before)
-        if self._gauge.on:
-            self._codec.errors(difference, layout, message, self._gauge.note)
+        """Encode what was written to the own shard since `keep`, and take it back: all others have the old one."""
+        with self._gauge.timed(self._own.device):
+            difference = self._scratch.take("difference", tuple(self._own.shape), self._own.dtype, self._own.device)
+            self._gather.encode(torch.sub(self._own, self._before, out=difference))
+            self._own.copy_(self._before)
+        self._gather.note_errors(difference, self._gauge)
         self.updated = True
 
     def start(self) -> None:
-        """Send it. All replicas call this alike."""
+        """Send the message. All replicas call this alike."""
         self.updated = False
-        own = self._messages[self._rank]
-        self._gather = start_all_gather(self._messages.view(-1), own, self._group, "compressed parameter gather")
+        self._gather.start()
 
     def finish(self) -> None:
-        """Wait for all messages, and take what they say."""
-        assert self._gather is not None, "nothing was started"
-        self._gather.wait()
-        self._gather = None
-        with self._gauge.timed(self._messages.device):
-            for shard, layout, message in zip(self._shards, self._layouts, self._messages, strict=True):
-                # What fills up a bucket is in no message, and stays as it is.
-                difference = self._values().zero_()
-                self._codec.decode(message, layout, difference)
-                shard.add_(difference)
-
-    def _values(self) -> torch.Tensor:
-        return self._scratch.take("difference", tuple(self._before.shape), self._before.dtype, self._before.device)
+        """Wait for all messages, and add the differences that they hold to the parameters of all shards."""
+        started = self._gather.wait()
+        assert started, "nothing was started"
+        # Values that only fill up a bucket are in no message, and stay as they are.
+        with self._gauge.timed(self.flat.device):
+            self._codec.decode_onto(self._gather.messages, self._layout, self.flat, self._scratch)
 
 
 class Gather:
@@ -137,7 +121,7 @@ class ParamGather(Technique):
         self.dense_bytes = 0
         """What this rank sends of buckets whose parameters are gathered as they are."""
 
-        self._scratch = Scratch()
+        self._scratch, self._pool = Scratch(), MessagePool()
         self._of: dict[int, Shards] = {}
 
     @property
@@ -155,17 +139,12 @@ class ParamGather(Technique):
         """Bytes that this rank sends in a gather of all parameters."""
         return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
-    def add_bucket(
-        self,
-        bucket: object,
-        flat: torch.Tensor,
-        ranges: tuple[Sequence[Range], Sequence[Range]],
-        *,
-        group: dist.ProcessGroup,
-    ) -> Shards:
-        """Megatron made one more bucket on this rank; see `Shards`."""
+    def add_bucket(self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups) -> Shards:
+        """Take over the gather of one more bucket of Megatron's; see `Shards`."""
         assert self.codec is not None, "parameters are gathered as they are"
-        shards = Shards(flat, ranges, group=group, codec=self.codec, gauge=self.gauge, scratch=self._scratch)
+        shards = Shards(
+            plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch, pool=self._pool
+        )  # fmt: skip
         self._of[id(bucket)] = shards
         return shards
 

@@ -1,11 +1,12 @@
 """Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
-1F1B ends last on the first stages, so their reduction is what an iteration waits for. `bucket_reducer` says how a
-bucket is reduced as P and Q, `block_reducer` how in blocks of few bits, and docs/how-it-works.md what runs when.
+1F1B ends last on the first stages, so their reduction is what an iteration waits for. `bucket_plan` decides how a
+bucket is reduced, `low_rank_reducer` does it as P and Q, `reducers` in blocks of few bits or as it is, and
+docs/how-it-works.md says what runs when.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,27 @@ from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
-from optimus_cc_ext.techniques.factor_state import FactorStates, state_bytes
+from optimus_cc_ext.techniques.bucket_plan import (
+    BucketPlan,
+    GroupPlan,
+    ReductionPlan,
+)
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
+from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
-from optimus_cc_ext.techniques.reducer import DenseReducer, Reducer
-from optimus_cc_ext.techniques.side_stream import SideStream
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.reducers import (
+    BlockReducer,
+    DensePlan,
+    DenseReducer,
+    Reducer,
+    Reduction,
+    SideStream,
+)
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["Buckets", "SelectiveStageCompression", "stages_to_compress"]
+__all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
@@ -35,39 +48,95 @@ def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> fr
     return frozenset(range(stages if config.dp_compression_stages == "all" else config.dp_compression_stages))
 
 
-class Buckets(Protocol):
-    """A group of gradient buckets that Megatron reduces together."""
+class BucketGroup:
+    """A group of gradient buckets that Megatron reduces together, and the reducers that its plan asks for.
 
-    dense_bytes: int
-    """What vanilla Megatron moves to reduce them, without a tied embedding, as in `metrics.traffic`."""
+    Args:
+        flats: the buckets, one dimension each.
+        group: the replicas that they are reduced over.
+        side: the stream that reductions run on while the backward pass goes on; None: it waits for them.
+        fused: reduces the tied embedding that the group holds; None: Megatron does, or there is none.
+    """
 
-    tied_bytes: int
-    """Of the gradient of a tied embedding among them."""
+    def __init__(
+        self,
+        technique: "SelectiveStageCompression",
+        plan: GroupPlan,
+        flats: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        side: SideStream | None,
+        fused: FusedEmbeddingSync | None,
+    ) -> None:
+        self.plan, self.group, self._flats, self._groups = plan, group, flats, Groups(group)
+        self._technique, self._side, self._fused = technique, side, fused
+        self.overlapping = len(flats) if side is not None else 0
+        """Number of buckets that are reduced while the backward pass goes on."""
 
-    tied_saved: int
-    """Bytes that the last reduction saved on it, where that is not fused embedding synchronisation's."""
+        self.dense_bytes = plan.dense_bytes
+        self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
+        self.tied_saved = 0
+        """Bytes that the last reduction saved on a tied embedding, where that is not fused embedding sync's."""
 
-    gather_bytes: int
-    """What the distributed optimizer's gather of the parameters moves; 0 without it."""
-
-    overlapping: int
-    """How many buckets are reduced while the backward pass goes on."""
-
-    group: dist.ProcessGroup
-    """The replicas that they are reduced over."""
+        if fused is not None:
+            fused.preallocate(self._tied_gradient())
+        self._warmup: list[Reducer] = []
+        self._compressed: list[Reducer] = []
+        self._warmup = [
+            self._reducer(bucket, bucket.warmup, flat)
+            for bucket, flat in zip(plan.buckets, flats, strict=True)
+            if bucket.warmup is not None
+        ]
 
     @property
-    def compressed_bytes(self) -> int:
-        """What is moved if they are compressed; where they cannot be, that of `dense_bytes`."""
-        ...
-
-    @property
-    def matrices(self) -> Sequence[torch.Tensor]:
-        """The gradients that can be compressed."""
-        ...
+    def matrices(self) -> list[torch.Tensor]:
+        """The gradients that can be compressed, as views into the buckets."""
+        found = []
+        for index, record in self.plan.matrices:
+            start, length = record.range
+            found.append(self._flats[index][start : start + length].view(record.shape))
+        return found
 
     def compress(self) -> None:
-        """Be compressed from now on."""
+        """Compress the gradients that can be compressed, from now on, after the warm-up of compression."""
+        if not self.plan.compresses:
+            return
+        made: Sequence[Reducer | None] = self._warmup or [None] * len(self._flats)
+        self._compressed = [
+            # A bucket of fused embedding synchronisation is reduced alike in the warm-up.
+            reducer if bucket.fused and reducer is not None else self._reducer(bucket, bucket.compressed, flat)
+            for bucket, reducer, flat in zip(self.plan.buckets, made, self._flats, strict=True)
+        ]
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """The reducers of all buckets in this iteration; empty: Megatron reduces them."""
+        return self._compressed if self._compressed and not self._technique.in_warmup else self._warmup
+
+    def start(self, reducers: Sequence[Reducer], *, whole: bool) -> Reduction:
+        """Begin to reduce all buckets by `reducers`; `whole`: see `Reducer.start`."""
+        return Reduction(reducers, self._technique.reducers, self._side, whole=whole)
+
+    def sent_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> int:
+        """Bytes that a reduction by `reducers` sends, without a tied embedding; notes what it saves on that one."""
+        way = (reducers is self._compressed, whole)
+        if way not in self._sent:
+            self._sent[way] = self.plan.sent_bytes(compressing=way[0], whole=whole)
+        sent, self.tied_saved = self._sent[way]
+        return sent
+
+    def _tied_gradient(self) -> torch.Tensor:
+        """Return the gradient that fused embedding synchronisation sums: the tied embedding's, or its shard here."""
+        holders = zip(self.plan.buckets, self._flats, strict=True)
+        bucket, flat = next((bucket, flat) for bucket, flat in holders if bucket.record.tied_numel)
+        if self.plan.rules.sharded and bucket.record.is_all_tied:
+            return flat.view(self.plan.rules.ranks, -1)[self.group.rank()]
+        start, length = next(parameter.range for parameter in bucket.record.parameters if parameter.tied)
+        return flat[start : start + length]
+
+    def _reducer(self, bucket: BucketPlan, plan: ReductionPlan | None, flat: torch.Tensor) -> Reducer:
+        assert plan is not None, "Megatron reduces this bucket"
+        return self._technique.make_reducer(plan, flat, self._groups, fused=self._fused if bucket.fused else None)
 
 
 class SelectiveStageCompression(Technique):
@@ -76,7 +145,6 @@ class SelectiveStageCompression(Technique):
     Args:
         codecs: of blocks; None: P and Q are what is sent.
         wire: encodes these; None: they travel as they are.
-        force: compress also where nothing is sent, in groups of one rank (tests).
     """
 
     def __init__(
@@ -88,16 +156,15 @@ class SelectiveStageCompression(Technique):
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
         wire: Codec | None = None,
-        force: bool = False,
     ) -> None:
-        self._scratch = Scratch()
+        self._scratch, self._pool = Scratch(), MessagePool()
         super().__init__(
             "dp_compression",
             on=config.gradients_remember,
             states=FactorStates(config.dp_compression_rank),
             gauge=Gauge(self._scratch),
         )
-        self._config, self._seed, self.state_dtype, self._force = config, seed, state_dtype, force
+        self._config, self._seed, self.state_dtype = config, seed, state_dtype
         self.compressor, self.codecs, self.wire = compressor, codecs, wire
         self.stage: int | None = None
         """This rank's; None: it has no place yet."""
@@ -108,8 +175,8 @@ class SelectiveStageCompression(Technique):
         self.in_warmup = False
         """Whether gradients are reduced dense in this iteration."""
 
-        self.buckets: list[Buckets] = []
-        """All of this rank's, in the order in which Megatron made them."""
+        self.buckets: list[BucketGroup] = []
+        """All bucket groups of this rank, in the order in which Megatron made them."""
 
         self.reducers: list[Reducer] = []
         """Of those that we reduce, in the order in which they were made."""
@@ -118,13 +185,10 @@ class SelectiveStageCompression(Technique):
         self._single_rank: set[str] = set()
         """The kinds of gradients that stay dense because nothing of them is sent."""
 
-    def encodes(self, ranks: int) -> bool:
-        """Return whether gradients are compressed in a group of so many ranks; one rank alone sends nothing.
-
-        In a group of one rank, coding would change the gradients and save no byte. Routed experts have such a group
-        where every expert has one replica (EP x ETP = TP x CP x DP).
-        """
-        return ranks > 1 or self._force
+    def reduces(self, plan: GroupPlan) -> bool:
+        """Return whether a group of this plan is, or may be, reduced by us."""
+        may_compress = self.compresses_this_stage or self.stages_are_open
+        return plan.keeps_its_reducers or (may_compress and plan.compresses)
 
     def note_single_rank(self, kept_dense: str | None) -> str | None:
         """Return the log line about gradients of this kind that stay dense in a group of one rank; once for a kind."""
@@ -159,11 +223,22 @@ class SelectiveStageCompression(Technique):
             for buckets in self.buckets:
                 buckets.compress()
 
-    def add_buckets(self, buckets: Buckets) -> None:
-        """Megatron made one more group of buckets on this rank."""
+    def add_group(
+        self,
+        plan: GroupPlan,
+        flats: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        overlapped: bool,
+        fused: FusedEmbeddingSync | None,
+    ) -> BucketGroup:
+        """Reduce one more bucket group that Megatron made on this rank; see `BucketGroup`."""
+        side = self.side_stream(flats[0].device) if overlapped else None
+        buckets = BucketGroup(self, plan, flats, group, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
         if self.compresses_this_stage:
             buckets.compress()
+        return buckets
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -172,49 +247,33 @@ class SelectiveStageCompression(Technique):
 
     @property
     def state_bytes(self) -> int:
-        """What residuals and factors of all buckets take on this rank if its stage is compressed."""
-        if self.codecs is not None:
-            return 0
-        rank, dtype = self._config.dp_compression_rank, self.state_dtype
-        matrices = [matrix for buckets in self.buckets for matrix in buckets.matrices]
-        return sum(state_bytes(m.shape[0], m.numel() // m.shape[0], rank, dtype) for m in matrices)
+        """Memory for residuals and factors of all buckets on this rank if its stage is compressed."""
+        return sum(plan.state_bytes(self.state_dtype) for buckets in self.buckets for plan in buckets.plan.low_rank)
 
-    def add_reducer(
-        self,
-        flat: torch.Tensor,
-        matrices: Sequence[torch.Tensor],
-        dense: Sequence[torch.Tensor],
-        *,
-        norm_groups: Sequence[str],
-        sharded: bool,
-        group: dist.ProcessGroup,
-        fused: FusedEmbeddingSync | None = None,
+    def make_reducer(
+        self, plan: ReductionPlan, flat: torch.Tensor, groups: Groups, *, fused: FusedEmbeddingSync | None = None
     ) -> Reducer:
         """Make the reducer of one more bucket.
 
         Args:
             flat: the bucket, one dimension.
-            matrices, dense: views into it: what is compressed, and what is not.
-            norm_groups: the gradient-norm group of each of `matrices`.
-            sharded: whether this replica's optimizer reads its part of the bucket only.
-            group: its replicas.
-            fused: the bucket is a tied embedding, whose format this says.
+            fused: gives codecs and gauge, where the bucket is a tied embedding's own.
         """
         reducer: Reducer
-        codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
-        if not matrices:
-            reducer = DenseReducer(flat, dense, sharded=sharded, group=group)
-        elif codecs is not None:
-            reducer = BlockReducer(flat, matrices, dense, sharded=sharded, group=group, codecs=codecs, gauge=gauge)
-        else:
-            number = sum(isinstance(reducer, BucketReducer) for reducer in self.reducers)
-            reducer = BucketReducer(
-                matrices, [gradient.view(-1) for gradient in dense], norm_groups=norm_groups, group=group,
-                shard=flat.view(group.size(), -1)[group.rank()] if sharded else None, compressor=self.compressor,
-                config=self._config, seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
-                states=self.states, name=f"bucket {number}", state_dtype=self.state_dtype,
+        if isinstance(plan, DensePlan):
+            reducer = DenseReducer(plan, flat, groups)
+        elif isinstance(plan, ExchangePlan):
+            codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
+            assert codecs is not None, "a plan in blocks of few bits needs codecs"
+            reducer = BlockReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
+        elif isinstance(plan, LowRankPlan):
+            number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
+            reducer = LowRankReducer(
+                plan, flat, groups, shard=flat.view(plan.ranks, -1)[groups.whole.rank()] if plan.sharded else None,
+                compressor=self.compressor, config=self._config, seed=self._seed,
+                salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
                 # All buckets share their memory, and so one stream.
-                scratch=self._scratch, gauge=self.gauge, wire=self.wire,
+                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge, wire=self.wire, pool=self._pool,
             )  # fmt: skip
         self.reducers.append(reducer)
         return reducer

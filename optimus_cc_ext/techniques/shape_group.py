@@ -17,6 +17,7 @@ from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
+from optimus_cc_ext.techniques.low_rank_plan import EqualMatrices
 from optimus_cc_ext.techniques.strided import progressions
 
 __all__ = ["ShapeGroup", "copy_if_cast"]
@@ -36,7 +37,8 @@ class _Part:
 
     low: int
     high: int
-    """Which elements of the rows, numbered flat, are asked for; only a part of one matrix asks for fewer than all."""
+    """Flat range within these rows that the optimizer's shard covers. Smaller than the rows only where a shard boundary
+    cuts through a matrix."""
 
     def of(self, batch: torch.Tensor) -> torch.Tensor:
         """These matrices of (matrices, ...), whole."""
@@ -55,43 +57,40 @@ class ShapeGroup:
     """See above. The order of the batch is that of the bucket, progression by progression (`strided`).
 
     Args:
-        views: (rows, columns) each, contiguous, in one storage.
-        shard: the flat view into that storage that this replica's optimizer reads; None: all of it.
-        norm_group: their gradient-norm group.
-        states: where its state is kept, by `name`.
+        same: the matrices, which lie in `flat`, the bucket.
+        shard: the view into `flat` that this replica's optimizer reads; None: all of it.
+        states: the place where its state is kept, by `name`.
         salt: tells its first Q apart from others of the run.
     """
 
     def __init__(
         self,
-        views: list[torch.Tensor],
+        same: EqualMatrices,
+        flat: torch.Tensor,
         shard: torch.Tensor | None,
         config: DataParallelCompressionConfig,
         *,
-        norm_group: str,
         states: FactorStates,
         name: str,
         seed: int,
         salt: str,
         state_dtype: torch.dtype,
     ) -> None:
-        self._whole, self._own = _parts(views, shard)
+        self._whole, self._own = _parts(same, flat, shard)
         self._sharded = shard is not None
         self._feedback = config.dp_error_feedback
-        self.count = len(views)
-        rows, columns = views[0].shape
-        device = views[0].device
+        shape, device = (len(same.starts), same.rows, same.columns), flat.device
 
         def make() -> FactorState:
             generator = private_generator(seed, "dp-compression", salt, device=device)
             return FactorState(
-                (self.count, rows, columns), config.dp_compression_rank, generator=generator, dtype=state_dtype,
-                device=device, norm_group=norm_group,
+                shape, config.dp_compression_rank, generator=generator, dtype=state_dtype, device=device,
+                norm_group=same.norm_group,
             )  # fmt: skip
 
         self.state = states.get(name, make)
         self.q_shape = self.state.fallback.shape
-        self.p_shape = torch.Size((self.count, rows, self.q_shape[-1]))
+        self.p_shape = torch.Size((*shape[:2], same.r))
 
     def use_wire(self, p_wire: torch.Tensor, q_wire: torch.Tensor) -> None:
         """Take the slots of P and Q in the messages; they are computed in fp32, in place where the wire is fp32."""
@@ -180,24 +179,24 @@ def copy_if_cast(values: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(values)
 
 
-def _parts(views: list[torch.Tensor], shard: torch.Tensor | None) -> tuple[list[_Part], list[_Part]]:
-    """The whole batch, and what of it lies in the shard: few parts each, however many matrices there are."""
-    rows, columns = views[0].shape
+def _parts(same: EqualMatrices, flat: torch.Tensor, shard: torch.Tensor | None) -> tuple[list[_Part], list[_Part]]:
+    """Return the whole batch, and the part of it in the shard: few parts each, however many matrices there are."""
+    rows, columns, count = same.rows, same.columns, len(same.starts)
     whole: list[_Part] = []
     own: list[_Part] = []
     first = 0
-    for progression in progressions(int(view.storage_offset()) for view in views):
-        gradients = progression.batch(views[0], (rows, columns))
+    for progression in progressions(same.starts):
+        gradients = progression.batch(flat, (rows, columns))
         matrices = slice(first, first + progression.count)
-        everything = progression.count == len(views)
+        everything = progression.count == count
         whole.append(_Part(gradients, matrices, slice(0, rows), everything, 0, gradients.numel()))
         if shard is not None:
-            start = int(shard.storage_offset())
+            start = int(shard.storage_offset() - flat.storage_offset())
             for piece in progression.shared_with(start, start + shard.numel(), rows * columns):
                 top, bottom = piece.low // columns, -(-piece.high // columns)
                 cut = gradients[piece.index : piece.index + piece.count, top:bottom]
                 of_batch = slice(first + piece.index, first + piece.index + piece.count)
-                all_of_it = cut.shape == (len(views), rows, columns)
+                all_of_it = cut.shape == (count, rows, columns)
                 low = piece.low - top * columns
                 high = low + (piece.high - piece.low) * piece.count
                 own.append(_Part(cut, of_batch, slice(top, bottom), all_of_it, low, high))

@@ -18,7 +18,7 @@ PERIOD = 16
 
 @dataclass(frozen=True, slots=True)
 class Progression:
-    """Equal tensors at equal distances in one storage, counted in elements."""
+    """Equal tensors at equal distances in one flat buffer, counted in elements."""
 
     first: int
     """Where the first of them begins."""
@@ -28,13 +28,14 @@ class Progression:
 
     count: int
 
-    def batch(self, storage_of: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """(count, *shape): a view of the storage that `storage_of` lies in, each tensor contiguous in itself."""
+    def batch(self, flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return (count, *shape), a view into `flat`, each tensor contiguous in itself."""
         inner = torch.empty(shape, device="meta").stride()
-        return storage_of.as_strided((self.count, *shape), (self.stride, *inner), self.first)
+        at = int(flat.storage_offset()) + self.first
+        return flat.as_strided((self.count, *shape), (self.stride, *inner), at)
 
     def shared_with(self, start: int, stop: int, numel: int) -> list["Shared"]:
-        """What of these tensors, of `numel` elements each, lies between `start` and `stop` in their storage.
+        """Find the parts of these tensors, of `numel` elements each, that lie between `start` and `stop` in the buffer.
 
         At most three answers: the whole tensors, and the ones that are cut at either end.
         """
@@ -69,11 +70,11 @@ def progressions(offsets: Iterable[int]) -> list[Progression]:
     what stands alone at either end of the bucket makes one of its own.
 
     Raises:
-        ValueError: two of them are the same, as those of tensors in different storages can be.
+        ValueError: two of them are the same.
     """
     remaining = sorted(offsets)
     if len(set(remaining)) < len(remaining):
-        raise ValueError(f"tensors at the same offset {remaining}: they have to be views of one storage")
+        raise ValueError(f"tensors at the same offset {remaining}: they overlap")
     found = []
     while remaining:
         first, present = remaining[0], set(remaining)

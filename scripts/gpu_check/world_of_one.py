@@ -8,12 +8,11 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.config import CompressedBackpropConfig
-from optimus_cc_ext.hooks.param_and_grad_buffer import _Reduction
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.reducers import Reduction, SideStream
 from optimus_cc_ext.techniques.schedule import NonInterleaved
-from optimus_cc_ext.techniques.side_stream import SideStream
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer
 
 __all__ = ["messages", "metrics_memory", "reduction"]
@@ -36,7 +35,7 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
             _keep_busy(device)
             for bucket in (beside, in_line):
                 bucket.flat.copy_(Bucket.random(layers, shapes, hidden, device, seed=step).flat)
-            handle = _Reduction([ours], [ours], side, whole=False)
+            handle = Reduction([ours], [ours], side, whole=False)
             _keep_busy(device)
             handle.wait()
             theirs.reduce()

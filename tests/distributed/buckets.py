@@ -10,7 +10,11 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, ParameterRecord, Range
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.reducers import BlockReducer
 
 __all__ = ["Bucket", "Shapes", "of_layers", "reduce"]
 
@@ -37,22 +41,55 @@ class Bucket:
     def reducer(
         self, compressor: LowRank, compression_rank: int, shard: torch.Tensor | None = None, *,
         norm_groups: list[str] | None = None, wire: Codec | None = None, **config: Any,
-    ) -> BucketReducer:  # fmt: skip
-        return BucketReducer(
-            self.matrices,
-            [view for view in self.views if view.dim() == 1],
+    ) -> LowRankReducer:  # fmt: skip
+        groups_of = dict(zip((matrix.storage_offset() for matrix in self.matrices), norm_groups or (), strict=False))
+        plan = LowRankPlan(
+            low_rank=[
+                ParameterRecord(
+                    shape=tuple(matrix.shape), start=start, norm_group=groups_of.get(start, MAIN_NORM_GROUP)
+                )
+                for matrix in self.matrices
+                for start in (int(matrix.storage_offset()),)
+            ],
+            dense=self.ranges[1], dtype=self.flat.dtype, ranks=dist.get_world_size(), rank=compression_rank,
+            wire=None if wire is None else wire.format.name,
+        )  # fmt: skip
+        return LowRankReducer(
+            plan,
+            self.flat,
+            Groups(dist.group.WORLD),
             shard=shard,
-            group=dist.group.WORLD,
             compressor=compressor,
             config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
             seed=1,
             salt="test",
             wire=wire,
-            **({"norm_groups": norm_groups} if norm_groups else {}),
         )
 
+    @property
+    def ranges(self) -> tuple[list[Range], list[Range]]:
+        """The places of tensors of two dimensions and more, and of vectors."""
+        matrices, vectors = (
+            [(int(view.storage_offset()), view.numel()) for view in self.views if (view.dim() > 1) is more]
+            for more in (True, False)
+        )
+        return matrices, vectors
 
-def reduce(reducer: BucketReducer, **how: bool) -> None:
+    def exchange(self, codecs: BlockCodecs, ranks: int, sharded: bool) -> ExchangePlan:
+        """The plan of an exchange of this bucket, all but vectors encoded."""
+        coded, dense = self.ranges
+        return ExchangePlan(
+            numel=self.flat.numel(), coded=coded, dense=dense, dtype=self.flat.dtype, ranks=ranks, sharded=sharded,
+            formats=codecs.formats,
+        )  # fmt: skip
+
+    def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> BlockReducer:
+        """The reducer of that plan, over all ranks."""
+        plan = self.exchange(codecs, dist.get_world_size(), sharded)
+        return BlockReducer(plan, self.flat, Groups(dist.group.WORLD), codecs, **how)
+
+
+def reduce(reducer: LowRankReducer, **how: bool) -> None:
     """A step that counts."""
     reducer.reduce(**how)
     reducer.states.commit({})

@@ -1,6 +1,7 @@
 """A microbenchmark times what training does: messages and gradients of any shape, changed by nothing, in seconds."""
 
-from types import SimpleNamespace
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards
@@ -36,9 +38,12 @@ def _measure() -> list[float]:
     }  # fmt: skip
     seconds = [microbenchmark.time_gradients(matrices, **keep), microbenchmark.time_gradients([], **keep)]
     int8 = fast_codec("int8", seed=1, rotated=True)
+    plan = ExchangePlan(
+        numel=4096, coded=[(0, 4096)], dtype=torch.bfloat16, ranks=1, sharded=True, formats=Formats("int8", "int8")
+    )
     shards = Shards(
-        torch.ones(4096, dtype=torch.bfloat16), ([(0, 4096)], []), group=dist.group.WORLD, codec=int8, gauge=Gauge(),
-        scratch=Scratch(),
+        plan, torch.ones(4096, dtype=torch.bfloat16), Groups(dist.group.WORLD), int8, gauge=Gauge(),
+        scratch=Scratch(), pool=MessagePool(),
     )  # fmt: skip
     seconds.append(microbenchmark.time_parameters([shards], alone=dist.group.WORLD, codec=int8))
     assert bool((shards.flat == 1).all())
@@ -65,11 +70,15 @@ def _scratch_after_measuring() -> list[int]:
     session = Session(CONFIG, layout)
     place = RankPlace(rank=rank, stage=rank, tensor_rank=0)
     session.place(Grid(place=place, stages=2, data_parallel=2, pipeline_group=dist.group.WORLD), layout)
-    session.gradients.add_buckets(
-        SimpleNamespace(
-            group=session.alone, matrices=[torch.ones(shape) for shape in SHAPES], compress=lambda: None,
-            dense_bytes=0, compressed_bytes=0, tied_bytes=0, gather_bytes=0, overlapping=0,
-        )
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    parameters = [ParameterRecord(shape=shape, start=start) for shape, start in zip(SHAPES, starts, strict=True)]
+    record = BucketRecord(numel=sum(sizes), dtype=torch.float32, parameters=parameters)
+    rules = BucketRules.of(CONFIG, ranks=1, sharded=False, fused=False)
+    assert session.alone is not None
+    session.gradients.add_group(
+        GroupPlan.of([record], replace(rules, force=True)), [torch.ones(sum(sizes))], session.alone,
+        overlapped=False, fused=None,
     )  # fmt: skip
     measured = Forecaster(session)._measure(torch.empty(64, 2, 32), torch.device("cpu"))
     sent = {cost.name: cost.compressed for cost in measured.cost.classes}

@@ -9,8 +9,9 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import reduce_scatter_bytes
-from optimus_cc_ext.techniques.block_reducer import Range
-from optimus_cc_ext.techniques.param_gather import Gather, ParamGather, Shards, gather_plan
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Groups, MessagePool, ParameterRecord, Range
+from optimus_cc_ext.techniques.param_gather import Gather, ParamGather, Shards
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
@@ -43,9 +44,13 @@ def wanted(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def ranges() -> tuple[list[Range], list[Range]]:
-    views = weights(torch.bfloat16).views
-    coded, dense = ([(v.storage_offset(), v.numel()) for v in views if (v.dim() > 1) is more] for more in (True, False))
-    return coded, dense
+    return weights(torch.bfloat16).ranges
+
+
+def plan_of(views: list[torch.Tensor], numel: int, dtype: torch.dtype, used: Codec) -> ExchangePlan:
+    parameters = [ParameterRecord(shape=tuple(view.shape), start=int(view.storage_offset())) for view in views]
+    record = BucketRecord(numel=numel, dtype=dtype, parameter_dtype=dtype, parameters=parameters)
+    return gather_plan(record, used.format.name, RANKS)
 
 
 def of_shard(inside: list[Range], start: int, size: int) -> list[Range]:
@@ -75,7 +80,8 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
     dist.init_process_group("gloo")
     flat, found = weights(dtype).flat, []
     technique = ParamGather(codec(format))
-    shards = technique.add_bucket("bucket", flat, ranges(), group=dist.group.WORLD)
+    plan = plan_of(weights(dtype).views, flat.numel(), dtype, codec(format))
+    shards = technique.add_bucket("bucket", plan, flat, Groups(dist.group.WORLD))
     own = flat.view(RANKS, -1)[dist.get_rank()]
     for step in steps:
         assert not shards.updated
@@ -125,8 +131,11 @@ def test_a_gather_asks_for_no_memory_after_the_first() -> None:
 
 def _allocations() -> list[str]:
     dist.init_process_group("gloo")
-    flat = weights(torch.bfloat16).flat
-    shards = Shards(flat, ranges(), group=dist.group.WORLD, codec=codec("int4"), gauge=Gauge(), scratch=Scratch())
+    bucket = weights(torch.bfloat16)
+    flat, plan = bucket.flat, plan_of(bucket.views, bucket.flat.numel(), torch.bfloat16, codec("int4"))
+    shards = Shards(
+        plan, flat, Groups(dist.group.WORLD), codec("int4"), gauge=Gauge(), scratch=Scratch(), pool=MessagePool()
+    )  # fmt: skip
     asked: list[str] = []
     for step in range(2):
         with torch.no_grad(), Watch() as watch:
@@ -142,5 +151,7 @@ def _allocations() -> list[str]:
 @pytest.mark.parametrize(("format", "share"), [("int8", 0.508), ("int4", 0.258)])
 def test_bytes_of_a_large_bucket_are_known_before_there_is_one(format: str, share: float) -> None:
     numel, ranks = 8 * 4096 * 4096, 8
-    plan = gather_plan(numel, ([(0, numel)], []), torch.bfloat16, ranks, codec(format))
-    assert plan.sent_bytes() / reduce_scatter_bytes(2 * numel, ranks) == pytest.approx(share, rel=2e-3)
+    parameters = [ParameterRecord(shape=(numel // 4096, 4096), start=0)]
+    record = BucketRecord(numel=numel, dtype=torch.float32, parameter_dtype=torch.bfloat16, parameters=parameters)
+    plan = gather_plan(record, format, ranks)
+    assert plan.gathered_bytes() / reduce_scatter_bytes(2 * numel, ranks) == pytest.approx(share, rel=2e-3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors import fast_codec
+from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.traffic import Traffic

@@ -14,12 +14,12 @@ import optimus_cc_ext
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
-from optimus_cc_ext.techniques.block_reducer import BlockReducer
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Link, ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.param_gather import Shards
+from optimus_cc_ext.techniques.reducers import BlockReducer
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.allocations import Watch
 
@@ -151,8 +151,8 @@ def read(session: Session) -> Ours:
     cpu = torch.device("cpu")
     return Ours(
         traffic={c.value: counts for c, counts in session.traffic.total().items()},
-        compressed_matrices=sum(reducer.matrices for reducer in session.gradients.reducers),
-        reduced_bytes=[reducer.sent_bytes() for reducer in session.gradients.reducers],
+        compressed_matrices=sum(reducer.plan.matrices for reducer in session.gradients.reducers),
+        reduced_bytes=[reducer.plan.sent_bytes() for reducer in session.gradients.reducers],
         remembered=_hashed(session.state_dict()),
         groups=[(g.group_desc, g._get_backend(cpu).options._timeout) for g in groups if g is not None],
     )
@@ -172,7 +172,7 @@ HOT_PATH = {
     CompressedBackprop: ("begin", "end"),
     SendingLink: ("send",),
     ReceivingLink: ("receive",),
-    BucketReducer: ("start", "second_phase", "finish"),
+    LowRankReducer: ("start", "second_phase", "finish"),
     BlockMessages: ("send", "receive"),
     BlockReducer: ("start", "second_phase", "finish"),
     FactorStates: ("commit", "rescale_residuals"),

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
-from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, ExchangePlan, Range
-from optimus_cc_ext.techniques.param_gather import gather_plan
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, Range
 
 # -- layouts against a literal reference ------------------------------------------------------------------------------
 
 
 def plan_of(numel: int, coded: list[Range], dense: list[Range], ranks: int, sharded: bool) -> ExchangePlan:
-    codec = fast_codec("int4", seed=1, rotated=True)
-    return ExchangePlan(numel, coded, dense, torch.float32, ranks, sharded, BlockCodecs(codec, codec))
+    return ExchangePlan(
+        numel=numel, coded=coded, dense=dense, dtype=torch.float32, ranks=ranks, sharded=sharded,
+        formats=Formats("int4", "int8"),
+    )  # fmt: skip
 
 
 def cut_literally(ranges: list[Range], ranks: int, sharded: bool, numel: int, unit: int) -> list[list[list[int]]]:
@@ -109,10 +109,8 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
         plan = plan_of(numel, coded, dense, ranks, sharded)
         made += [plan.layout, plan.layout_of(ranks - 1)]
         assert plan.sent_bytes() > 0 and plan.wire_bytes > 0
-    codec = fast_codec("int8", seed=1, rotated=True)
-    gather = gather_plan(numel, (coded, dense), torch.bfloat16, ranks, codec)
-    size = numel // ranks
-    return [*made, *(gather.layout_of(d, d * size) for d in range(ranks)), gather.layout]
+    gather = plan_of(numel, coded, dense, ranks, sharded=True)  # of parameters
+    return [*made, gather.layout, gather.layout_of(ranks - 1, numel - numel // ranks)]
 
 
 def lines_run(parameters: int, ranks: int) -> int:

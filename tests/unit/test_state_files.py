@@ -86,7 +86,7 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
     )
     assert found["compressed_backprop"]["states"].keys() == ours.states.state_dict().keys()
     ours.load_state_dict(found["compressed_backprop"])
-    # As `SelectiveStageCompression.add_reducer` and `BucketReducer` name them.
+    # As `SelectiveStageCompression.make_reducer` and `LowRankReducer` name them.
     assert list(found["dp_compression"]["states"]) == ["bucket 0: 32x48", "bucket 1: 32x48"]
     assert found["dp_compression"]["stages"] == [0] and found["iteration"] == 4
 

@@ -38,15 +38,15 @@ def test_what_lies_in_a_shard_is_found_element_by_element(
     assert found == [place for place in everywhere if start <= place < stop]
 
 
-def test_a_batch_is_a_view_of_the_storage() -> None:
+def test_a_batch_is_a_view_into_the_flat_buffer() -> None:
     flat = torch.arange(40.0)
     batch = Progression(2, 10, 3).batch(flat[5:], (2, 3))
-    assert batch[:, 0, 0].tolist() == [2.0, 12.0, 22.0]
-    assert batch[1].flatten().tolist() == [12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
+    assert batch[:, 0, 0].tolist() == [7.0, 17.0, 27.0]
+    assert batch[1].flatten().tolist() == [17.0, 18.0, 19.0, 20.0, 21.0, 22.0]
     batch.zero_()
-    assert flat[12] == 0 and flat[18] == 18
+    assert flat[17] == 0 and flat[23] == 23
 
 
-def test_tensors_of_different_storages_are_refused_and_not_counted_for_ever():
-    with pytest.raises(ValueError, match="views of one storage"):
+def test_tensors_at_one_place_are_refused_and_not_counted_for_ever():
+    with pytest.raises(ValueError, match="overlap"):
         progressions([0, 8, 0])

@@ -1,6 +1,7 @@
 """Triton's block formats against torch's; in the interpreter or on a GPU, as in test_triton_kernels.py."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
@@ -140,8 +142,9 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, capability: int, format, r
     codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=dtype)
     messages = encoded(codec, values)
     codec.decode(messages, SCATTERED, values)
+    codec.decode_onto(messages, SCATTERED, values, Scratch())
     codec.decode_add(messages[:1].repeat(3, 1), SCATTERED, 0, values)
-    assert len(compiled) == 6
+    assert len(compiled) == 8
     # 99 KiB of shared memory a program is what compute capability 12.0 has, the others have more.
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 
@@ -159,17 +162,29 @@ def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatc
     monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
     codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=torch.bfloat16)
     messages = encoded(codec, values)
-    several = messages[:1].repeat(3, 1)
+    several, scratch = messages[:1].repeat(3, 1), Scratch()
 
     def step() -> None:
         codec.encode(values, SCATTERED, messages)
         codec.decode(messages, SCATTERED, values)
+        codec.decode_onto(messages, SCATTERED, values, scratch)
         codec.decode_add(several, SCATTERED, 0, values)
 
     step()
     with Watch() as watch:
         step()
     assert watch.allocated == watch.read_by_host == []
+
+
+class Counted:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, launched: list[str], name: str, kernel: Any) -> None:
+        self.launched, self.name, self.kernel = launched, name, kernel
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        self.launched.append(self.name)
+        return self.kernel[grid]
 
 
 class TestBlockKernels:
@@ -213,6 +228,28 @@ class TestBlockKernels:
     ) -> None:
         with_unused_formats(monkeypatch)
         self.test_messages_and_what_is_decoded_are_torchs_to_the_bit(format, rotated, torch.float16)
+
+    @CASES
+    def test_decoded_values_are_added_to_what_is_there_as_torch_adds_them(self, format, rotated, dtype) -> None:
+        ours, torchs = both(format, rotated)
+        messages, there = encoded(torchs, gaussian(NUMEL, dtype=dtype)), gaussian(NUMEL, seed=1).mul_(30).to(dtype)
+        found, expected = there.clone(), there.clone()
+        ours.decode_onto(messages, SCATTERED, found, Scratch())
+        torchs.decode_onto(messages, SCATTERED, expected, Scratch())
+        assert torch.equal(found, expected)
+        literal = there + torch.zeros_like(there).copy_(decoded(torchs, messages, dtype).nan_to_num())
+        assert torch.equal(found, literal), "rounded when it is decoded, and again when it is added"
+
+    def test_a_gather_of_any_number_of_messages_is_added_by_two_launches(self, monkeypatch) -> None:
+        launched: list[str] = []
+        for name in ("add_up_blocks", "add_up_values"):
+            kernel = getattr(block_launches.block_kernels, name)
+            monkeypatch.setattr(block_launches.block_kernels, name, Counted(launched, name, kernel))
+        codec, values = both("int4", True)[0], torch.zeros(64 * 32, device=DEVICE)
+        starts = range(0, values.numel(), 64)
+        layout = BlockLayout([[(start, 48)] for start in starts], [[(start + 48, 16)] for start in starts])
+        codec.decode_onto(encoded(codec, values, layout), layout, values, Scratch())
+        assert sorted(launched) == ["add_up_blocks", "add_up_values"]
 
     @CASES
     def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype) -> None:

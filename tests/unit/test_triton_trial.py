@@ -13,9 +13,11 @@ from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
-from optimus_cc_ext.techniques.bucket_reducer import BucketReducer
 from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
+from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
 from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import one_process
 from tests.interpreted import assert_holds_in_tritons_interpreter
@@ -94,11 +96,14 @@ def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: 
 
 def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
     flat = gaussian(1, 1, 4 * 64 * 128).flatten().to(dtype)
-    matrices = [part.view(64, 128) for part in flat.split(64 * 128)]
+    plan = LowRankPlan(
+        low_rank=[ParameterRecord(shape=(64, 128), start=start) for start in range(0, flat.numel(), 64 * 128)],
+        dense=(), dtype=dtype, ranks=1, rank=16,
+    )  # fmt: skip
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_error_feedback=feedback)
     for shard in (None, flat[: 64 * 128]):
-        reducer = BucketReducer(
-            matrices, [], shard=shard, group=group, compressor=TritonLowRank(), config=config, seed=18, salt="",
+        reducer = LowRankReducer(
+            plan, flat, Groups(group), shard=shard, compressor=TritonLowRank(), config=config, seed=18, salt="",
             state_dtype=state_dtype,
         )  # fmt: skip
         for whole in (False, True):

@@ -35,8 +35,18 @@ def _bf16_bits(x):
 
 
 @triton.jit
-def _store(pointers, x, mask, BF16: tl.constexpr):
-    """Store x in the dtype of the pointers; with BF16 they point to int16, which stand for bf16."""
+def _store(pointers, x, mask, BF16: tl.constexpr, ONTO: tl.constexpr):
+    """Store x in the dtype of the pointers; with BF16 they point to int16, which stand for bf16.
+
+    ONTO: add x, rounded to that dtype, to what is there.
+    """
+    if ONTO:
+        if BF16:
+            there = (tl.load(pointers, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            x = there + (_bf16_bits(x) << 16).to(tl.float32, bitcast=True)
+        else:
+            there = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+            x = there + x.to(pointers.dtype.element_ty).to(tl.float32)
     if BF16:
         tl.store(pointers, _bf16_bits(x).to(tl.int16), mask=mask)
     else:
@@ -224,9 +234,11 @@ def _scale(scales, rows, used):
 def add_up_blocks(
     scales, codes, table, signs, out, scales_stride, codes_stride, blocks, senders,
     PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
-    BF16: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    BF16: tl.constexpr, ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write to `out` the sum of the values of `senders`. Grid: (blocks / ROWS, 1); ALONE, of one: (blocks / ROWS, N).
+
+    ONTO: add it to what is there.
 
     With one sender the scale comes after the rotation, whose sums of codes are exact.
     """
@@ -259,8 +271,8 @@ def add_up_blocks(
         low *= scale
         high *= scale
     low_at, high_at = start[:, None] + low_columns[None, :], start[:, None] + high_columns[None, :]
-    _store(out + low_at, low, low_columns[None, :] < length[:, None], BF16)
-    _store(out + high_at, high, high_columns[None, :] < length[:, None], BF16)
+    _store(out + low_at, low, low_columns[None, :] < length[:, None], BF16, ONTO)
+    _store(out + high_at, high, high_columns[None, :] < length[:, None], BF16, ONTO)
 
 
 @triton.jit
@@ -282,8 +294,10 @@ def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["chunks", "senders", "stride"], do_not_specialize_on_alignment=["table", "slots"])
-def add_up_values(dense, table, slots, out, stride, chunks, senders, BF16: tl.constexpr, ROWS: tl.constexpr):
-    """Write to `out` the sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one sender (.., N)."""
+def add_up_values(
+    dense, table, slots, out, stride, chunks, senders, BF16: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr
+):
+    """Write to `out`, or add ONTO it, sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one (.., N)."""
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
     sent = dense + message.to(tl.int64) * stride + slot
@@ -291,4 +305,4 @@ def add_up_values(dense, table, slots, out, stride, chunks, senders, BF16: tl.co
     for _ in range(1, senders):
         sent += stride
         total += tl.load(sent, mask=mask, other=0.0).to(tl.float32)
-    _store(out + at, total, mask, BF16)
+    _store(out + at, total, mask, BF16, ONTO)

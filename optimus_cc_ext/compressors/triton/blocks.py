@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
 
@@ -99,14 +100,25 @@ class TritonCodec(Codec):
             super().decode(messages, layout, out)
 
     @torch.no_grad()
+    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
+        # A kernel for blocks, and one for dense values, whatever the number of messages.
+        messages = self._by_message(messages, layout, out.dtype)
+        if self._has_kernels and _taken(out, messages):
+            self._add_up(messages, layout, slice(None), 1, out, onto=True)
+        else:
+            super().decode_onto(messages, layout, out, scratch)
+
+    @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out)
         else:
             super().decode_add(messages, layout, index, out)
 
-    def _add_up(self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor) -> None:
-        """Decode all messages of one sender, or add up one message of several."""
+    def _add_up(
+        self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor, *, onto: bool = False
+    ) -> None:
+        """Decode all messages of one sender, or one message of several; `onto`: add them to what is there."""
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
         bf16 = out.dtype == torch.bfloat16
         to = out.detach().view(torch.int16) if bf16 else out
@@ -114,7 +126,7 @@ class TritonCodec(Codec):
             chunks = tables.chunks[which]
             block_kernels.add_up_values[_grid(chunks, DENSE_ROWS)](
                 dense, chunks, tables.slots[which], to, dense.stride(0), chunks.shape[1], senders,
-                BF16=bf16, ROWS=DENSE_ROWS,
+                BF16=bf16, ONTO=onto, ROWS=DENSE_ROWS,
             )  # fmt: skip
         if tables.blocks.numel():
             blocks = tables.blocks[which]
@@ -122,7 +134,7 @@ class TritonCodec(Codec):
                 scales, codes, blocks, self._signs_at(out.device), to,
                 scales.stride(0), codes.stride(0), layout.blocks, senders,
                 PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
-                WIDEN=INTERPRETED, BF16=bf16, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+                WIDEN=INTERPRETED, BF16=bf16, ONTO=onto, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -90,6 +91,9 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
         for codec, out in ((ours, found), (torchs, wanted)):
             codec.decode(messages, layout, out)
         _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
+        for codec, out in ((ours, found), (torchs, wanted)):
+            codec.decode_onto(messages, layout, out, Scratch())
+        _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
         senders = torch.cat([messages, expected])
         for codec, out in ((ours, found), (torchs, wanted)):
             codec.decode_add(senders, layout, 0, out)

@@ -18,7 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.selective_stage_compression import BucketReducer
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from scripts.bench.compressors.timing import Work
 
 __all__ = ["Bucket", "hook", "one_process", "reducer", "step"]
@@ -75,19 +78,27 @@ class Bucket:
         return True
 
 
-def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: dist.ProcessGroup) -> BucketReducer:
-    """Ours, over `group`, which codes in a group of one rank as well: plans of buckets decide that, not reducers."""
+def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: dist.ProcessGroup) -> LowRankReducer:
+    """Ours, over `group`: forced to compress where that is one rank, in which nothing is sent and so nothing saved."""
+    parameters = [
+        ParameterRecord(shape=tuple(gradient.shape), start=int(gradient.storage_offset()))
+        for gradient in bucket.gradients()
+    ]
+    record = BucketRecord(numel=bucket.flat.numel(), dtype=torch.float32, parameters=parameters)
+    rules = BucketRules(ranks=group.size(), format="low-rank", rank=compression_rank, force=True)
+    plan = GroupPlan.of([record], rules).buckets[0].compressed
+    assert isinstance(plan, LowRankPlan)
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
-    gradients = bucket.gradients()
-    matrices, vectors = ([each for each in gradients if each.dim() == dim] for dim in (2, 1))
-    return BucketReducer(matrices, vectors, group=group, compressor=compressor, config=config, seed=1, salt="bench")
+    return LowRankReducer(
+        plan, bucket.flat, Groups(group), compressor=compressor, config=config, seed=1, salt="bench"
+    )  # fmt: skip
 
 
-def step(reducer: BucketReducer) -> None:
+def step(reducer: LowRankReducer) -> None:
     """A reduction, and what follows from it when its step counts."""
     before = reducer.encoded
     reducer.reduce()
-    assert reducer.encoded == before + reducer.matrices > before, "a group of one rank was not coded"
+    assert reducer.encoded == before + reducer.plan.matrices > before, "a group of one rank was not coded"
     reducer.states.commit({})
 
 

@@ -1,5 +1,6 @@
 """Gradient buckets in blocks of few bits over real ranks: against the literal sum, and against decoding by hand."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -13,9 +14,9 @@ from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques import collective
-from optimus_cc_ext.techniques.block_reducer import BlockCodecs, BlockReducer, ExchangePlan
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes
-from optimus_cc_ext.techniques.reducer import DenseReducer
+from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
@@ -42,15 +43,11 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Bucke
 
 
 def reducer_of(bucket: Bucket, used: BlockCodecs, sharded: bool, gauge: Gauge | None = None) -> BlockReducer:
-    matrices, dense = ([v for v in bucket.views if (v.dim() > 1) is more] for more in (True, False))
-    return BlockReducer(bucket.flat, matrices, dense, sharded=sharded, group=dist.group.WORLD, codecs=used, gauge=gauge)
+    return bucket.block_reducer(used, sharded, gauge=gauge)
 
 
 def plan_of(bucket: Bucket, used: BlockCodecs, ranks: int, sharded: bool) -> ExchangePlan:
-    coded, dense = (
-        [(v.storage_offset(), v.numel()) for v in bucket.views if (v.dim() > 1) is more] for more in (True, False)
-    )
-    return ExchangePlan(bucket.flat.numel(), coded, dense, bucket.flat.dtype, ranks, sharded, used)
+    return bucket.exchange(used, ranks, sharded)
 
 
 def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torch.dtype, whole: bool) -> torch.Tensor:
@@ -207,8 +204,8 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
     assert sent[0] == counted and gauge.squares() == measured
     assert measured == pytest.approx(lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded), rel=1e-5)
     plan = plan_of(bucket, codecs("int4"), ranks, sharded)
-    assert reducer.nbytes == plan.wire_bytes and reducer.sent_bytes(whole) == plan.sent_bytes(whole)
-    return counted, reducer.sent_bytes(whole), watch.allocated + watch.read_by_host, reducer.nbytes, measured
+    assert reducer.nbytes == plan.wire_bytes and reducer.plan.sent_bytes(whole) == plan.sent_bytes(whole)
+    return counted, reducer.plan.sent_bytes(whole), watch.allocated + watch.read_by_host, reducer.nbytes, measured
 
 
 @KINDS
@@ -226,7 +223,7 @@ def _alone() -> bool:
     before = bucket.flat.clone()
     reducer = reducer_of(bucket, codecs("int4"), sharded=False)
     reducer.reduce()
-    return reducer.sent_bytes() == 0 and 0 < float((bucket.flat - before).norm()) < 2 * INT4 * float(before.norm())
+    return reducer.plan.sent_bytes() == 0 and 0 < float((bucket.flat - before).norm()) < 2 * INT4 * float(before.norm())
 
 
 def test_one_replica_alone_encodes_and_decodes_and_sends_nothing():
@@ -286,10 +283,44 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
     ranges = list(zip([0, *ends[:-1]], [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)], strict=True))
     coded, dense = ([r for r, s in zip(ranges, layer * 4, strict=True) if len(s) == d] for d in (2, 1))
     for sharded, share in ((True, 0.14), (False, 0.20)):
-        plan = ExchangePlan(ends[-1], coded, dense, torch.float32, 8, sharded, codecs("int4"))
+        plan = ExchangePlan(
+            numel=ends[-1], coded=coded, dense=dense, dtype=torch.float32, ranks=8, sharded=sharded,
+            formats=codecs("int4").formats,
+        )  # fmt: skip
         ring = (reduce_scatter_bytes if sharded else all_reduce_bytes)(4 * ends[-1], 8)
         assert 0.9 * share < plan.sent_bytes() / ring < share
         assert plan.wire_bytes < 1.15 * ends[-1]
+
+
+# -- the exchange of some shards --------------------------------------------------------------------------------------
+
+
+def _between_nodes() -> torch.Tensor:
+    """4 ranks as 2 nodes of 2: an exact sum in each node, and an exchange between the ranks with the same place."""
+    dist.init_process_group("gloo")
+    node, place = divmod(dist.get_rank(), 2)
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][node]
+    rail = [dist.new_group([0, 2]), dist.new_group([1, 3])][place]
+    bucket, used = gradients(dist.get_rank(), 0), codecs("int8")
+    dist.all_reduce(bucket.flat, group=inside)
+    whole = bucket.exchange(used, ranks=2, sharded=True)
+    plan = replace(whole, parts=4, owned=(place, 2 + place))
+    assert plan.message_bytes[0] < whole.message_bytes[0], "a part, not a half, goes to each"
+    BlockReducer(plan, bucket.flat, Groups(rail), used).reduce()
+    return mine(bucket.flat).clone()
+
+
+def test_a_plan_may_own_some_of_the_shards_and_dense_steps_may_come_before_it():
+    found, used, template = run_ranks(4, _between_nodes), codecs("int8"), gradients(0, 0)
+    nodes = [gradients(2 * node, 0).flat + gradients(2 * node + 1, 0).flat for node in range(2)]
+    plan = template.exchange(used, ranks=4, sharded=True)
+    for shard, part in enumerate(found):
+        layout, expected = plan.layout_of(shard), torch.zeros_like(template.flat)
+        messages = torch.zeros(2, used.gradients.message_bytes(layout, torch.float32), dtype=torch.uint8)
+        for flat, message in zip(nodes, messages, strict=True):
+            used.gradients.encode(flat, layout, message)
+        used.gradients.decode_add(messages, layout, 0, expected)
+        assert torch.equal(part, expected.view(4, -1)[shard]), "to the bit"
 
 
 # -- the tied embedding -----------------------------------------------------------------------------------------------
@@ -332,7 +363,7 @@ def test_copies_of_the_tied_embedding_are_bit_identical_sums(sharded):
 def test_the_embeddings_bytes_are_a_quarter_of_dense_ones_in_int8():
     for sharded in (False, True):
         dense = fused_bytes(4 << 20, 4, sharded=sharded)
-        assert 0.25 < fused_bytes(4 << 20, 4, sharded=sharded, codecs=codecs("int8")) / dense < 0.26
+        assert 0.25 < fused_bytes(4 << 20, 4, sharded=sharded, formats=codecs("int8").formats) / dense < 0.26
 
 
 # -- dense ------------------------------------------------------------------------------------------------------------
@@ -341,10 +372,14 @@ def test_the_embeddings_bytes_are_a_quarter_of_dense_ones_in_int8():
 def _dense(sharded: bool, whole: bool) -> tuple[torch.Tensor, int]:
     dist.init_process_group("gloo")
     bucket = gradients(dist.get_rank(), 0)
-    reducer = DenseReducer(bucket.flat, bucket.views, sharded=sharded, group=dist.group.WORLD)
+    ranges = [place for kind in bucket.ranges for place in kind]
+    plan = DensePlan(
+        numel=bucket.flat.numel(), dense=ranges, dtype=bucket.flat.dtype, ranks=dist.get_world_size(), sharded=sharded
+    )
+    reducer = DenseReducer(plan, bucket.flat, Groups(dist.group.WORLD))
     reducer.start(whole)
     reducer.finish()
-    return (bucket.flat if whole or not sharded else mine(bucket.flat)).clone(), reducer.sent_bytes(whole)
+    return (bucket.flat if whole or not sharded else mine(bucket.flat)).clone(), plan.sent_bytes(whole)
 
 
 @KINDS

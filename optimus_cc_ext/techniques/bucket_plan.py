@@ -1,0 +1,365 @@
+"""Plans of gradient buckets: every decision about a bucket is taken here, from plain records, before it is reduced.
+
+    parameters = [ParameterRecord(shape=(1024, 3072), start=0), ParameterRecord(shape=(3072,), start=1024 * 3072)]
+    bucket = BucketRecord(numel=1025 * 3072, dtype=torch.float32, parameters=parameters)
+    plan = GroupPlan.of([bucket], BucketRules(format="int4", ranks=8, sharded=True))
+    plan.dense_bytes, plan.compressed_bytes()      # bytes that a rank sends in one reduction, without and with us
+    plan.buckets[0].compressed                     # how it is reduced; answers for sent_bytes(), wire_bytes
+
+A plan knows shapes, ranges of the flat bucket and names of formats; it holds no tensor, codec or process group. So the
+hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
+from optimus_cc_ext.compressors.low_rank import pays
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.reducers import DensePlan
+
+__all__ = [
+    "BucketPlan",
+    "BucketRecord",
+    "BucketRules",
+    "GroupPlan",
+    "ParameterRecord",
+    "gather_plan",
+    "replaced_group",
+    "sent_alone",
+]
+
+ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
+"""How a bucket is reduced: as it is, in blocks of few bits, or as P and Q."""
+
+NOT_BLOCKS = ("dense", "low-rank")
+"""The formats of gradients that are not made of blocks."""
+
+
+def replaced_group(sharded: bool) -> str:
+    """Return the attribute of Megatron's bucket group that holds the replicas.
+
+    While Megatron's own collective runs, the attribute holds a group of this rank alone; then ours follows.
+
+    Args:
+        sharded: whether the distributed optimizer is used.
+    """
+    return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketRecord:
+    """One of Megatron's buckets: one flat buffer of gradients, and one of parameters."""
+
+    numel: int
+    dtype: torch.dtype
+    """The dtype of gradients."""
+
+    parameters: Sequence[ParameterRecord]
+    """In the order in which Megatron lists them."""
+
+    parameter_dtype: torch.dtype = torch.float32
+
+    @property
+    def tied_numel(self) -> int:
+        """Values of a tied embedding in it; 0 if it holds none."""
+        return sum(record.range[1] for record in self.parameters if record.tied)
+
+    @property
+    def is_all_tied(self) -> bool:
+        """Whether it is a tied embedding's own bucket."""
+        return all(record.tied for record in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketRules:
+    """What decides how the buckets of one group of replicas are reduced.
+
+    Formats are "dense", "low-rank" or the name of a block format.
+    """
+
+    ranks: int
+    """Replicas: ranks of the group that the messages travel over."""
+
+    sharded: bool = False
+    """Whether each replica's optimizer reads an equal part of the bucket only (the distributed optimizer)."""
+
+    format: str = "dense"
+    """The format of gradients; "dense": none are compressed on any stage."""
+
+    sums: str = SUM_FORMAT
+    """The block format of sums of blocks, on their way to all ranks."""
+
+    rank: int = 128
+    """The rank of the low-rank approximation."""
+
+    wire: str | None = None
+    """The block format of P and Q; None: they travel as they are."""
+
+    fused: str | None = None
+    """The format of fused embedding synchronisation; None: it is off, or this stage has no part in it."""
+
+    gathered: str | None = None
+    """The block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
+
+    force: bool = False
+    """Compress also where nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
+
+    @classmethod
+    def of(cls, config: OptimusConfig, *, ranks: int, sharded: bool, fused: bool) -> "BucketRules":
+        """Return the rules of a run.
+
+        Args:
+            fused: whether this stage has a part in fused embedding synchronisation.
+        """
+
+        def blocks(chosen: str) -> str | None:
+            """The name of a block format, or of the one that passes values through (tests)."""
+            return None if block_format(chosen) is None else "exact" if config.exact_blocks else chosen
+
+        return cls(
+            ranks=ranks, sharded=sharded, rank=config.dp_compression_rank, force=config.force_compression,
+            format=(blocks(config.dp_compression_format) or "low-rank") if config.dp_compression else "dense",
+            sums=blocks(SUM_FORMAT) or SUM_FORMAT,
+            wire=blocks(config.low_rank_wire),
+            fused=(blocks(config.fused_embedding_sync_format) or "dense") if fused else None,
+            gathered=blocks(config.param_gather_format),
+        )  # fmt: skip
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything is compressed in this group: one rank alone sends nothing.
+
+        There, coding would change the gradients and save no byte. Routed experts have such a group where every expert
+        has one replica (EP x ETP = TP x CP x DP).
+        """
+        return self.ranks > 1 or self.force
+
+    def compresses(self, record: ParameterRecord) -> bool:
+        """Return whether a parameter's gradient can be compressed in the format of gradients."""
+        if not self.encodes or self.format == "dense" or (self.fused is not None and record.tied):
+            return False
+        if self.format != "low-rank":
+            return len(record.shape) >= 2
+        # Word embeddings and output layers stay dense, and so do experts, which see few tokens.
+        if record.expert or record.embedding or len(record.shape) < 2:
+            return False
+        return self.force or pays(record.rows, record.columns, self.rank)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BucketPlan:
+    """How one bucket is reduced and gathered."""
+
+    record: BucketRecord
+    warmup: ReductionPlan | None
+    """How it is reduced while gradients are not compressed; None: by Megatron."""
+
+    compressed: ReductionPlan | None
+    """How it is reduced while they are; None: by Megatron."""
+
+    fused: bool
+    """Whether it is a tied embedding's own, reduced in the format of fused embedding synchronisation at all times."""
+
+    gather: ExchangePlan | None
+    """How its parameters are gathered; None: by Megatron."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GroupPlan:
+    """How Megatron's bucket group is reduced: buckets that it reduces together, over the same replicas."""
+
+    rules: BucketRules
+    buckets: tuple[BucketPlan, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[BucketRecord], rules: BucketRules) -> "GroupPlan":
+        """Plan all buckets of a group."""
+        compresses = any(rules.compresses(parameter) for record in records for parameter in record.parameters)
+        tied = any(record.tied_numel for record in records)
+        # With fused embedding synchronisation the tied embedding is left out of its bucket's sum. With the distributed
+        # optimizer it is reduced over the replicas as ever, in the technique's format, if that is not dense.
+        ours = rules.encodes and rules.fused is not None and tied and not (rules.sharded and rules.fused == "dense")
+        # Megatron's optimizer steps fp32 parameters in place: nobody could tell afterwards what has changed.
+        gathers = rules.gathered is not None and rules.sharded and rules.ranks > 1
+        gathers &= all(record.parameter_dtype != torch.float32 for record in records)
+        return cls(
+            rules=rules,
+            buckets=tuple(
+                _bucket_plan(record, rules, ours=ours, compresses=compresses, gathers=gathers) for record in records
+            ),
+        )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any gradient can be compressed."""
+        return any(bucket.compressed is not None for bucket in self.buckets)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the tied embedding is summed elsewhere, over the union of both stages' replicas."""
+        return self.rules.fused is not None and not self.rules.sharded and self.tied_bytes > 0
+
+    @property
+    def keeps_its_reducers(self) -> bool:
+        """Whether we reduce the group at all times, because of a tied embedding in it."""
+        return any(bucket.warmup is not None for bucket in self.buckets)
+
+    @property
+    def low_rank(self) -> list[LowRankPlan]:
+        """The low-rank reductions among them, which have state."""
+        return [bucket.compressed for bucket in self.buckets if isinstance(bucket.compressed, LowRankPlan)]
+
+    @property
+    def matrices(self) -> list[tuple[int, ParameterRecord]]:
+        """The parameters whose gradients can be compressed, each with the number of its bucket."""
+        records = ((index, p) for index, bucket in enumerate(self.buckets) for p in bucket.record.parameters)
+        return [(index, parameter) for index, parameter in records if self.rules.compresses(parameter)]
+
+    @property
+    def kept_dense(self) -> str | None:
+        """The name of the gradients that only a group of more than one rank would compress; None: there are none."""
+        if self.rules.encodes:
+            return None
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.record.parameters]
+        codes_tied = self.rules.sharded and self.rules.fused not in (None, "dense")
+        if codes_tied and any(parameter.tied for parameter in parameters):
+            return "gradients of the tied embedding"
+        more = replace(self.rules, ranks=2)
+        if not any(more.compresses(parameter) for parameter in parameters):
+            return None
+        routed = any(parameter.expert for parameter in parameters)
+        return "gradients of routed experts" if routed else "all gradients of a model chunk"
+
+    # -- bytes that one rank sends ------------------------------------------------------------------------------------
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of the tied embedding's gradient; 0 if the group holds none."""
+        return sum(bucket.record.tied_numel * bucket.record.dtype.itemsize for bucket in self.buckets)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that vanilla Megatron sends to reduce the group, without a tied embedding, a class of its own."""
+        nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
+        return self._dense(nbytes - self.tied_bytes)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that the distributed optimizer's gather of the parameters sends; 0 without it."""
+        if not self.rules.sharded:
+            return 0
+        sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
+        return sum(reduce_scatter_bytes(nbytes, self.rules.ranks) for nbytes in sizes)
+
+    def compressed_bytes(self, whole: bool = False) -> int:
+        """Bytes that are sent if gradients are compressed, without a tied embedding; see `Reducer.start`."""
+        return self.sent_bytes(compressing=True, whole=whole)[0]
+
+    def sent_bytes(self, *, compressing: bool, whole: bool) -> tuple[int, int]:
+        """Bytes of one reduction: of all gradients but a tied embedding's, and what was saved on that one."""
+        plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
+        if None in plans:
+            return self.dense_bytes, 0
+        sent = tied = 0
+        for bucket, plan in zip(self.buckets, plans, strict=True):
+            assert plan is not None
+            nbytes = plan.sent_bytes(whole)
+            sent += nbytes
+            if bucket.record.is_all_tied:
+                tied += nbytes
+            elif bucket.record.tied_numel and not self.leaves_out:
+                tied += self._part_of_tied(whole)
+        return sent - tied, self._dense(self.tied_bytes) - tied
+
+    def _part_of_tied(self, whole: bool) -> int:
+        """Bytes of a tied embedding that are sent with the bucket in which it lies among others."""
+        rules, dtype = self.rules, self.buckets[0].record.dtype
+        if rules.format in NOT_BLOCKS:
+            return all_reduce_bytes(self.tied_bytes, rules.ranks)
+        formats = Formats(rules.format, rules.sums)
+        return sent_alone(self.tied_bytes // dtype.itemsize, dtype, rules.ranks, rules.sharded, formats, whole)
+
+    def _dense(self, nbytes: int) -> int:
+        return (reduce_scatter_bytes if self.rules.sharded else all_reduce_bytes)(nbytes, self.rules.ranks)
+
+
+def _bucket_plan(
+    record: BucketRecord, rules: BucketRules, *, ours: bool, compresses: bool, gathers: bool
+) -> BucketPlan:
+    """Plan one bucket.
+
+    Args:
+        ours: whether the group's tied embedding needs our reduction at all times.
+        compresses: whether any gradient of the group can be compressed.
+        gathers: whether we gather the group's parameters.
+    """
+    fused = ours and rules.sharded and record.is_all_tied
+    if fused:
+        assert rules.fused is not None
+        warmup: ReductionPlan | None = _reduction(record, rules, rules.fused, record.parameters, ())
+        compressed = warmup if compresses else None
+    else:
+        left_out = ours and not rules.sharded
+        parameters = [parameter for parameter in record.parameters if not (left_out and parameter.tied)]
+        coded = [parameter for parameter in parameters if rules.compresses(parameter)]
+        others = [parameter for parameter in parameters if not rules.compresses(parameter)]
+        warmup = _reduction(record, rules, "dense", (), parameters) if ours else None
+        compressed = _reduction(record, rules, rules.format, coded, others) if compresses else None
+    gather = None
+    if gathers:
+        assert rules.gathered is not None
+        gather = gather_plan(record, rules.gathered, rules.ranks)
+    return BucketPlan(record=record, warmup=warmup, compressed=compressed, fused=fused, gather=gather)
+
+
+def _reduction(
+    record: BucketRecord,
+    rules: BucketRules,
+    format: str,
+    coded: Sequence[ParameterRecord],
+    others: Sequence[ParameterRecord],
+) -> ReductionPlan:
+    """Plan the sum of some parameters' gradients in `format`, and of others' as they are."""
+    dense = [parameter.range for parameter in others]
+    if not coded:
+        return DensePlan(
+            numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded
+        )  # fmt: skip
+    if format == "low-rank":
+        return LowRankPlan(
+            low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
+            rank=rules.rank, sharded=rules.sharded, wire=rules.wire,
+        )  # fmt: skip
+    return ExchangePlan(
+        numel=record.numel, coded=[parameter.range for parameter in coded], dense=dense, dtype=record.dtype,
+        ranks=rules.ranks, sharded=rules.sharded, formats=Formats(format, rules.sums),
+    )  # fmt: skip
+
+
+def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
+    """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors are not."""
+    coded, dense = (
+        [parameter.range for parameter in record.parameters if (len(parameter.shape) >= 2) is matrices]
+        for matrices in (True, False)
+    )
+    return ExchangePlan(
+        numel=record.numel, coded=coded, dense=dense, dtype=record.parameter_dtype, ranks=ranks, sharded=True,
+        formats=Formats(format, format),
+    )  # fmt: skip
+
+
+@lru_cache
+def sent_alone(numel: int, dtype: torch.dtype, ranks: int, sharded: bool, formats: Formats, whole: bool = False) -> int:
+    """Bytes that one rank sends of one encoded parameter, in an exchange of its own."""
+    bucket = -(-numel // ranks) * ranks
+    plan = ExchangePlan(
+        numel=bucket, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
+    )  # fmt: skip
+    return plan.sent_bytes(whole)

@@ -1,0 +1,356 @@
+"""The one coded exchange: a reduce-scatter and an all-gather of messages in few bits, over one flat tensor.
+
+    reduce-scatter   encode a message for each shard; all-to-all; decode and add what arrived for the own shard
+    all-gather       encode the own shard; all-gather; decode every message, or add it to what is there
+
+A sum that every rank needs is both, one behind the other, or between two stages one all-gather whose messages are added
+up (`GatheredSum`). Gradient buckets, the parameter gather and the tied embedding are users of these. Without a codec
+the same jobs are done by the native collectives (`reducers.DenseReducer`, Megatron's own gather).
+
+An `ExchangePlan` says which rank adds up which part of a flat tensor, and answers for the bytes. It knows shapes and
+names of formats, so that the forecast and doctor ask it before there is a tensor:
+
+    plan = ExchangePlan(numel=..., coded=matrices, dense=vectors, dtype=torch.float32, ranks=8, sharded=True,
+                        formats=Formats("int4", "int8"))
+    plan.sent_bytes(), plan.wire_bytes
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import BLOCK, SUM_FORMAT, block_format, format_named
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import exchanged_bytes
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather, start_all_to_all
+
+__all__ = [
+    "AllGather",
+    "BlockCodecs",
+    "ExchangePlan",
+    "Formats",
+    "GatheredSum",
+    "Groups",
+    "MessagePool",
+    "ParameterRecord",
+    "Range",
+    "ReduceScatter",
+    "message_bytes",
+]
+
+Range = tuple[int, int]
+"""(start, length) in elements of a flat tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord:
+    """A parameter, as far as plans have to know it."""
+
+    shape: tuple[int, ...]
+    start: int
+    """The place in the flat bucket where its gradient begins."""
+
+    tied: bool = False
+    """Marks the word embedding that another stage holds, too."""
+
+    expert: bool = False
+    """Marks the weight of a routed expert."""
+
+    embedding: bool = False
+    """Marks a word embedding or an output layer, whose gradient has a row per word, and a high rank."""
+
+    norm_group: str = MAIN_NORM_GROUP
+
+    @property
+    def range(self) -> Range:
+        """The elements of the flat bucket that it takes."""
+        return self.start, math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter as a matrix; all dimensions but the first are columns."""
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the parameter as a matrix."""
+        return math.prod(self.shape[1:])
+
+
+class Formats(NamedTuple):
+    """Names of the block formats of one exchange."""
+
+    gradients: str
+    """The format of what each rank sends to the rank that adds it up."""
+
+    sums: str
+    """The format of the sums, which that rank sends to all."""
+
+    @classmethod
+    def of(cls, chosen: str) -> "Formats | None":
+        """Return the formats of a flag's value; None if it names no block format."""
+        format = block_format(chosen)
+        return None if format is None else cls(format, SUM_FORMAT)
+
+
+class BlockCodecs(NamedTuple):
+    """The codecs of an exchange; both on one stream."""
+
+    gradients: Codec
+    sums: Codec
+
+    @classmethod
+    def of(cls, chosen: str, make: Callable[[str], Codec]) -> "BlockCodecs | None":
+        """Return codecs of the flag's value, each made by `make`; None if it names no block format."""
+        format = block_format(chosen)
+        return None if format is None else cls(make(format), make(SUM_FORMAT))
+
+    @property
+    def formats(self) -> Formats:
+        """The names of their formats."""
+        return Formats(self.gradients.format.name, self.sums.format.name)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that an exchange travels over: one level, the whole group."""
+
+    whole: dist.ProcessGroup
+
+
+class MessagePool:
+    """Memory for the messages of all exchanges on one stream of this rank."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes that are kept for messages."""
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return `nbytes` bytes, flat uint8, zero, which stay the caller's."""
+        self.nbytes += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def message_bytes(layout: BlockLayout, format: str, dtype: torch.dtype) -> int:
+    """Return the bytes of each message of `layout`, of values of `dtype`, in the block format of this name."""
+    return layout.sections(format_named(format).code_bytes, dtype.itemsize)[2]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExchangePlan:
+    """Which rank adds up which part of a flat tensor, and how many bytes that moves; see the module.
+
+    With the distributed optimizer a rank adds up the shard that its optimizer reads. Otherwise blocks, and values that
+    are not encoded, are dealt out evenly. No block crosses the end of a parameter: parameters that tensor-parallel
+    ranks replicate lie between others that they do not, and a block of both would have another scale on each rank.
+
+    Args:
+        numel: elements of the flat tensor.
+        coded, dense: the ranges that are encoded, and those that are sent as they are, in any order.
+        dtype: of the flat tensor.
+        ranks: ranks of the group that the messages travel over.
+        sharded: whether a rank needs only its own part of the sum.
+        parts: number of parts that the tensor is cut into; None: one for each rank.
+        owned: the parts that are exchanged, in the order of the group's ranks; None: all. With two levels a group of
+            ranks on different nodes exchanges only the parts that these ranks own.
+    """
+
+    numel: int
+    coded: Sequence[Range]
+    dense: Sequence[Range] = ()
+    dtype: torch.dtype
+    ranks: int
+    sharded: bool
+    formats: Formats
+    parts: int | None = None
+    owned: Sequence[int] | None = None
+
+    @cached_property
+    def shards(self) -> tuple[list[list[Range]], list[list[Range]]]:
+        """The encoded ranges that each rank adds up, and the other ranges, by rank."""
+        parts, owned = self.parts or self.ranks, self.owned or range(self.ranks)
+        if self.sharded:
+            size = self.numel // parts
+            coded, dense = _cut(self.coded, parts, size), _cut(self.dense, parts, size)
+        else:
+            coded, dense = _dealt(self.coded, parts, BLOCK), _dealt(self.dense, parts, 1)
+        return [coded[part] for part in owned], [dense[part] for part in owned]
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """A message per rank. Layouts take O(D + P) steps to make, for D ranks and P parameters."""
+        return BlockLayout(*self.shards)
+
+    def layout_of(self, rank: int, start: int = 0) -> BlockLayout:
+        """Make the layout of one rank's message, as long as all others are; offsets are relative to `start`."""
+        return self.layout.of_message(rank, start)
+
+    @property
+    def matrices(self) -> int:
+        """Number of encoded ranges: parameters, where ranges are whole parameters."""
+        return len(self.coded)
+
+    @cached_property
+    def message_bytes(self) -> tuple[int, int]:
+        """Bytes of each message of gradients, and of each message of sums."""
+        gradients, sums = (message_bytes(self.layout, format, self.dtype) for format in self.formats)
+        return gradients, sums
+
+    @property
+    def wire_bytes(self) -> int:
+        """Memory for messages: of gradients for both ways; the messages of sums lie in the same place afterwards."""
+        gradients, sums = self.message_bytes
+        return self.ranks * max(2 * gradients, sums)
+
+    def sent_bytes(self, whole: bool = False) -> int:
+        """Bytes that one rank sends; `whole`: each rank gets the whole sum, also if it is `sharded`."""
+        gradients, sums = self.message_bytes
+        return exchanged_bytes(gradients + (sums if whole or not self.sharded else 0), self.ranks)
+
+    def gathered_bytes(self) -> int:
+        """Bytes that one rank sends in an all-gather alone, of messages in the format of gradients."""
+        return exchanged_bytes(self.message_bytes[0], self.ranks)
+
+
+class _Travelling:
+    """Messages of which one collective at a time is under way."""
+
+    _pending: PendingCollective | None = None
+
+    def wait(self) -> bool:
+        """Wait for all messages; return False where nothing was started since."""
+        if self._pending is None:
+            return False
+        self._pending.wait()
+        self._pending = None
+        return True
+
+
+class ReduceScatter(_Travelling):
+    """Sums of a flat tensor's parts: each rank adds up, in fp32 and in the order of the ranks, what it owns.
+
+    Args:
+        buffers: (2, ranks, message bytes), uint8: messages that leave, and messages that arrive.
+        codec: encodes the messages.
+        gauge: measures the compression error.
+    """
+
+    def __init__(
+        self, plan: ExchangePlan, groups: Groups, codec: Codec, buffers: torch.Tensor, gauge: Gauge, purpose: str
+    ) -> None:
+        self._layout, self._group, self._codec, self._gauge = plan.layout, groups.whole, codec, gauge
+        self._rank, self._purpose = groups.whole.rank(), purpose
+        self._outgoing, self._incoming = buffers
+
+    def start(self, flat: torch.Tensor) -> None:
+        """Encode all parts of `flat`, and send each to the rank that adds it up."""
+        with self._gauge.timed(flat.device):
+            self._codec.encode(flat, self._layout, self._outgoing)
+        if self._gauge.on:
+            self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note)
+        self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
+
+    def add_up(self, flat: torch.Tensor) -> None:
+        """Write the sum of what arrived to the own part of `flat`."""
+        self._codec.decode_add(self._incoming, self._layout, self._rank, flat)
+
+
+class AllGather(_Travelling):
+    """Messages of one layout, one from each rank, which all ranks get.
+
+    Args:
+        own: layout of this rank's message.
+        messages: (ranks, message bytes), uint8.
+    """
+
+    def __init__(self, own: BlockLayout, groups: Groups, codec: Codec, messages: torch.Tensor, purpose: str) -> None:
+        self._own, self._group, self.codec, self._purpose = own, groups.whole, codec, purpose
+        self.messages, self._message = messages, messages[groups.whole.rank()]
+
+    def encode(self, values: torch.Tensor) -> None:
+        """Encode this rank's message from `values`, flat."""
+        self.codec.encode(values, self._own, self._message)
+
+    def note_errors(self, values: torch.Tensor, gauge: Gauge) -> None:
+        """Measure what the message leaves out of `values`, where that is asked for."""
+        if gauge.on:
+            self.codec.errors(values, self._own, self._message, gauge.note)
+
+    def start(self) -> None:
+        """Send the message to all ranks."""
+        self._pending = start_all_gather(self.messages.view(-1), self._message, self._group, self._purpose)
+
+
+class GatheredSum:
+    """A sum of a flat tensor over few ranks: each sends all of it to all, and adds up all messages, its own too.
+
+    So all ranks have the same bits.
+
+    Args:
+        numel: elements of the tensor, which has `dtype` and lies on `device`.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Groups,
+        codec: Codec,
+        *,
+        gauge: Gauge,
+        pool: MessagePool,
+        purpose: str,
+    ) -> None:
+        self._layout, self._gauge = BlockLayout.of_one(numel), gauge
+        ranks, nbytes = groups.whole.size(), codec.message_bytes(self._layout, dtype)
+        messages = pool.take(ranks * nbytes, device).view(ranks, nbytes)
+        self._gather = AllGather(self._layout, groups, codec, messages, purpose)
+
+    @torch.no_grad()
+    def reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor`, flat, in place; in fp32, in the order of the ranks."""
+        gather = self._gather
+        with self._gauge.timed(tensor.device):
+            gather.encode(tensor)
+        gather.note_errors(tensor, self._gauge)
+        gather.start()
+        gather.wait()
+        with self._gauge.timed(tensor.device):
+            gather.codec.decode_add(gather.messages, self._layout, 0, tensor)
+
+
+def _cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
+    """Cut ranges at every multiple of `size`; what lies between two multiples makes up a part."""
+    cut: list[list[Range]] = [[] for _ in range(parts)]
+    for start, length in ranges:
+        end = start + length
+        while start < end:
+            part = start // size
+            stop = min(end, (part + 1) * size)
+            cut[part].append((start, stop - start))
+            start = stop
+    return cut
+
+
+def _dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
+    """Cut ranges after whole units, counted from where each begins, so that all parts but the last get as many."""
+    share = -(-sum(-(-length // unit) for _, length in ranges) // parts)
+    dealt: list[list[Range]] = [[] for _ in range(parts)]
+    units = 0
+    for start, length in sorted(ranges):
+        done = 0
+        while done < length:
+            part, used = divmod(units, share)
+            taken = min(length - done, (share - used) * unit)
+            dealt[part].append((start + done, taken))
+            done += taken
+            units += -(-taken // unit)
+    return dealt

@@ -1,0 +1,213 @@
+"""The plan of a low-rank reduction: which matrices are factored together, and what travels in which collective.
+
+Equally shaped matrices are one batch, so a bucket costs the same number of kernels at any number of layers. The shapes
+are cut into a few packs (one where the model is small): while the P of a pack are summed, the next pack is projected;
+while its Q are summed, the next P is orthogonalised, and so on.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import joined
+from optimus_cc_ext.compressors.low_rank import effective_rank
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
+from optimus_cc_ext.techniques.factor_state import state_bytes
+from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.strided import Progression, progressions
+
+__all__ = ["DenseRuns", "EqualMatrices", "LowRankPlan", "PackPlan"]
+
+PACKED_UP_TO_BYTES = 1 << 20
+"""Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
+
+PACK_AT_LEAST_BYTES = 256 << 10
+"""What a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
+
+MOST_PACKS = 4
+"""Into how many collectives per phase the matrices are cut at most, so that the next ones are projected meanwhile."""
+
+
+@dataclass(frozen=True)
+class EqualMatrices:
+    """Matrices of one shape and one gradient-norm group: what clipping shrinks together is remembered together."""
+
+    rows: int
+    columns: int
+    norm_group: str
+    starts: tuple[int, ...]
+    """The places where they begin in the flat bucket, in the order of the bucket."""
+
+    r: int
+    """Columns of their factors."""
+
+    @property
+    def name(self) -> str:
+        """Their name in checkpoints."""
+        apart = "" if self.norm_group == MAIN_NORM_GROUP else f" {self.norm_group}"
+        return f"{self.rows}x{self.columns}{apart}"
+
+    @property
+    def p_numel(self) -> int:
+        """Values of all their P."""
+        return len(self.starts) * self.rows * self.r
+
+    @property
+    def q_numel(self) -> int:
+        """Values of all their Q."""
+        return len(self.starts) * self.columns * self.r
+
+
+@dataclass(frozen=True)
+class DenseRuns:
+    """Equally long dense runs of a bucket at equal distances."""
+
+    where: Progression
+    length: int
+
+    @property
+    def numel(self) -> int:
+        """Values of all runs."""
+        return self.where.count * self.length
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
+
+    shapes: list[EqualMatrices]
+    dense: list[DenseRuns]
+    """Dense runs that travel behind the P."""
+
+    sum_of_p: DensePlan | ExchangePlan
+    sum_of_q: DensePlan | ExchangePlan
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LowRankPlan:
+    """How one bucket is reduced as P and Q.
+
+    Args:
+        low_rank: the parameters that are factored, of two dimensions or more; at least one.
+        dense: the ranges that are summed as they are.
+        dtype: of the bucket.
+        rank: `--dp-compression-rank`.
+        sharded: whether a rank reads its part of the bucket only.
+        wire: name of the block format that P and Q travel in; None: as they are.
+    """
+
+    low_rank: Sequence[ParameterRecord]
+    dense: Sequence[Range]
+    dtype: torch.dtype
+    ranks: int
+    rank: int
+    sharded: bool = False
+    wire: str | None = None
+
+    @property
+    def matrices(self) -> int:
+        """Number of gradients that are compressed."""
+        return len(self.low_rank)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype that P and Q travel in: that of the bucket, if it is bf16 or fp32."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    @cached_property
+    def shapes(self) -> list[EqualMatrices]:
+        """The matrices, by shape."""
+        alike: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+        for matrix in self.low_rank:
+            alike[matrix.rows, matrix.columns, matrix.norm_group].append(matrix.start)
+        return [
+            EqualMatrices(rows, columns, norm_group, tuple(starts), effective_rank(rows, columns, self.rank))
+            for (rows, columns, norm_group), starts in alike.items()
+        ]
+
+    @cached_property
+    def runs(self) -> list[Range]:
+        """Dense ranges that a collective reduces each, in place; neighbours are one range."""
+        return [run for run in joined(self.dense) if run[1] * self.dtype.itemsize > PACKED_UP_TO_BYTES]
+
+    @cached_property
+    def packs(self) -> list[PackPlan]:
+        """The collectives of both phases; the first one carries the small dense runs, too."""
+        short = [run for run in joined(self.dense) if run[1] * self.dtype.itemsize <= PACKED_UP_TO_BYTES]
+        packs: list[PackPlan] = []
+        for shapes in _packs(self.shapes, self.wire_dtype.itemsize):
+            dense = [] if packs else _equally_far_apart(short)
+            factors = [same.rows * same.r for same in shapes for _ in same.starts]
+            sum_of_p = self._sum_of(factors, [runs.numel for runs in dense])
+            sum_of_q = self._sum_of([same.columns * same.r for same in shapes for _ in same.starts], [])
+            packs.append(PackPlan(shapes, dense, sum_of_p, sum_of_q))
+        return packs
+
+    def _sum_of(self, factors: list[int], dense: list[int]) -> DensePlan | ExchangePlan:
+        """Plan the sum of a message that holds factors of these sizes, one behind the other, then dense values."""
+        ranges = list(_behind_each_other([*factors, *dense]))
+        numel = sum(factors) + sum(dense)
+        if self.wire is None:
+            return DensePlan(numel=numel, dense=[(0, numel)], dtype=self.wire_dtype, ranks=self.ranks, sharded=False)
+        # A range for each matrix: tensor-parallel ranks may replicate one, and not another.
+        return ExchangePlan(
+            numel=numel, coded=ranges[: len(factors)], dense=ranges[len(factors) :], dtype=self.wire_dtype,
+            ranks=self.ranks, sharded=False, formats=Formats(self.wire, self.wire),
+        )  # fmt: skip
+
+    @property
+    def wire_bytes(self) -> int:
+        """Memory for messages: all P and Q, and what they are encoded to."""
+        sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
+        return sum(each.numel * self.wire_dtype.itemsize + each.wire_bytes for each in sums)
+
+    def sent_bytes(self, whole: bool = False) -> int:
+        """Bytes that one rank sends: the same for a shard and for all."""
+        dense = sum(length for _, length in self.runs) * self.dtype.itemsize
+        sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
+        if self.wire is None:
+            return all_reduce_bytes(sum(each.numel for each in sums) * self.wire_dtype.itemsize + dense, self.ranks)
+        return sum(each.sent_bytes() for each in sums) + all_reduce_bytes(dense, self.ranks)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Memory for residuals, warm starts and fallback directions, kept in `dtype`."""
+        return sum(len(s.starts) * state_bytes(s.rows, s.columns, self.rank, dtype) for s in self.shapes)
+
+
+def _packs(shapes: Sequence[EqualMatrices], itemsize: int) -> list[list[EqualMatrices]]:
+    """Put neighbours together, until a pack's two messages are large enough on average, and `MOST_PACKS` suffice.
+
+    Args:
+        itemsize: bytes of a value on the wire.
+    """
+    sizes = [(same.p_numel + same.q_numel) * itemsize for same in shapes]
+    least = max(2 * PACK_AT_LEAST_BYTES, -(-sum(sizes) // MOST_PACKS))
+    packs: list[list[EqualMatrices]] = []
+    room = 0
+    for index, (same, size) in enumerate(zip(shapes, sizes, strict=True)):
+        # What is left for a pack of its own has to be worth one.
+        if not packs or (room >= least and sum(sizes[index:]) >= least):
+            packs.append([])
+            room = 0
+        packs[-1].append(same)
+        room += size
+    return packs
+
+
+def _equally_far_apart(runs: Sequence[Range]) -> list[DenseRuns]:
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for start, length in runs:
+        by_length[length].append(start)
+    return [DenseRuns(where, length) for length, starts in by_length.items() for where in progressions(starts)]
+
+
+def _behind_each_other(sizes: Sequence[int]) -> Iterator[Range]:
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += size

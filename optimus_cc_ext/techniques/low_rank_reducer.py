@@ -1,0 +1,183 @@
+"""Reduces one gradient bucket over its replicas: matrices as P and Q, the rest as it is.
+
+PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
+
+    1. M_d += E_d
+    2. P = sum_d M_d Q                  start
+    3. P = orth(P)
+    4. Q = sum_d M_d^T P                second_phase
+    5. G = P Q^T
+    6. E_d = M_d - G / D                finish
+
+The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G. It is always a *sum*: for a
+mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and everything is
+divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
+
+Which matrices are one batch, and which P and Q share a collective, is in the `low_rank_plan`.
+
+G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
+shard. In a bf16 bucket P and Q travel in bf16; what that rounds away goes into the residual (docs/how-it-works.md). So
+does what blocks of int8 leave out of them (`--low-rank-wire int8`): their sum is then a `BlockReducer`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.low_rank import LowRank
+from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
+from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.low_rank_plan import DenseRuns, LowRankPlan, PackPlan
+from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer
+from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
+
+__all__ = ["LowRankReducer"]
+
+
+@dataclass
+class _Pack:
+    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
+
+    groups: list[ShapeGroup]
+    sum_of_p: Reducer
+    """Sums all P, and in the first pack the small dense runs, in place."""
+
+    sum_of_q: Reducer
+
+
+class LowRankReducer(Reducer):
+    """Sums matrices as P and Q; see the module.
+
+    Args:
+        flat: the bucket, one dimension, fp32 or bf16.
+        shard: the view into `flat` that this replica's optimizer reads; None: all of it.
+        salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
+            tensor-parallel ranks, whose replicated parameters must stay equal.
+        states, name: the place of residuals and warm starts, and the name that their names begin with.
+        state_dtype: the dtype that they are kept in, fp32 or bf16.
+        gauge: measures the compression error, and the time that it takes.
+        wire: codec of the plan's format of P and Q; None: they travel as they are.
+        scratch: memory for intermediate results, that several reducers on one stream can share.
+    """
+
+    def __init__(
+        self,
+        plan: LowRankPlan,
+        flat: torch.Tensor,
+        groups: Groups,
+        *,
+        shard: torch.Tensor | None = None,
+        compressor: LowRank,
+        config: DataParallelCompressionConfig,
+        seed: int,
+        salt: str,
+        states: FactorStates | None = None,
+        name: str = "bucket 0",
+        state_dtype: torch.dtype = torch.float32,
+        scratch: Scratch | None = None,
+        gauge: Gauge | None = None,
+        wire: Codec | None = None,
+        pool: MessagePool | None = None,
+    ) -> None:
+        self.plan, self._groups, self._codec = plan, groups, wire
+        self._scratch, self._pool = scratch or Scratch(), pool or MessagePool()
+        self._gauge = gauge or Gauge(self._scratch)
+        self._compressor = compressor
+        self.states = states or FactorStates(config.dp_compression_rank)
+        self.states.make_warm_starts(compressor, self._scratch)
+        shape_groups = [
+            ShapeGroup(
+                same, flat, shard, config, states=self.states, name=f"{name}: {same.name}", seed=seed,
+                salt=f"{salt}/{same.rows}x{same.columns}", state_dtype=state_dtype,
+            )
+            for same in plan.shapes
+        ]  # fmt: skip
+        self._in_place = [flat[start : start + length] for start, length in plan.runs]
+        self._runs: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
+        """The small dense runs, and their places in the first message."""
+
+        left = iter(shape_groups)
+        self._packs = [self._allocate(pack, [next(left) for _ in pack.shapes], flat) for pack in plan.packs]
+        self._whole = False
+        self._outstanding: Sequence[_Pack] = ()  # whose P are being summed
+        self._dense_sums: list[PendingCollective] = []
+
+    def _allocate(self, plan: PackPlan, groups: list[ShapeGroup], flat: torch.Tensor) -> _Pack:
+        """Allocate the messages of a pack, one of its P and dense runs, and one of its Q; both are flat."""
+        dtype, device = self.plan.wire_dtype, flat.device
+        first, second = (torch.empty(each.numel, dtype=dtype, device=device) for each in (plan.sum_of_p, plan.sum_of_q))
+        slots = first.split([*(same.p_numel for same in plan.shapes), *(runs.numel for runs in plan.dense)])
+        for same, p, q in zip(groups, slots, second.split([same.q_numel for same in plan.shapes]), strict=False):
+            same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
+        for dense, slot in zip(plan.dense, slots[len(groups) :], strict=True):
+            self._runs.append(_batch(dense, flat))
+            self._slots.append(slot.view(self._runs[-1].shape))
+        return _Pack(groups, self._sum_of(plan.sum_of_p, first, "P"), self._sum_of(plan.sum_of_q, second, "Q"))
+
+    def _sum_of(self, plan: DensePlan | ExchangePlan, message: torch.Tensor, name: str) -> Reducer:
+        if isinstance(plan, DensePlan):
+            return DenseReducer(plan, message, self._groups, f"compressed gradient reduction ({name})")
+        assert self._codec is not None, "the plan encodes P and Q"
+        return BlockReducer(plan, message, self._groups, BlockCodecs(self._codec, self._codec), pool=self._pool)
+
+    @torch.no_grad()
+    def start(self, whole: bool = False) -> None:
+        """See `Reducer`. With a shard, matrices outside of it keep what they held, unless they are wanted `whole`."""
+        self._whole, self._outstanding = whole, self._packs
+        self.encoded += self.plan.matrices
+        if self._runs:
+            torch._foreach_copy_(self._slots, self._runs)
+        for pack in self._packs:
+            with self._gauge.timed(pack.groups[0].p.device):
+                for same in pack.groups:
+                    same.project(self._compressor, self._scratch)
+                    copy_if_cast(same.p, same.p_wire)
+            pack.sum_of_p.start()
+        # Behind P, which is waited for first: they travel while Q is computed.
+        group = self._groups.whole
+        self._dense_sums = [start_sum(run, group, "dense gradient reduction") for run in self._in_place]
+
+    @torch.no_grad()
+    def second_phase(self) -> None:
+        """See `Reducer`: wait for each P and start the sum of the Q that follows from it."""
+        packs, self._outstanding = self._outstanding, ()
+        for pack in packs:
+            pack.sum_of_p.finish()
+            with self._gauge.timed(pack.groups[0].p.device):
+                for same in pack.groups:
+                    same.state.note_finite(same.p_wire, self._scratch)
+                # All shapes at once: on a GPU a factorisation takes as long as many.
+                self._compressor.orthogonalize_all([s.p_wire for s in pack.groups], [s.p for s in pack.groups])
+                for same in pack.groups:
+                    matrices = same.matrices(self._scratch)
+                    self._compressor.back_project(matrices, same.p, out=same.q)
+                    self._gauge.note_projection(matrices, same.q)
+                    copy_if_cast(same.q, same.q_wire)
+            pack.sum_of_q.start()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See `Reducer`."""
+        self.second_phase()
+        for pack in self._packs:
+            pack.sum_of_q.finish()
+            with self._gauge.timed(pack.groups[0].p.device):
+                for same in pack.groups:
+                    same.rebuild(self._compressor, self.plan.ranks, self._scratch, self._whole)
+        if self._runs:
+            torch._foreach_copy_(self._runs, self._slots)
+        for dense_sum in self._dense_sums:
+            dense_sum.wait()
+        self._dense_sums = []
+
+
+def _batch(dense: DenseRuns, flat: torch.Tensor) -> torch.Tensor:
+    """Return (runs, length), a view into `flat`."""
+    return dense.where.batch(flat, (dense.length,))

@@ -1,0 +1,263 @@
+"""Reducers of gradient buckets: the three phases that all of them have, the dense one, and the one of coded blocks.
+
+`BlockReducer` replaces a bucket by its sum over the replicas in blocks of few bits; each replica adds up one shard:
+
+    1. encode a message for each shard, matrices in few bits and vectors as they are;
+       message d goes to replica d                                              start: all-to-all
+    2. own shard = sum of the messages that arrived, in fp32, in the order of the replicas
+    3. encode that sum, matrices in 8 bits, and send it to all                  second_phase: all-gather
+    4. decode all messages into their shards, the own one too                   finish
+
+With the distributed optimizer 2 is the end: its shards are those that are added up. Unless whole gradients are wanted.
+Nothing is requantised to fewer than 8 bits, and nothing at all per hop: of N replicas the errors average out in 2.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import joined
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.collective import PendingCollective, start_reduce_scatter, start_sum
+from optimus_cc_ext.techniques.exchange import (
+    AllGather,
+    BlockCodecs,
+    ExchangePlan,
+    Groups,
+    MessagePool,
+    Range,
+    ReduceScatter,
+)
+
+__all__ = ["BlockReducer", "DensePlan", "DenseReducer", "Reducer", "Reduction", "SideStream"]
+
+
+class Reducer(ABC):
+    """Replaces gradients in a bucket by their sums over the replicas, in three phases.
+
+    All replicas call the phases of all their reducers in the same order.
+    """
+
+    plan: Any
+    """How the bucket is reduced, and how many bytes that sends and keeps: one of `bucket_plan.ReductionPlan`."""
+
+    encoded = 0
+    """The number of gradients that were compressed so far, counted anew in every reduction."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is kept for messages."""
+        return int(self.plan.wire_bytes)
+
+    def reduce(self, whole: bool = False) -> None:
+        """Replace the gradients by their sums, all three phases at once; nothing is left outstanding."""
+        self.start(whole)
+        self.finish()
+
+    @abstractmethod
+    def start(self, whole: bool = False) -> None:
+        """Begin: the gradients are complete, and must not change until `finish`.
+
+        Args:
+            whole: with a shard, whether gradients outside of it are wanted as well; else they are undefined.
+        """
+
+    @abstractmethod
+    def second_phase(self) -> None:
+        """Wait for the first collectives, start those that follow from them; once, if that was not done since."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what is outstanding, `second_phase` if nobody called it; the sums are in the bucket."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DensePlan:
+    """A bucket, or some ranges of it, summed as it is by the native collective, with as few bytes as Megatron.
+
+    Args:
+        numel: elements of the bucket.
+        dense: the ranges that are summed; all of them, if it is `sharded`.
+        sharded: whether a rank reads its part of the bucket only.
+    """
+
+    numel: int
+    dense: Sequence[Range]
+    dtype: torch.dtype
+    ranks: int
+    sharded: bool
+
+    matrices = 0
+    wire_bytes = 0
+
+    @cached_property
+    def runs(self) -> list[Range]:
+        """The ranges that a collective reduces each: neighbours are one."""
+        return [(0, self.numel)] if self.sharded else list(joined(self.dense))
+
+    def sent_bytes(self, whole: bool = False) -> int:
+        """Bytes that one rank sends; `whole`: see `Reducer.start`."""
+        nbytes = sum(length for _, length in self.runs) * self.dtype.itemsize
+        return (reduce_scatter_bytes if self.sharded and not whole else all_reduce_bytes)(nbytes, self.ranks)
+
+
+class DenseReducer(Reducer):
+    """Sums gradients as they are, in place.
+
+    Args:
+        flat: the bucket, one dimension.
+        purpose: names the collective in errors.
+    """
+
+    def __init__(
+        self, plan: DensePlan, flat: torch.Tensor, groups: Groups, purpose: str = "dense gradient reduction"
+    ) -> None:
+        self.plan, self._flat, self._group, self._purpose = plan, flat, groups.whole, purpose
+        self._sharded = plan.sharded
+        self._runs = [flat[start : start + length] for start, length in plan.runs]
+        self._sums: list[PendingCollective] = []
+
+    @torch.no_grad()
+    def start(self, whole: bool = False) -> None:
+        """See `Reducer`."""
+        if self._sharded and not whole:
+            shard = self._flat.view(self._group.size(), -1)[self._group.rank()]
+            self._sums = [start_reduce_scatter(shard, self._flat, self._group, self._purpose)]
+        else:
+            self._sums = [start_sum(run, self._group, self._purpose) for run in self._runs]
+
+    def second_phase(self) -> None:
+        """See `Reducer`: there is none."""
+
+    def finish(self) -> None:
+        """See `Reducer`."""
+        for pending in self._sums:
+            pending.wait()
+        self._sums = []
+
+
+class BlockReducer(Reducer):
+    """Sums matrices in blocks of few bits, and vectors as they are, in fp32; see the module.
+
+    Args:
+        flat: the bucket, one dimension, fp32 or bf16.
+        codecs: of the plan's formats.
+        gauge: measures the compression error of gradients, and the time of all coding.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        flat: torch.Tensor,
+        groups: Groups,
+        codecs: BlockCodecs,
+        *,
+        pool: MessagePool | None = None,
+        gauge: Gauge | None = None,
+    ) -> None:
+        self.plan, self._flat, self._gauge = plan, flat, gauge or Gauge()
+        self._sharded, self._layout, self._sums_codec = plan.sharded, plan.layout, codecs.sums
+        wire = (pool or MessagePool()).take(plan.wire_bytes, flat.device)
+        ranks, (gradients, sums) = plan.ranks, plan.message_bytes
+        self._exchange = ReduceScatter(
+            plan, groups, codecs.gradients, wire[: 2 * ranks * gradients].view(2, ranks, gradients), self._gauge,
+            "compressed gradient reduction (exchange)",
+        )  # fmt: skip
+        # In the same memory: begun when the exchange has ended.
+        self._gather = AllGather(
+            plan.layout_of(groups.whole.rank()), groups, codecs.sums, wire[: ranks * sums].view(ranks, sums),
+            "compressed gradient reduction (sums)",
+        )  # fmt: skip
+        self._whole = False
+
+    @torch.no_grad()
+    def start(self, whole: bool = False) -> None:
+        """See `Reducer`."""
+        self._whole = whole or not self._sharded
+        self.encoded += self.plan.matrices
+        self._exchange.start(self._flat)
+
+    @torch.no_grad()
+    def second_phase(self) -> None:
+        """See `Reducer`."""
+        if not self._exchange.wait():
+            return
+        with self._gauge.timed(self._flat.device):
+            self._exchange.add_up(self._flat)
+            if self._whole:
+                self._gather.encode(self._flat)
+        if self._whole:
+            self._gather.start()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See `Reducer`."""
+        self.second_phase()
+        if self._gather.wait():
+            with self._gauge.timed(self._flat.device):
+                self._sums_codec.decode(self._gather.messages, self._layout, self._flat)
+
+
+class SideStream:
+    """A CUDA stream of our own, ordered with the current one where work is handed over and where it is needed.
+
+    On a CPU the work is simply done. What runs here must not share scratch memory with what runs elsewhere: only its
+    user knows when it is free.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Start the work that is called inside after everything that the current stream was given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream start what it is given from now on after the work."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Reduction:
+    """The reduction of a bucket group: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
+
+    Args:
+        everyones: the reducers of all buckets of this rank. The first reduction that is waited for lets all that were
+            started go on to the `second_phase`, so that what follows travels one behind the other; bucket by bucket,
+            each would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
+        side: the stream it runs on, if the backward pass goes on meanwhile.
+        whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
+    """
+
+    def __init__(
+        self, reducers: Sequence[Reducer], everyones: Sequence[Reducer], side: SideStream | None, *, whole: bool
+    ) -> None:
+        self._reducers, self._everyones, self._side = reducers, everyones, side
+        with self._beside():
+            for reducer in reducers:
+                reducer.start(whole)
+
+    def wait(self) -> None:
+        """Finish: the sums are in the buckets, for what the current stream is given from now on."""
+        with self._beside():
+            for reducer in self._everyones:
+                reducer.second_phase()
+            for reducer in self._reducers:
+                reducer.finish()
+        if self._side is not None:
+            self._side.join()
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.work()

@@ -1,0 +1,189 @@
+"""Plans of gradient buckets from plain records: who is compressed, who stays dense, which bytes, without Megatron."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.reducers import DensePlan
+
+RANKS = 4
+LAYER: Sequence[dict[str, Any]] = ({"shape": (256, 128)}, {"shape": (256,)}, {"shape": (128, 256)}, {"shape": (128,)})
+EXPERTS: Sequence[dict[str, Any]] = ({"shape": (64, 128), "expert": True}, {"shape": (128, 64), "expert": True})
+TIED: Sequence[dict[str, Any]] = ({"shape": (512, 128), "tied": True, "embedding": True},)
+WORDS: Sequence[dict[str, Any]] = ({"shape": (512, 128), "embedding": True},)
+
+
+def bucket(*parameters: dict[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> BucketRecord:
+    """Parameters one after the other, filled up so that every number of ranks here divides it."""
+    sizes = [torch.Size(parameter["shape"]).numel() for parameter in parameters]
+    ends = list(accumulate(sizes))
+    records = [ParameterRecord(**p, start=end - n) for p, end, n in zip(parameters, ends, sizes, strict=True)]
+    return BucketRecord(numel=-(-ends[-1] // 512) * 512, dtype=dtype, parameters=records, **how)
+
+
+def plan(*records: BucketRecord, **rules: Any) -> GroupPlan:
+    return GroupPlan.of(records, BucketRules(**{"ranks": RANKS, "format": "int4", **rules}))
+
+
+def ways(found: GroupPlan) -> list[tuple[Any, Any]]:
+    """By bucket, the kinds of its reductions in the warm-up and after it."""
+    return [(kind(each.warmup), kind(each.compressed)) for each in found.buckets]
+
+
+def kind(reduction: Any) -> str | None:
+    names = {DensePlan: "dense", LowRankPlan: "low-rank"}
+    if isinstance(reduction, ExchangePlan):
+        return reduction.formats.gradients
+    return None if reduction is None else names[type(reduction)]
+
+
+# -- which gradients are compressed -----------------------------------------------------------------------------------
+
+
+def test_matrices_are_coded_in_blocks_and_vectors_sent_as_they_are():
+    (only,) = plan(bucket(*LAYER, *EXPERTS, *WORDS)).buckets
+    assert only.warmup is None, "Megatron reduces it until compression begins"
+    starts = [record.range for record in only.record.parameters]
+    assert list(only.compressed.coded) == [starts[i] for i in (0, 2, 4, 5, 6)]
+    assert list(only.compressed.dense) == [starts[i] for i in (1, 3)]
+
+
+def test_low_rank_leaves_experts_and_embeddings_dense_and_matrices_on_which_it_saves_nothing():
+    records = bucket(*LAYER, *EXPERTS, *WORDS, {"shape": (8, 8)})
+    (only,) = plan(records, format="low-rank", rank=16).buckets
+    assert [parameter.start for parameter in only.compressed.low_rank] == [records.parameters[i].start for i in (0, 2)]
+    (forced,) = plan(records, format="low-rank", rank=128, force=True).buckets
+    assert [p.shape for p in forced.compressed.low_rank] == [(256, 128), (128, 256), (8, 8)]
+    assert ways(plan(records, format="low-rank", rank=128)) == [(None, None)], "nothing is saved at full rank"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])
+@pytest.mark.parametrize("format", ["int4", "low-rank"])
+def test_a_group_of_one_rank_is_megatrons_unless_a_test_forces_it(format, sharded):
+    rules = {"ranks": 1, "format": format, "rank": 4, "sharded": sharded, "fused": "int8", "gathered": "int4"}
+    records = bucket(*LAYER, parameter_dtype=torch.bfloat16), bucket(*TIED, parameter_dtype=torch.bfloat16)
+    alone = plan(*records, **rules)
+    assert ways(alone) == [(None, None)] * 2 and [each.gather for each in alone.buckets] == [None, None]
+    assert alone.matrices == [] and alone.compressed_bytes() == alone.dense_bytes == alone.gather_bytes == 0
+    assert ways(plan(*records, **rules | {"force": True}))[0][1] == format
+    assert [each.gather is None for each in plan(*records, **rules | {"ranks": 2}).buckets] == [not sharded] * 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rules", "named"),
+    [
+        ([LAYER], {"ranks": 2}, None),
+        ([EXPERTS], {}, "gradients of routed experts"),
+        ([LAYER], {}, "all gradients of a model chunk"),
+        ([EXPERTS], {"format": "low-rank"}, None),
+        ([EXPERTS], {"format": "dense"}, None),
+        ([TIED], {"format": "dense", "sharded": True, "fused": "int4"}, "gradients of the tied embedding"),
+        ([TIED], {"format": "dense", "sharded": True, "fused": "dense"}, None),
+    ],
+    ids=["two replicas", "experts", "a chunk", "experts are dense anyway", "off", "tied, coded", "tied, dense"],
+)
+def test_what_one_rank_alone_keeps_dense_has_a_name(parameters, rules, named):
+    assert plan(*(bucket(*each) for each in parameters), **{"ranks": 1, "rank": 4} | rules).kept_dense == named
+
+
+# -- the tied embedding -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "of_layers", "of_tied"),
+    [
+        ({}, (None, "int4"), (None, "int4")),
+        ({"format": "low-rank", "rank": 16}, (None, "low-rank"), (None, "dense")),
+        # Left out of the sum over the replicas, at all times: the union of both stages' replicas sums it.
+        ({"fused": "dense"}, ("dense", "int4"), ("dense", "dense")),
+        ({"fused": "int8"}, ("dense", "int4"), ("dense", "dense")),
+        ({"fused": "int8", "format": "dense"}, ("dense", None), ("dense", None)),
+        # Reduced over the replicas as ever, in the format of fused embedding synchronisation, at all times.
+        ({"fused": "dense", "sharded": True}, (None, "int4"), (None, "dense")),
+        ({"fused": "int8", "sharded": True}, ("dense", "int4"), ("int8", "int8")),
+        ({"fused": "int8", "sharded": True, "format": "dense"}, ("dense", None), ("int8", None)),
+    ],
+    ids=str,
+)
+def test_a_tied_embeddings_bucket_is_reduced_by_its_own_technique_in_the_warm_up_as_well(rules, of_layers, of_tied):
+    found = plan(bucket(*LAYER), bucket(*TIED), **rules)
+    assert ways(found) == [of_layers, of_tied]
+    left_out = "fused" in rules and not rules.get("sharded")
+    assert found.leaves_out == left_out
+    tied = found.buckets[1]
+    assert tied.fused == (rules.get("fused") == "int8" and rules.get("sharded", False))
+    if left_out:
+        assert tied.warmup.runs == [] and found.buckets[0].warmup.runs == [(0, 256 * 128 + 256 + 128 * 256 + 128)]
+
+
+def test_bytes_of_a_tied_embedding_are_its_own_class_wherever_it_lies():
+    apart = plan(bucket(*LAYER), bucket(*TIED))
+    nbytes, tied = 4 * apart.buckets[0].record.numel, 4 * 512 * 128
+    assert apart.tied_bytes == tied and apart.dense_bytes == all_reduce_bytes(nbytes, RANKS)
+    sent = apart.buckets[0].compressed.sent_bytes()
+    of_tied = apart.buckets[1].compressed.sent_bytes()
+    assert apart.sent_bytes(compressing=True, whole=False) == (sent, all_reduce_bytes(tied, RANKS) - of_tied)
+    assert apart.compressed_bytes() == sent < 0.3 * apart.dense_bytes
+    # Among others: its share of the bucket is what it would send alone.
+    among = plan(bucket(*LAYER, *TIED))
+    assert among.compressed_bytes() == among.buckets[0].compressed.sent_bytes() - of_tied
+    assert apart.sent_bytes(compressing=False, whole=False) == (apart.dense_bytes, 0), "Megatron's"
+
+
+# -- from settings, and from a model ----------------------------------------------------------------------------------
+
+
+def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_loses_nothing_in_its_place():
+    config = OptimusConfig(
+        dp_compression=True, dp_compression_format="int4", fused_embedding_sync=True,
+        fused_embedding_sync_format="int8", param_gather_format="int4", dp_compression_rank=7,
+    )  # fmt: skip
+    rules = BucketRules.of(config, ranks=8, sharded=True, fused=True)
+    assert rules == BucketRules(
+        ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4"
+    )  # fmt: skip
+    assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
+    exact = BucketRules.of(OptimusConfig(dp_compression=True, dp_compression_format="int4", low_rank_wire="int8",
+                                         exact_blocks=True), ranks=2, sharded=False, fused=True)  # fmt: skip
+    assert (exact.format, exact.sums, exact.wire, exact.fused) == ("exact", "exact", "exact", "dense")
+    assert BucketRules.of(OptimusConfig(dp_compression=True), ranks=2, sharded=False, fused=False).format == "low-rank"
+    assert BucketRules.of(OptimusConfig(), ranks=2, sharded=False, fused=False).format == "dense"
+    assert [replaced_group(sharded) for sharded in (False, True)] == [
+        "data_parallel_group", "intra_distributed_optimizer_instance_group",
+    ]  # fmt: skip
+
+
+def test_a_model_on_the_meta_device_has_a_plan_that_answers_for_bytes_and_memory():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
+    record = bucket(*({"shape": tuple(parameter.shape)} for parameter in model.parameters()))
+    (only,) = plan(record, format="low-rank", rank=32).buckets
+    factors = 4 * 2 * 32 * (1024 + 4096)
+    assert only.compressed.sent_bytes() == all_reduce_bytes(factors + 4 * (1024 + 4096), RANKS)
+    assert only.compressed.wire_bytes == factors + 4 * (1024 + 4096)
+    residuals, warm_starts = 2 * 4 * 2 * 1024 * 4096, (2 + 1) * 4 * 32 * (1024 + 4096)
+    assert only.compressed.state_bytes(torch.float32) == residuals + warm_starts
+    (blocks,) = plan(record, sharded=True).buckets
+    # All messages are as long as the one with the biases, 20 KB of 1.1 MB.
+    values = 2 * 1024 * 4096
+    assert blocks.compressed.sent_bytes() == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
+    assert blocks.compressed.wire_bytes == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)
+
+
+def test_parameters_are_gathered_in_blocks_where_an_optimizer_keeps_master_copies_of_all_of_them():
+    half, full = (bucket(*LAYER, parameter_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    rules = {"format": "dense", "sharded": True, "gathered": "int8"}
+    (only,) = plan(half, **rules).buckets
+    assert only.gather.formats == Formats("int8", "int8") and only.compressed is None
+    assert only.gather.gathered_bytes() < 0.55 * plan(half, **rules).gather_bytes
+    assert plan(half, **rules).gather_bytes == reduce_scatter_bytes(2 * half.numel, RANKS)
+    assert [each.gather for each in plan(half, full, **rules).buckets] == [None, None], "some are stepped in place"
+    assert [each.gather for each in plan(half, **rules | {"sharded": False}).buckets] == [None]
