@@ -9,7 +9,7 @@ from typing import Any
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Finding, Report
-from optimus_cc_ext.doctor.machine import find_checkout, packages, seams
+from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.resolve import Layout
 
@@ -35,7 +35,7 @@ def examine(words: Sequence[str], world_size: int | None = None) -> Report:
         return Report(Finding("flags", str(error), "FAIL"), REFUSED, packages())
     except (OptimusError, RuntimeError, ValueError) as error:
         return Report(Finding("this machine", str(error), "FAIL"), broken, packages())
-    machine = [*packages(), Finding("device", device, "ok"), *seams()]
+    machine = [*packages(), Finding("device", device, "ok"), kernels(), *seams()]
     for finding in machine:
         if finding.mark == "FAIL":
             verdict = Finding("this machine", f"{finding.subject}: {finding.state}", "FAIL")

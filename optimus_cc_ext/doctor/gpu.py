@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from optimus_cc_ext.doctor.findings import Finding, Report
-from optimus_cc_ext.doctor.machine import packages
+from optimus_cc_ext.doctor.machine import kernels, packages
 
 __all__ = ["Gpu", "examine_gpu", "problem"]
 
@@ -82,6 +82,7 @@ def examine_gpu() -> Report:
         Finding("GPU", f"{properties.name}, sm_{properties.major}{properties.minor}", "ok"),
         Finding("GPU memory", f"{properties.total_memory / 2**30:.0f} GiB", "ok"),
         Finding("NCCL", nccl),
+        kernels(),
     ]
     started = time.monotonic()
     try:

@@ -1,16 +1,16 @@
 """What is installed here, which Megatron would be imported, and whether its seams hold."""
 
 import importlib.metadata
-import importlib.util
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from optimus_cc_ext import __version__
 from optimus_cc_ext.doctor.findings import Finding
 from optimus_cc_ext.errors import UnsupportedMegatron
 
-__all__ = ["find_checkout", "packages", "seams"]
+__all__ = ["find_checkout", "kernels", "packages", "seams"]
 
 PACKAGES = (
     "torch",
@@ -43,13 +43,28 @@ def packages() -> list[Finding]:
     return found
 
 
+def kernels() -> Finding:
+    """Say whether this machine's Triton compiles the kernels of GPUs, and which torch brings one that does."""
+    from optimus_cc_ext.compressors.triton import launches
+
+    if launches.AVAILABLE:
+        return Finding("Triton's kernels", f"Triton {launches.triton.__version__} runs them on GPUs", "ok")
+    found = "Triton is not installed" if not find_spec("triton") else f"Triton {importlib.metadata.version('triton')}"
+    needed, torch = (".".join(map(str, release)) for release in (launches.OLDEST_TRITON, launches.TORCH_WITH_IT))
+    return Finding(
+        "Triton's kernels",
+        f"{found}: on GPUs torch computes what they would; they need Triton {needed}, which torch {torch} brings",
+        "warn",
+    )
+
+
 def seams() -> list[Finding]:
     """Megatron's version, and each attribute of it that is wrapped."""
     from optimus_cc_ext.hooks.installation import all_seams
     from optimus_cc_ext.hooks.registry import check_version, megatron_version
 
     found = []
-    spec = importlib.util.find_spec("megatron.core")
+    spec = find_spec("megatron.core")
     if spec is not None and spec.origin is not None:
         found.append(Finding("megatron.core from", str(Path(spec.origin).parent)))
     try:

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import triton
+
 from optimus_cc_ext import __version__, cli
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
-from tests.launches import call
+from tests.launches import Launch, call
 from tests.shell_scripts import ROOT
 
 SEAMS = [
@@ -81,6 +83,37 @@ def test_an_unsupported_megatron_fails_by_version() -> None:
     found = call(doctor_on_another_megatron)
     assert found.code == 1
     assert "megatron-core 0.99.0 is not supported" in found.output
+
+
+def doctor_with_the_triton_of_torch_2_9() -> int:
+    import importlib
+    import importlib.metadata
+
+    import triton
+
+    from optimus_cc_ext.compressors.triton import launches
+
+    triton.__version__ = "3.5.1"
+    importlib.metadata.version = lambda name, ask=importlib.metadata.version: (
+        triton.__version__ if name == "triton" else ask(name)
+    )
+    importlib.reload(launches)
+    return cli.main(["doctor"])
+
+
+def test_doctor_says_whether_tritons_kernels_run_and_from_which_torch_on() -> None:
+    def said(found: Launch) -> str:
+        [line] = [line for line in found.output.splitlines() if "Triton's kernels" in line]
+        return re.sub(" +", " ", line)
+
+    here = said(call(cli.main, ["doctor"]))
+    assert here.startswith(f"ok Triton's kernels Triton {triton.__version__} ") == (triton.__version__ >= "3.6")
+    old = call(doctor_with_the_triton_of_torch_2_9)
+    assert old.code == 0, "it is no reason not to train"
+    assert said(old) == (
+        "warn Triton's kernels Triton 3.5.1: on GPUs torch computes what they would; "
+        "they need Triton 3.6, which torch 2.10 brings"
+    )
 
 
 def test_version_usage_and_where_scripts_and_patches_are() -> None:

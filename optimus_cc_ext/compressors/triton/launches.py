@@ -15,6 +15,13 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.scratch import Scratch
 
+OLDEST_TRITON = (3, 6)
+"""The first release of Triton that compiles these kernels. Older ones are untested; some lack float64 products, tuples
+as arguments, or both."""
+
+TORCH_WITH_IT = (2, 10)
+"""The first release of torch that brings `OLDEST_TRITON`; torch 2.9 brings Triton 3.5."""
+
 try:
     import triton
 
@@ -22,8 +29,7 @@ try:
 
     # The functions of triton's own library are decorated when it is imported: its version of the environment counts.
     INTERPRETED = not isinstance(kernels.add_up, triton.runtime.JITFunction)
-    # torch 2.11 brings 3.6. Older ones are untested; some lack float64 products, tuples as arguments, or both.
-    AVAILABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    AVAILABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
 except ImportError:
     INTERPRETED, AVAILABLE = False, False
 
@@ -31,6 +37,8 @@ __all__ = [
     "MAX_ORTHOGONALIZED_RANK",
     "MAX_RANK",
     "MAX_SPLITS",
+    "OLDEST_TRITON",
+    "TORCH_WITH_IT",
     "add_up",
     "back_project",
     "orthogonalize",
