@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Set-up, linters, type check, tests.
-#   scripts/test.sh [--fast | --full | --megatron VERSION] [pytest arguments]
+#   scripts/test.sh [--fast | --full | --megatron VERSION | --torch VERSION] [pytest arguments]
 # Without arguments: every law of the design that a test can hold, in minutes on 2 cores.
 # --fast: linters and tests/unit only.
 # --full: also what takes long; CONTRIBUTING.md says what that needs.
 # --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2, 0.19.0 or 0.19.2), which is fetched into
 #   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is. On GPUs, where there
 #   are (docs/gpu.md).
+# --torch VERSION: the same smoke test with that torch (2.9.0 or newer), which is fetched into .torch/VERSION with all that
+#   pip resolves for it (Triton, CUDA's libraries: 3 GB to download, 7 GB on disk). More tests: name them behind VERSION.
 # Tests are shared out to 2 workers; add -n0 for a debugger. Ends with the slowest tests and pytest's own closing line;
 # exit code != 0 if anything failed, or in CI (CI=true) if it took too long.
 set -euo pipefail
@@ -22,15 +24,15 @@ MOST_MINUTES=12 # in CI, of a run without arguments
 grep -qs avx512f /proc/cpuinfo || MOST_MINUTES=20
 targets=()
 arguments=$#
-version=""
+package=""
 case "${1:-}" in
   --fast)
     targets=(tests/unit)
     shift
     ;;
-  --megatron)
-    version="${2:-}"
-    [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || die "--megatron needs a version, such as 0.18.2"
+  --megatron | --torch)
+    package="${1#--}" version="${2:-}"
+    [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || die "$1 needs a version, such as 0.18.2 of Megatron or 2.9.1 of torch"
     targets=(tests/megatron/test_versions.py)
     shift 2
     ;;
@@ -50,20 +52,27 @@ check() {
   "$@" </dev/null || failed+=("$name")
 }
 
-# Makes .megatron/$1, unless it is there: under another name first, so that what is there is whole.
-fetch_megatron() {
-  local folder=".megatron/$1"
-  [[ ! -d "$folder" ]] || return 0
-  rm -rf "$folder.partial"
-  python -m pip install --disable-pip-version-check --no-input --quiet --no-deps --target "$folder.partial" \
-    "megatron-core==$1" </dev/null || die "megatron-core $1 could not be fetched (pip's message is above)"
-  mv "$folder.partial" "$folder"
+# Puts the folder .$package/$version before .venv's packages, and fetches it with pip's arguments $@ unless it is there:
+# under another name first, so that what is there is whole.
+put_in_front() {
+  local folder=".$package/$version"
+  echo "== $*"
+  if [[ ! -d "$folder" ]]; then
+    rm -rf "$folder.partial"
+    # Without pip's cache, which would keep a torch once more.
+    python -m pip install --disable-pip-version-check --no-input --no-cache-dir --quiet --target "$folder.partial" "$@" \
+      </dev/null || die "$package $version could not be fetched (pip's message is above)"
+    mv "$folder.partial" "$folder"
+  fi
+  export PYTHONPATH="$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-if [[ -n "$version" ]]; then
-  echo "== megatron-core $version"
-  fetch_megatron "$version"
-  export PYTHONPATH="$PWD/.megatron/$version${PYTHONPATH:+:$PYTHONPATH}" OPTIMUS_CC_TEST_MEGATRON="$version"
+if [[ "$package" == megatron ]]; then
+  put_in_front --no-deps "megatron-core==$version"
+  export OPTIMUS_CC_TEST_MEGATRON="$version"
+elif [[ "$package" == torch ]]; then
+  put_in_front "torch==$version"
+  export OPTIMUS_CC_TEST_TORCH="$version"
 else
   mapfile -t shell_files < <(find scripts .ci patches tests -name '*.sh' -o -name '*.sbatch' -o -path .ci/run | sort)
   check "ruff check" ruff check .

@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Set at import, before a test module imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# No deadline for a single example: on a machine that is busy it measures the machine.
-settings.register_profile("here", deadline=None)
+# No deadline for a single example, and none for making it: on a machine that is busy they measure the machine.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 
 _SAID = pytest.StashKey[list[str]]()
@@ -23,7 +23,7 @@ _SAID = pytest.StashKey[list[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     if record := config.getoption("--record"):
         os.environ["OPTIMUS_CC_TEST_RECORD"] = os.path.abspath(record)
-    if "OPTIMUS_CC_TEST_MEGATRON" in os.environ:
+    if not os.environ.keys().isdisjoint(("OPTIMUS_CC_TEST_MEGATRON", "OPTIMUS_CC_TEST_TORCH")):
         # Through NVML: CUDA itself does not survive a fork.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         import torch

@@ -1,6 +1,7 @@
-"""The smoke test of one version of megatron-core.
+"""The smoke test of one version of megatron-core, or of torch.
 
-`scripts/test.sh --megatron VERSION` runs this file with that version; --full, with the one in requirements.lock.
+`scripts/test.sh --megatron VERSION` and `--torch VERSION` run this file with that version; --full, with those in
+requirements.lock.
 """
 
 import os
@@ -23,7 +24,8 @@ ASKED_FOR = os.environ.get("OPTIMUS_CC_TEST_MEGATRON")
 VERSION = ASKED_FOR or SUPPORTED_MEGATRON[-1]
 HAS_ENTRY = VERSION.startswith("0.19.")
 ENTRY = None if HAS_ENTRY else minimal_entry.main  # None: optimus_cc_ext.pretrain_gpt
-pytestmark = [] if ASKED_FOR else [pytest.mark.full]
+TORCH = os.environ.get("OPTIMUS_CC_TEST_TORCH")
+pytestmark = [] if ASKED_FOR or TORCH else [pytest.mark.full]
 
 PLAIN = RunSpec(name="1F1B", entry=ENTRY)
 LAYOUTS = [
@@ -46,17 +48,19 @@ def no_exception_for_unsupported_versions(monkeypatch):
 
 
 def version_in_a_rank():
-    """The version that ranks import, which must not be refused, and where it lies."""
+    """The versions of torch and Megatron that ranks import, which must not be refused, and where Megatron lies."""
     import megatron.core
     import megatron.training
+    import torch
 
     check_version()
-    return megatron.core.__version__, megatron.core.__file__, megatron.training.__file__
+    return torch.__version__, megatron.core.__version__, megatron.core.__file__, megatron.training.__file__
 
 
 def test_ranks_use_the_version_that_was_asked_for():
-    [(version, core, training)] = run_ranks(1, version_in_a_rank)
+    [(torch, version, core, training)] = run_ranks(1, version_in_a_rank)
     assert version.split("+")[0] == VERSION, core
+    assert TORCH is None or torch.split("+")[0] == TORCH
     assert os.path.dirname(os.path.dirname(core)) == os.path.dirname(os.path.dirname(training))
 
 

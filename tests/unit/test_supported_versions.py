@@ -60,7 +60,11 @@ def test_pyproject_and_the_documents_admit_no_older_torch() -> None:
     assert found is not None
     admitted = Requirement(found[1]).specifier
     assert [version for version in ("2.6.0", "2.8.0", "2.9.0", "2.14.1") if version in admitted] == ["2.9.0", "2.14.1"]
-    assert f"torch {OLDEST_TORCH} or newer" in read("docs/compatibility.md")
+    compatibility = read("docs/compatibility.md")
+    assert f"torch {OLDEST_TORCH} or newer" in compatibility
+    tried = re.findall(r"^\| (\d+\.\d+\.\d+), Triton", compatibility, re.MULTILINE)
+    assert tried[0].startswith(f"{OLDEST_TORCH}."), "the oldest release is among those that were tried"
+    assert f"\ntorch=={tried[1]}\n" in read("requirements.lock") and len(tried) == 3
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+50eac811a6.nv25.09", "2.13.0+cpu", "2.14.1+cu130", "3.0.0"])

@@ -149,6 +149,7 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, capability: int, format, r
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 
 
+@needs_triton
 @ALL
 def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatch, format, rotated) -> None:
     class Launched:
