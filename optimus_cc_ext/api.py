@@ -123,6 +123,8 @@ def preset(
 def begin_step(iteration: int | None = None, *, measured: bool = False) -> None:
     """A training step begins. All forward-backward passes until `end_step` are it; a second one repeats the first.
 
+    A step that was begun before and never ended was abandoned: it leaves no trace.
+
     Args:
         iteration: completed ones; None: they are counted here.
         measured: whether `collect_metrics` will be asked for errors, residuals and times of this step.
@@ -146,8 +148,8 @@ def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad:
 def collect_metrics() -> dict[str, float]:
     """What Megatron's log would get: traffic per step since the last call, and errors if the last step was measured.
 
-    Collective over all ranks, with the same result on each: call it on all or on none. Bytes are of all ranks
-    together; names begin with "optimus-cc/".
+    Collective over all ranks of the model, with the same result on each: call it on all or on none. Bytes are of all
+    these ranks together; names begin with "optimus-cc/".
 
     Raises:
         OptimusError: no forward-backward pass has run yet.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from optimus_cc_ext.techniques.compressed_forward import CompressedForward
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.factor_state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
-from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.grid import Grid, NewGroups, RankPlace
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
@@ -55,6 +56,9 @@ class _Step:
 
     passes: int = 0
     """Forward-backward passes of this step so far; more than one: it is being repeated."""
+
+    failed: bool = False
+    """Whether the last pass raised: what it left behind counts for nothing."""
 
 
 class Session:
@@ -90,6 +94,9 @@ class Session:
         self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)
 
         self.embedding: FusedEmbeddingSync | None = None
+        self.models: WeakSet[torch.nn.Module] = WeakSet()
+        """The models whose gradient buckets are attached to this session."""
+
         self.alone: dist.ProcessGroup | None = None
         """A group of this rank only; see `hooks.param_and_grad_buffer`."""
 
@@ -139,7 +146,10 @@ class Session:
     # -- placing ------------------------------------------------------------------------------------------------
 
     def place(self, grid: Grid, layout: Layout) -> str | None:
-        """Take a place in the grid, once; what there is to say about it. Collective over all ranks of the run.
+        """Take a place in the grid, once; what there is to say about it.
+
+        Collective over all ranks of the model where a technique is on, and of no others; with every technique off it
+        waits for nobody.
 
         Raises:
             FlagError: a technique cannot work on this layout.
@@ -149,29 +159,25 @@ class Session:
             return None
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
-        # Also where this rank has nothing switched on: another one may have, and would wait for it.
-        places, note = agree(grid.place, self.config, layout, grid.dtype)
-        self.backprop.place(grid)
         self.gradients.place(grid.place.stage, grid.stages)
+        if not self.config.any_technique:
+            return None
+        places, note = agree(grid, self.config, layout)
+        self.backprop.place(grid)
         self._make_groups(grid, layout, places)
         return note
 
     def _make_groups(self, grid: Grid, layout: Layout, places: list[RankPlace]) -> None:
-        codecs = self.new_codecs(self.config.fused_embedding_sync_format)
+        codecs, new_groups = self.new_codecs(self.config.fused_embedding_sync_format), NewGroups(places, grid.timeout)
         if self.config.fused_embedding_sync and layout.distributed_optimizer:
             if grid.embedding_group is not None:
                 self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True, codecs=codecs)
         elif self.config.fused_embedding_sync:
-            for ranks in union_ranks(places, grid.stages):
-                group = dist.new_group(ranks, timeout=grid.timeout, group_desc="OPTIMUS_CC_EMBEDDING")
-                if grid.place.rank in ranks:
-                    self.embedding = FusedEmbeddingSync(group, codecs=codecs)
+            union = new_groups.make(union_ranks(places, grid.stages), "OPTIMUS_CC_EMBEDDING")
+            if union is not None:
+                self.embedding = FusedEmbeddingSync(union, codecs=codecs)
         if self.config.fused_embedding_sync or self.config.dp_compression or self.parameters.codec is not None:
-            # Local synchronisation: nobody else needs to take part, however many ranks there are.
-            self.alone = dist.new_group(
-                [grid.place.rank], timeout=grid.timeout, use_local_synchronization=True,
-                group_desc="OPTIMUS_CC_ALONE",
-            )  # fmt: skip
+            self.alone = new_groups.make([[grid.place.rank]], "OPTIMUS_CC_ALONE")
 
     def preallocate(self, schedule: Schedule, gradient: torch.Tensor | None) -> bool:
         """Make room before the first iteration, whose gradients between stages will be like `gradient`.
@@ -204,13 +210,23 @@ class Session:
         """Steps whose update counted."""
         return self._step.iteration
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a pass has begun and its step has not been settled yet: the gradients that are reduced are its own.
+
+        Longer than `active`: a training loop may reduce and finalise its gradients after the pass.
+        """
+        return self._step.passes > 0
+
     def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
         """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves.
+
+        A step that was begun and not ended was abandoned: it leaves no trace.
 
         Args:
             measured: whether errors and times of this step will be asked for.
         """
-        self._settle(applied=True)
+        self._settle(applied=not self._step.open)
         self._step.open, self._step.measured = True, measured
         if iteration is not None:
             self._step.iteration = iteration
@@ -245,9 +261,10 @@ class Session:
         if self.embedding is not None:
             self.embedding.gauge.begin(this.measured)
         self._step.passes += 1
-        self.active = True
+        self.active = self._step.failed = True
         try:
             yield
+            self._step.failed = False
         finally:
             self.active = False
         for technique in self.techniques:
@@ -265,7 +282,7 @@ class Session:
         """Decide about what the passes since the last decision left behind."""
         if not self._step.passes:
             return
-        if applied:
+        if applied and not self._step.failed:
             # Where nothing is remembered nothing is shrunk, and a checkpoint keeps nothing.
             clip = clip if any(technique.on for technique in self.techniques) else None
             shrinkage = {group: self._usual_clipping[group].shrinkage(c) for group, c in (clip or {}).items()}
@@ -275,7 +292,7 @@ class Session:
         else:
             for technique in self.techniques:
                 technique.states.rollback()
-        self._step.passes = 0
+        self._step.passes, self._step.failed = 0, False
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
@@ -192,7 +190,7 @@ def _change(new: float, old: float) -> str:
 
 
 class Forecaster:
-    """Makes the forecast of one session on one rank. Every method is called on all ranks alike."""
+    """Makes the forecast of one session on one rank. Every method is called on all ranks of the model."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -222,24 +220,25 @@ class Forecaster:
         return self._stopwatch.timed(name, device)
 
     def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._measure(gradient, device))
         session = self._session
+        assert session.grid is not None, "the session has no place in the grid yet"
+        everyone = session.grid.gather(self._measure(gradient, device))
         found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
         if session.gradients.stages_are_open:
             session.gradients.choose_stages(found.compressed_stages)
-        if dist.get_rank() == 0:
+        if session.grid.is_first:
             _say(session, found)
 
     def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
         session, gradients = self._session, self._session.gradients
         assert session.grid is not None, "the session has no place in the grid yet"
         sharded = session.layout is not None and session.layout.distributed_optimizer
-        link = probe_link(session.grid.pipeline_group, device)
+        everyone = session.grid.groups
+        link = probe_link(session.grid.pipeline_group, device, everyone)
         # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
-        replicas = dense_sum = probe_collective(gradients.replicas, device, scattered=False)
+        replicas = dense_sum = probe_collective(gradients.replicas, device, everyone, scattered=False)
         if sharded:
-            dense_sum = probe_collective(gradients.replicas, device, scattered=True)
+            dense_sum = probe_collective(gradients.replicas, device, everyone, scattered=True)
         classes = (
             _forward(session, gradient, link or FREE),
             _backward(session, gradient, link or FREE),

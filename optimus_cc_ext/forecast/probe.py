@@ -1,11 +1,12 @@
 """How fast this run's own links are: a few transfers on the groups that training uses.
 
-Both probes are collective over all ranks of the run, take the device where the group's transfers have their tensors,
-and raise OptimusError, naming the ranks, where a transfer fails.
+Both probes are collective over all ranks of the model, take the device where the group's transfers have their tensors,
+and raise OptimusError, naming the ranks, where a transfer fails. `everyone` are the groups whose product is these ranks
+(`Grid.groups`): all ranks begin each transfer together, and the slowest one says how long it took.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,13 @@ _SMALL_TRIES, _LARGE_TRIES = 5, 2
 """How often a transfer is timed. Each time may be disturbed; the shortest is the link's."""
 
 
-def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
-    """The rate from each stage of the pipeline `group` to the next one; None with one stage."""
+def probe_link(
+    group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup]
+) -> Rate | None:
+    """The rate from each stage of the pipeline `group` to the next one; None with one stage, or without a pipeline."""
+    if group is None or group.size() == 1:
+        return _probed(_nothing, device, everyone, "the other ranks")
     stage, stages, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
-    if stages == 1:
-        return _probed(_nothing, device, "the other ranks")
 
     def exchange(nbytes: int) -> float:
         # To the next and from the one before: on a full-duplex link the two do not disturb each other. Then an answer:
@@ -44,10 +47,12 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> Rate | None:
                 work.wait()
         return nbytes
 
-    return _probed(exchange, device, f"a transfer between the stages on ranks {ranks}")
+    return _probed(exchange, device, everyone, f"a transfer between the stages on ranks {ranks}")
 
 
-def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, scattered: bool) -> Rate | None:
+def probe_collective(
+    group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup], *, scattered: bool
+) -> Rate | None:
     """The rate of a sum over `group`, in the bytes that a ring moves; None where it is one rank, or none.
 
     Args:
@@ -56,7 +61,7 @@ def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, s
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
-        return _probed(_nothing, device, "the other ranks")
+        return _probed(_nothing, device, everyone, "the other ranks")
 
     def exchange(nbytes: int) -> float:
         values = torch.zeros(nbytes // 4 // ranks * ranks, dtype=torch.float32, device=device)
@@ -66,24 +71,26 @@ def probe_collective(group: dist.ProcessGroup | None, device: torch.device, *, s
             dist.all_reduce(values, group=group)
         return values.nbytes * (ranks - 1) / ranks * (1 if scattered else 2)
 
-    return _probed(exchange, device, f"a sum over ranks {dist.get_process_group_ranks(group)}")
+    return _probed(exchange, device, everyone, f"a sum over ranks {dist.get_process_group_ranks(group)}")
 
 
 def _nothing(nbytes: int) -> float:
     return 0.0
 
 
-def _probed(exchange: Callable[[int], float], device: torch.device, purpose: str) -> Rate | None:
+def _probed(
+    exchange: Callable[[int], float], device: torch.device, everyone: Sequence[dist.ProcessGroup], purpose: str
+) -> Rate | None:
     """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank.
 
     `exchange` takes about so many bytes, and returns how many it moved; where that is 0, there is no rate.
     """
     try:
-        small, quick = _timed(exchange, _SMALL, device, _SMALL_TRIES)
+        small, quick = _timed(exchange, _SMALL, device, everyone, _SMALL_TRIES)
         nbytes = _LARGE
         while True:
-            large, slow = _timed(exchange, nbytes, device, _LARGE_TRIES)
-            if nbytes >= _LARGEST[device.type] or _slowest(slow, device) > _LONG_ENOUGH:
+            large, slow = _timed(exchange, nbytes, device, everyone, _LARGE_TRIES)
+            if nbytes >= _LARGEST[device.type] or _slowest(slow, device, everyone) > _LONG_ENOUGH:
                 break
             nbytes *= 4
     except RuntimeError as error:
@@ -95,10 +102,16 @@ def _probed(exchange: Callable[[int], float], device: torch.device, purpose: str
     return Rate(max(quick - small / rate, 0.0), rate)
 
 
-def _timed(exchange: Callable[[int], float], nbytes: int, device: torch.device, tries: int) -> tuple[float, float]:
+def _timed(
+    exchange: Callable[[int], float],
+    nbytes: int,
+    device: torch.device,
+    everyone: Sequence[dist.ProcessGroup],
+    tries: int,
+) -> tuple[float, float]:
     """(bytes moved, seconds) of one exchange. A first, which does not count, connects, and uses up what a shaped link
     has saved up."""
-    _slowest(0.0, device)  # all begin together
+    _slowest(0.0, device, everyone)  # all begin together
     moved, seconds = 0.0, []
     for _ in range(1 + tries):
         began = time.perf_counter()
@@ -109,7 +122,8 @@ def _timed(exchange: Callable[[int], float], nbytes: int, device: torch.device, 
     return moved, min(seconds[1:])
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
+def _slowest(seconds: float, device: torch.device, everyone: Sequence[dist.ProcessGroup]) -> float:
     value = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    for group in everyone:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return float(value)

@@ -1,23 +1,33 @@
-"""Wraps megatron/core/distributed/distributed_data_parallel.py: every model's gradient buckets join the session."""
+"""Wraps megatron/core/distributed/distributed_data_parallel.py: every model's gradient buckets join the session.
+
+The process groups of the first model give the session its place. They are those that DDP holds, whether Megatron's
+`parallel_state` made them or the user, who passes a `ProcessGroupCollection`.
+"""
 
 import argparse
 import functools
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.refusals import refuse_unsupported
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
-__all__ = ["wraps"]
+__all__ = ["place", "refuse_strangers", "wraps"]
 
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(session: Session, ensure_placed: Callable[[Any, bool], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,14 +35,150 @@ def wraps(session: Session, ensure_placed: Callable[[Any, bool], None]) -> list[
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             refuse_unsupported(_facts(self), session.config)
-            ensure_placed(self.config, self.ddp_config.use_distributed_optimizer)
+            place(session, self)
             experts = _expert_parameters(self.module)
             for bucket_group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
                 attach(session, bucket_group, experts=experts)
+            session.models.add(self)
 
         return __init__
 
     return [(Seam(_TARGET, ("config", "ddp_config", "module")), wrap)]
+
+
+def place(session: Session, model: Any) -> None:
+    """Give the session the place that this rank has in the process groups of `model`, once.
+
+    Raises:
+        FlagError: a technique is on that needs a process group which the model lacks.
+    """
+    if session.grid is not None:
+        return
+    grid = _grid(session, model)
+    ddp_config = getattr(model, "ddp_config", None)
+    # In a custom training loop nothing says whether the embeddings are tied; the model will, by having one or not.
+    layout = session.layout or Layout(
+        stages=grid.stages,
+        data_parallel=grid.data_parallel,
+        tied_embeddings=True,
+        distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
+        master_copies=grid.dtype != torch.float32,
+        train_iters=session.train_iters,
+    )
+    needs_pair = session.config.fused_embedding_sync and layout.distributed_optimizer
+    if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
+        raise _missing("--fused-embedding-sync", "embedding", "embd")
+    note = session.place(grid, layout)
+    if note is not None and grid.is_first:
+        print(f"optimus-cc: {note}", flush=True)
+
+
+def refuse_strangers(session: Session, chunks: Iterable[Any]) -> None:
+    """Refuse to train a model whose gradient buckets are not attached to this session, where a technique is on.
+
+    Its buckets would reduce a tied embedding which finalisation then sums over the replicas once more.
+    """
+    for chunk in chunks if session.config.any_technique else ():
+        wrapper = next((module for module in _layers(chunk) if hasattr(module, "bucket_groups")), None)
+        if wrapper is not None and wrapper not in session.models:
+            raise OptimusError(
+                "this model was wrapped in DistributedDataParallel before optimus_cc_ext.install(), or under an "
+                "earlier installation: Optimus-CC does not reduce its gradients, and those of a tied embedding "
+                "would be wrong. Build the model after install(), or call uninstall() to train it without compression"
+            )
+
+
+def _layers(chunk: Any) -> Iterable[Any]:
+    """The chunk, and what it wraps: Megatron's wrappers keep that as `module`."""
+    while chunk is not None:
+        yield chunk
+        chunk = getattr(chunk, "module", None)
+
+
+def _grid(session: Session, model: Any) -> Grid:
+    from megatron.core import parallel_state
+
+    config = model.config
+    tensor, pipeline, replicas = (
+        _only(group)
+        for group in (
+            _group(model, "tp_group", parallel_state.get_tensor_model_parallel_group),
+            _group(model, "pp_group", parallel_state.get_pipeline_model_parallel_group),
+            _group(model, "dp_cp_group", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        )
+    )
+    if session.config.any_technique:
+        for group, name, attribute in (
+            (tensor, "tensor-parallel", "tp"), (pipeline, "pipeline", "pp"), (replicas, "data-parallel", "dp_cp")
+        ):  # fmt: skip
+            if group is None:
+                raise _missing(f"--optimus-cc ({', '.join(_switched_on(session))})", name, attribute)
+    rank = dist.get_rank()
+    embedding = _group(model, "embd_group", lambda: parallel_state.get_embedding_group(check_initialized=False))
+    if embedding is not None and rank not in dist.get_process_group_ranks(embedding):
+        embedding = None
+    return Grid(
+        place=RankPlace(
+            rank=rank,
+            stage=pipeline.rank() if pipeline is not None else 0,
+            tensor_rank=tensor.rank() if tensor is not None else 0,
+        ),
+        stages=pipeline.size() if pipeline is not None else 1,
+        chunks=config.virtual_pipeline_model_parallel_size
+        or parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        or 1,
+        data_parallel=replicas.size() if replicas is not None else 1,
+        pipeline_group=pipeline,
+        tensor_group=tensor,
+        replica_group=replicas,
+        embedding_group=embedding
+        if embedding is not None and rank in dist.get_process_group_ranks(embedding)
+        else None,
+        dtype=config.params_dtype,
+        timeout=_timeout(),
+    )
+
+
+def _group(model: Any, attribute: str, of_parallel_state: Callable[[], Any]) -> Any:
+    """The process group that a model or what it wraps holds by this name; else Megatron's own, or None."""
+    from megatron.core import parallel_state
+
+    for layer in _layers(model):
+        if hasattr(layer, attribute):
+            return getattr(layer, attribute)
+    return of_parallel_state() if parallel_state.model_parallel_is_initialized() else None
+
+
+def _only(group: Any) -> dist.ProcessGroup | None:
+    """The group itself, or the only one in Megatron's list of pipeline groups; None where there are several."""
+    if isinstance(group, list):
+        return group[0] if len(group) == 1 else None
+    return group  # type: ignore[no-any-return]
+
+
+def _missing(flag: str, name: str, attribute: str) -> FlagError:
+    reason = f"the model has no {name} process group of its own"
+    return FlagError(flag, reason, f"Give its ProcessGroupCollection one process group as `{attribute}`")
+
+
+def _switched_on(session: Session) -> list[str]:
+    config = session.config
+    switches = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
+    formats = ("pipeline_forward_format", "param_gather_format")
+    on = [name for name in switches if getattr(config, name)]
+    return [*on, *(name for name in formats if getattr(config, name) != "dense")]
+
+
+def _timeout() -> timedelta | None:
+    """Megatron's own limit on every wait, where it has arguments."""
+    if importlib.util.find_spec("megatron.training") is None:
+        return None
+    from megatron.training.global_vars import get_args
+
+    try:
+        return timedelta(minutes=get_args().distributed_timeout_minutes)
+    except AssertionError:
+        return None
 
 
 def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]:

@@ -6,10 +6,7 @@ Two moments: `Installation.start` wraps the argument parser (or, where a configu
 
 import importlib.util
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
-
-import torch
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import is_first_local_rank
@@ -26,7 +23,6 @@ from optimus_cc_ext.hooks import (
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
 from optimus_cc_ext.resolve import Layout, Resolution
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
 __all__ = ["Installation", "all_seams"]
 
@@ -114,17 +110,11 @@ def _training_wraps(session: Session) -> _Wraps:
     if not (session.config.any_technique or session.config.compression_metrics):
         return []
 
-    def ensure_placed(model_config: Any, distributed_optimizer: bool = False) -> None:
-        if session.grid is None:
-            note = session.place(*_grid_and_layout(session, model_config.params_dtype, distributed_optimizer))
-            if note is not None and torch.distributed.get_rank() == 0:
-                print(f"optimus-cc: {note}", flush=True)
-
     wraps: _Wraps = [
         *p2p_communication.wraps(session),
-        *schedules.wraps(session, ensure_placed),
+        *schedules.wraps(session),
         *finalize_model_grads.wraps(session),
-        *distributed_data_parallel.wraps(session, ensure_placed),
+        *distributed_data_parallel.wraps(session),
         *distrib_optimizer.wraps(session),
     ]
     loop = [*training.wraps(session), *checkpointing.wraps(session)]
@@ -135,50 +125,3 @@ def _importable(seam: Seam) -> bool:
     """megatron.training is not part of every installation of megatron.core; custom training loops do without it."""
     package = ".".join(seam.target.split(":")[0].split(".")[:2])
     return importlib.util.find_spec(package) is not None
-
-
-def _grid_and_layout(session: Session, dtype: torch.dtype, distributed_optimizer: bool) -> tuple[Grid, Layout]:
-    from megatron.core import parallel_state
-
-    grid = Grid(
-        place=RankPlace(
-            rank=torch.distributed.get_rank(),
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
-            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        ),
-        stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        data_parallel=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        embedding_group=_embedding_group(parallel_state),
-        dtype=dtype,
-        timeout=_timeout(),
-    )
-    # In a custom training loop nothing says whether the embeddings are tied; the model will, by having one or not.
-    layout = session.layout or Layout(
-        stages=grid.stages,
-        data_parallel=grid.data_parallel,
-        tied_embeddings=True,
-        distributed_optimizer=distributed_optimizer,
-        master_copies=grid.dtype != torch.float32,
-        train_iters=session.train_iters,
-    )
-    return grid, layout
-
-
-def _embedding_group(parallel_state: Any) -> torch.distributed.ProcessGroup | None:
-    if not parallel_state.is_rank_in_embedding_group():
-        return None
-    return parallel_state.get_embedding_group(check_initialized=False)
-
-
-def _timeout() -> timedelta | None:
-    """Megatron's own limit on every wait, where it has arguments."""
-    if importlib.util.find_spec("megatron.training") is None:
-        return None
-    from megatron.training.global_vars import get_args
-
-    try:
-        return timedelta(minutes=get_args().distributed_timeout_minutes)
-    except AssertionError:
-        return None

@@ -58,7 +58,7 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> Any:
-            if not session.active or session.grid is None or group is not session.grid.pipeline_group:
+            if not session.active or session.grid is None or not session.grid.is_pipeline(group):
                 return original(group=group, **rest)
             tensors = {role: rest[f"tensor_{role}"] for role in _ROLES}
             transfers = session.transfers(tensors)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.forecast.forecast import Forecaster
+from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import training_device
@@ -21,7 +22,7 @@ _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_pipelining_without_interleaving")
 
 
-def wraps(session: Session, ensure_placed: Callable[[Any], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
 
     forecaster = Forecaster(session)
@@ -34,8 +35,10 @@ def wraps(session: Session, ensure_placed: Callable[[Any], None]) -> list[tuple[
                     return original(num_microbatches=num_microbatches, forward_only=True, **rest)
                 from megatron.core.utils import get_model_config
 
-                model_config = get_model_config(_chunks(rest["model"])[0])
-                ensure_placed(model_config)
+                chunks = _chunks(rest["model"])
+                model_config = get_model_config(chunks[0])
+                refuse_strangers(session, chunks)
+                place(session, chunks[0])
                 assert session.grid is not None
                 schedule: Schedule = NonInterleaved(session.grid.stages, num_microbatches)
                 if name == _INTERLEAVED:
@@ -100,17 +103,19 @@ def _loss_scale(config: Any) -> torch.Tensor | None:
 
 
 def _announce_memory(session: Session) -> None:
-    """Say what residuals, factors and messages take, on the rank where they take most."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(
-        everyone,
+    """Say what residuals, factors and messages take, on the rank where they take most.
+
+    Collective over all ranks of the model.
+    """
+    assert session.grid is not None
+    everyone = session.grid.gather(
         (
             (session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes),
             session.gradients.state_bytes if session.gradients.stages_are_open else 0,
             _free_bytes(),
-        ),
+        )
     )
-    if torch.distributed.get_rank() > 0:
+    if not session.grid.is_first:
         return
     taken, later, free = zip(*everyone, strict=True)
     link, buckets, _ = max(taken, key=sum)

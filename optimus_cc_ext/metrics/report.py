@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 
 import torch
-import torch.distributed as dist
 
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
@@ -133,13 +132,13 @@ class Report:
 
 
 def collect(session: Session, traffic: Sequence[int], iterations: int, device: torch.device) -> Report:
-    """Add up what all ranks measured. Collective over all ranks of the run; reads from the device.
+    """Add up what all ranks measured. Collective over all ranks of the model; reads from the device.
 
     Args:
         session: this rank's, placed in the grid.
         traffic: this rank's traffic since the last report, in the order of `Traffic.as_list`.
         iterations: how many iterations that covers.
-        device: where collectives of the default group take their tensors.
+        device: where collectives take their tensors.
     """
     assert session.grid is not None, "the session has no place in the grid yet"
     statistics = session.backprop.statistics.sums()
@@ -152,7 +151,7 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     table = torch.zeros(session.grid.stages, len(row), dtype=torch.float64)
     table[session.grid.place.stage] = torch.tensor(row, dtype=torch.float64)
     table = table.to(device)
-    dist.all_reduce(table)
+    session.grid.sum(table)
     sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
     width = len(fields(TechniqueMetrics))
     stages = tuple(

@@ -1,7 +1,6 @@
-"""What all ranks compare before any of them sends: their settings, and what equal bits depend on."""
+"""What all ranks of a model compare before any of them sends: their settings, and what equal bits depend on."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.techniques.factor_state import state_dtype
-from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.grid import Grid, RankPlace, groups_of_this_rank
 
 __all__ = ["Machine", "agree"]
 
@@ -32,23 +31,20 @@ class Machine:
     """Of the default group."""
 
 
-def agree(
-    place: RankPlace, config: OptimusConfig, layout: Layout | None, dtype: torch.dtype = torch.float32
-) -> tuple[list[RankPlace], str | None]:
-    """Everyone's place in the grid, and what there is to say. Collective over all ranks of the run.
+def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], str | None]:
+    """Everyone's place in the grid, and what there is to say. Collective over all ranks of the model.
 
     Kernels that cannot be compiled on one rank are used on none.
 
-    Args:
-        dtype: of parameters.
-
     Raises:
-        RanksDisagree: on all ranks: two run with different settings, or compute with what gives different bits.
+        RanksDisagree: on all ranks: two run with different settings, or compute with what gives different bits, or
+            one of them did not come.
     """
-    kernels, failure = _kernels(config, dtype)
+    kernels, failure = _kernels(config, grid.dtype)
+    place = replace(grid.place, groups=groups_of_this_rank())
     mine = (place, config, layout, _machine(kernels), failure)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    grid.meet()
+    everyone = grid.gather(mine)
     for other, other_config, other_layout, *_ in everyone:
         if (other_config, other_layout) != (config, layout):
             raise RanksDisagree(
@@ -56,8 +52,6 @@ def agree(
                 f"{config}, {layout} against {other_config}, {other_layout}. Start all ranks with the same flags."
             )
     places = [other for other, *_ in everyone]
-    if not config.any_technique:
-        return places, None
     fallen = [(other.rank, reason) for other, *_, reason in everyone if reason is not None]
     if fallen:
         fast.use_torch()

@@ -80,6 +80,7 @@ class CompressedBackprop(Technique):
         """Make the links that a rank at this place has."""
         if not self._config.compressed_backprop:
             return
+        assert grid.pipeline_group is not None, "the model has no pipeline"
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
         before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
         # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.

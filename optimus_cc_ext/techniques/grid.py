@@ -1,26 +1,42 @@
-"""Where a process stands in 3D parallelism."""
+"""The place of a process in 3D parallelism, the ranks that hold one model with it, and process groups of our own.
 
+Nothing here waits for a rank outside of the model: a job may have ranks that train another model, or none.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Grid", "RankPlace"]
+from optimus_cc_ext.errors import RanksDisagree
+
+__all__ = ["Grid", "NewGroups", "RankPlace", "groups_of_this_rank"]
+
+_LONGEST_WAIT = timedelta(minutes=10)
+"""NCCL's time limit, and the shorter one of torch's two defaults."""
+
+_BEFORE_THE_WATCHDOG = 0.9
+"""Share of the time limit after which we give up: NCCL's own watchdog would end the process without our reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What all ranks tell each other about themselves."""
+    """The facts about a rank that all ranks of a model tell each other."""
 
     rank: int
     stage: int
     tensor_rank: int
+    groups: int = 0
+    """Number of process groups that the rank is a member of; see `NewGroups`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """This rank's place, and the groups that Megatron made for it."""
+    """This rank's place, and the process groups that its model uses."""
 
     place: RankPlace
     stages: int
@@ -28,12 +44,114 @@ class Grid:
     """Model chunks per stage; more than one with interleaving."""
 
     data_parallel: int
-    pipeline_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same part of the model, those of context parallelism included."""
+
     embedding_group: dist.ProcessGroup | None = None
     """The pair of first and last stage; None on the stages between."""
 
     dtype: torch.dtype = torch.float32
-    """Of parameters, and with them of messages between stages."""
+    """Dtype of parameters, and with them of messages between stages."""
 
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of several ranks whose product is the model's ranks: one step over each of them reaches all."""
+        every = (self.tensor_group, self.replica_group, self.pipeline_group)
+        return [group for group in every if group is not None and group.size() > 1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the model's first rank, which speaks for all of them."""
+        return all(group.rank() == 0 for group in self.groups)
+
+    def is_pipeline(self, group: dist.ProcessGroup) -> bool:
+        """Whether `group` has the ranks of this model's pipeline; it may be another object of the user's."""
+        own = self.pipeline_group
+        if group is own or own is None:
+            return group is own
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
+
+    def gather[T](self, value: T) -> list[T]:
+        """The picklable values of all ranks of the model, in the order of the ranks. Collective over these ranks."""
+        found = {self.place.rank: value}
+        for group in self.groups:
+            everyone: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyone, found, group=group)
+            found = {rank: theirs for part in everyone for rank, theirs in part.items()}
+        return [found[rank] for rank in sorted(found)]
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add `tensor` up over all ranks of the model, in place. Collective over these ranks."""
+        for group in self.groups:
+            dist.all_reduce(tensor, group=group)
+
+    def meet(self) -> None:
+        """Wait until every rank of the model has come here. Collective over these ranks.
+
+        Raises:
+            RanksDisagree: not all came within the time limit; names those that did not.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        times = store.add(_arrivals(self.place.rank), 1)
+        give_up = time.monotonic() + _BEFORE_THE_WATCHDOG * (self.timeout or _LONGEST_WAIT).total_seconds()
+        for group in self.groups:
+            arrived = dist.barrier(group=group, async_op=True)
+            while not arrived.is_completed():
+                if time.monotonic() > give_up:
+                    ranks = dist.get_process_group_ranks(group)
+                    missing = [rank for rank in ranks if store.add(_arrivals(rank), 0) < times]
+                    raise RanksDisagree(
+                        f"rank {self.place.rank} waited in vain for rank {', '.join(map(str, missing or ranks))} to "
+                        "compress the same model. A rank that builds no model, or whose flags leave every technique "
+                        "off, does not come. Start all ranks with the same flags."
+                    )
+                time.sleep(0.001)
+            arrived.wait()
+
+
+def _arrivals(rank: int) -> str:
+    return f"optimus_cc/meetings/{rank}"
+
+
+def groups_of_this_rank() -> int:
+    """The number of process groups that this rank is a member of, which torch makes names of."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+class NewGroups:
+    """Makes process groups of which only the members take part in making them.
+
+    torch names such a group by its ranks and by the number of groups that a process has. Megatron's first stage has one
+    more than its last, and a process with a second model many more: named differently, members would wait for each
+    other for ever. So each rank first fills up with groups of itself alone to the largest number in the model.
+
+    Args:
+        places: of all ranks of the model.
+        timeout: the time limit of the groups.
+    """
+
+    def __init__(self, places: Iterable[RankPlace], timeout: timedelta | None) -> None:
+        self._names = max(place.groups for place in places)
+        self._timeout = timeout
+
+    def make(self, members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+        """The group of this rank among disjoint `members`; None where it is in none of them.
+
+        All ranks of the model call this for the same groups, in the same order. Only members wait for one another.
+        """
+        rank = dist.get_rank()
+        while groups_of_this_rank() < self._names:
+            self._new([rank], "OPTIMUS_CC_NAME")
+        self._names += 1
+        mine = next((ranks for ranks in members if rank in ranks), None)
+        return None if mine is None else self._new(mine, description)
+
+    def _new(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+        return dist.new_group(
+            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=description
+        )

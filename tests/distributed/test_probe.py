@@ -22,7 +22,7 @@ def test_a_rate_makes_seconds_of_bytes() -> None:
 
 def test_latency_and_rate_are_those_of_the_link_whatever_disturbs_single_transfers(monkeypatch) -> None:
     clock, calls = [0.0], []
-    monkeypatch.setattr(probe, "_slowest", lambda seconds, device: seconds)
+    monkeypatch.setattr(probe, "_slowest", lambda seconds, *_: seconds)
     monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
 
     def exchange(nbytes: int) -> float:
@@ -31,7 +31,7 @@ def test_latency_and_rate_are_those_of_the_link_whatever_disturbs_single_transfe
         clock[0] += 0.002 + nbytes / 5e6 + disturbance
         return float(nbytes)
 
-    found = probe._probed(exchange, CPU, "")
+    found = probe._probed(exchange, CPU, [], "")
     assert found is not None
     assert found.latency == pytest.approx(0.002) and found.bytes_per_second == pytest.approx(5e6)
     assert max(calls) == probe._LARGE, "on a slow link no more is sent than is needed"
@@ -40,12 +40,13 @@ def test_latency_and_rate_are_those_of_the_link_whatever_disturbs_single_transfe
 def _probe() -> tuple[Rate | None, ...]:
     dist.init_process_group("gloo")
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    everyone = [dist.group.WORLD]
     return (
-        probe_link(dist.group.WORLD, CPU),
-        probe_collective(dist.group.WORLD, CPU, scattered=False),
-        probe_collective(dist.group.WORLD, CPU, scattered=True),
-        probe_link(alone, CPU),
-        probe_collective(alone, CPU, scattered=False),
+        probe_link(dist.group.WORLD, CPU, everyone),
+        probe_collective(dist.group.WORLD, CPU, everyone, scattered=False),
+        probe_collective(dist.group.WORLD, CPU, everyone, scattered=True),
+        probe_link(alone, CPU, everyone),
+        probe_collective(alone, CPU, everyone, scattered=False),
     )
 
 
@@ -63,7 +64,7 @@ def _lose_a_rank() -> str:
     if dist.get_rank() == 1:
         return ""
     try:
-        probe_link(dist.group.WORLD, CPU)
+        probe_link(dist.group.WORLD, CPU, [dist.group.WORLD])
     except OptimusError as error:
         return str(error)
     return "no error"

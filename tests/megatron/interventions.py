@@ -203,8 +203,8 @@ def links_of(bytes_per_second: float) -> None:
     from optimus_cc_ext.forecast import forecast
     from optimus_cc_ext.forecast.timeline import Rate
 
-    forecast.probe_link = lambda group, device: Rate(0.0, bytes_per_second)
-    forecast.probe_collective = lambda group, device, scattered: Rate(0.0, bytes_per_second)
+    forecast.probe_link = lambda *_: Rate(0.0, bytes_per_second)
+    forecast.probe_collective = lambda *_, scattered: Rate(0.0, bytes_per_second)
 
 
 def start_one_ulp_away() -> None:

@@ -366,7 +366,10 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_at_t
     ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
     group = object()
     session = SimpleNamespace(
-        active=True, grid=SimpleNamespace(pipeline_group=group), transfers=ours.transfers, traffic=Traffic()
+        active=True,
+        grid=SimpleNamespace(is_pipeline=lambda asked: asked is group),
+        transfers=ours.transfers,
+        traffic=Traffic(),
     )
 
     def original(*, tensor_send_prev, **rest):
