@@ -35,21 +35,26 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def _allreduce_word_embedding_grads(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
             chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
-            if not session.active or (chunk is None and session.embedding is None):
-                original(model, config, *args, **kwargs)
-                return
-            if chunk is None:
+            fused = session.embedding
+            if chunk is None and fused is not None and session.active:
                 raise FlagError(
                     "--fused-embedding-sync",
                     "this stage's model holds no embedding that is tied to another stage's",
                     "Leave it out, or tie the embeddings",
                 )
+            # A bucket that left the embedding out relies on this, whenever its gradients are finalised.
+            ours = session.in_step or (fused is not None and fused.left_out)
+            if chunk is None or not ours:
+                original(model, config, *args, **kwargs)
+                return
             embedding = tied_embedding(chunk)
-            if session.embedding is not None:
-                session.embedding.reduce(_to_reduce(session.embedding, chunk, embedding))
+            if fused is not None and not (fused.sharded or fused.left_out):
+                fused = None  # its bucket has reduced it as Megatron does
+            if fused is not None:
+                fused.reduce(_to_reduce(fused, chunk, embedding))
             else:
                 original(model, config, *args, **kwargs)
-            _count(session, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
+            _count(session, fused, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
 
         return _allreduce_word_embedding_grads
 
@@ -70,10 +75,10 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
     return own_shard(bucket_group, bucket)
 
 
-def _count(session: Session, gradient: torch.Tensor, sharded: bool) -> None:
+def _count(session: Session, fused: FusedEmbeddingSync | None, gradient: torch.Tensor, sharded: bool) -> None:
     """The embedding's whole way: over the replicas (else a part of its bucket) and over the pair of stages."""
     assert session.grid is not None
-    nbytes, replicas, fused = gradient.nbytes, session.grid.data_parallel, session.embedding
+    nbytes, replicas = gradient.nbytes, session.grid.data_parallel
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)
     if fused is not None:
         sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype)

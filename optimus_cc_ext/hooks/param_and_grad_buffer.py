@@ -107,9 +107,11 @@ def _start_grad_sync(
     reducers = buckets.reducers
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.dense_bytes
-    if not session.active or not reducers or started_already:
+    if session.embedding is not None and buckets.plan.tied_bytes and not started_already:
+        session.embedding.left_out = session.in_step and buckets.plan.leaves_out
+    if not session.in_step or not reducers or started_already:
         original(force_all_reduce)
-        if session.active and not started_already:
+        if session.in_step and not started_already:
             buckets.tied_saved = 0
             session.traffic.add(TrafficClass.DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
         return

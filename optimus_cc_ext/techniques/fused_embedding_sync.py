@@ -67,6 +67,9 @@ class FusedEmbeddingSync:
     def __init__(self, group: dist.ProcessGroup, *, sharded: bool = False, codecs: BlockCodecs | None = None) -> None:
         self._group, self._groups, self._pool = group, Groups(group), MessagePool()
         self.sharded, self.codecs, self.gauge = sharded, codecs, Gauge()
+        self.left_out = False
+        """Whether the last reduction over the replicas left the embedding out, so that it is still to be reduced."""
+
         self._of_union: BlockReducer | None = None
         self._of_pair: dict[int, GatheredSum] = {}
         """By number of values: a shard, or the whole embedding where Megatron wants that."""
@@ -105,6 +108,7 @@ class FusedEmbeddingSync:
             gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight, not yet reduced over D; with the
                 distributed optimizer its flat local shard, reduced over D. The same memory each time.
         """
+        self.left_out = False
         self.preallocate(gradient)
         if self._of_union is not None:
             self._of_union.reduce()

@@ -1,24 +1,24 @@
-"""The loop of docs/custom-loops.md, as it stands there, on four ranks; and what `install` refuses."""
+"""Training loops of one's own: the one of docs/custom-loops.md as it stands there, and what users do beside it."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.errors import FlagError, OptimusError
 from tests.forked_ranks import run_ranks
 from tests.launches import call
+from tests.megatron import own_loops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "custom-loops.md"
 STEPS, WARMUP = 4, 1
 
 
 def the_documented_loop() -> dict[str, Any]:
-    import torch
-
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(torch.distributed.get_rank())
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -82,3 +82,232 @@ def test_a_preset_by_name_is_what_the_flag_stands_for() -> None:
         optimus_cc_ext.preset("papr", stages=4, data_parallel=2)
     with pytest.raises(FlagError, match="nothing to compress"):
         optimus_cc_ext.preset("paper", stages=4, data_parallel=1, dp_compression=True)
+
+
+# -- process groups of one's own, and ranks without a model ----------------------------------------------------------
+
+
+def one_model_without_parallel_state() -> bool:
+    torch.distributed.init_process_group("gloo")
+    optimus_cc_ext.install(OptimusConfig())
+    model = layer(own_loops.groups_of_ones_own(1))
+    model(torch.ones(1, 4)).sum().backward()
+    model.finish_grad_sync()
+    return bool(model.module.weight.main_grad.eq(1).all())
+
+
+def layer(groups: Any = None) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, num_attention_heads=1)
+    module = torch.nn.Linear(4, 4)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), module, pg_collection=groups)
+
+
+def test_off_asks_nothing_of_parallel_state() -> None:
+    assert run_ranks(1, one_model_without_parallel_state, timeout=60) == [True]
+
+
+def a_pipeline_of_ones_own(changes: dict[str, Any]) -> tuple[bool, float, dict[str, float]]:
+    """Megatron's own groups say one stage and two replicas; the model has two stages and one replica."""
+    own_loops.start(1)
+    groups = own_loops.groups_of_ones_own(2)
+    model = own_loops.build(2, groups)
+    own_loops.pass_of(model, groups)
+    vanilla = own_loops.gradients(model)
+    optimus_cc_ext.install(OptimusConfig(compression_forecast=False, **changes))
+    model = own_loops.build(2, groups)
+    optimus_cc_ext.begin_step()
+    own_loops.pass_of(model, groups)
+    optimus_cc_ext.end_step()
+    found = own_loops.gradients(model)
+    error = max(float((found[name] - of).norm() / of.norm()) for name, of in vanilla.items())
+    session = optimus_cc_ext.current_session()
+    assert session is not None and session.grid is not None
+    return session.grid.stages == 2, error, optimus_cc_ext.collect_metrics()
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "fewer"),
+    [({}, 0.0, False), ({"compressed_backprop_format": "int8", "fused_embedding_sync": True}, 0.05, True)],
+    ids=["off", "int8"],
+)
+def test_a_pipeline_of_ones_own_groups_trains_and_its_messages_are_counted(
+    changes: dict[str, Any], most: float, fewer: bool
+) -> None:
+    for of_model, error, metrics in run_ranks(2, a_pipeline_of_ones_own, changes, timeout=90):
+        assert of_model, "the layout is the model's"
+        assert error <= most  # off: to the bit; else eight bits' rounding, 1/254 of a block's largest value, and more
+        raw, sent = (metrics[f"optimus-cc/pipeline backward {kind} bytes"] for kind in ("raw", "sent"))
+        assert raw > 0 and (sent < raw) == fewer
+
+
+def groups_that_lack(name: str, value: str, changes: dict[str, Any], ddp: dict[str, Any]) -> str:
+    own_loops.start(1)
+    groups = own_loops.groups_of_ones_own(2)
+    optimus_cc_ext.install(OptimusConfig(**changes))
+    setattr(groups, name, {"none": None, "two": [groups.pp, groups.pp]}[value])
+    try:
+        if name == "pp":
+            layer(groups)
+        else:
+            own_loops.build(2, groups, **ddp)
+    except FlagError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "changes", "ddp", "said"),
+    [
+        ("pp", "two", {"compressed_backprop": True}, {}, "(compressed_backprop): the model has no pipeline process"),
+        ("pp", "two", {}, {}, "no error"),
+        (
+            "embd", "none", {"fused_embedding_sync": True}, {"use_distributed_optimizer": True},
+            "--fused-embedding-sync: the model has no embedding process group",
+        ),
+    ],
+)  # fmt: skip
+def test_a_process_group_that_a_technique_needs_and_the_model_lacks_is_named(
+    name: str, value: str, changes: dict[str, Any], ddp: dict[str, Any], said: str
+) -> None:
+    for found in run_ranks(2, groups_that_lack, name, value, changes, ddp, timeout=60):
+        assert said in found
+        assert said == "no error" or f"`{name}`" in found
+
+
+def a_model_on_two_of_three_ranks(changes: dict[str, Any]) -> str:
+    """Ranks 0 and 1 are a pipeline; rank 2 builds no model, and waits for the others only in the end."""
+    own_loops.start(1)
+    groups = own_loops.groups_of_ones_own(2)
+    if torch.distributed.get_rank() < 2:
+        optimus_cc_ext.install(OptimusConfig(**changes))
+        model = own_loops.build(2, groups)
+        for _ in range(3):  # the forecast measures before the third pass
+            optimus_cc_ext.begin_step()
+            own_loops.pass_of(model, groups)
+            optimus_cc_ext.end_step()
+        optimus_cc_ext.collect_metrics()
+    torch.distributed.barrier()
+    return "through"
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"compressed_backprop_format": "int8", "fused_embedding_sync": True}], ids=["off", "on"]
+)
+def test_a_rank_without_a_model_is_not_waited_for(changes: dict[str, Any]) -> None:
+    assert run_ranks(3, a_model_on_two_of_three_ranks, changes, timeout=60) == ["through"] * 3
+
+
+# -- no wrong gradients ----------------------------------------------------------------------------------------------
+
+FE = OptimusConfig(fused_embedding_sync=True, compression_forecast=False)
+
+
+def models_of_other_installations(config: OptimusConfig) -> list[str]:
+    """What training a model says that was built before `install`, then one that was built under an earlier one."""
+    own_loops.start(2)
+    said, stranger = [], own_loops.build(2)
+    for _ in range(2):
+        optimus_cc_ext.install(config)
+        try:
+            own_loops.pass_of(stranger)
+            said.append("trained")
+        except OptimusError as error:
+            said.append(str(error))
+        stranger = own_loops.build(2)
+        own_loops.pass_of(stranger)
+        optimus_cc_ext.uninstall()
+    own_loops.pass_of(stranger)
+    return said
+
+
+def test_a_model_of_another_installation_is_refused_with_the_cure_where_a_technique_is_on() -> None:
+    for said in run_ranks(4, models_of_other_installations, FE, timeout=90):
+        assert len(said) == 2
+        for line in said:
+            assert "before optimus_cc_ext.install(), or under an earlier installation" in line
+            assert "Build the model after install()" in line
+    assert run_ranks(4, models_of_other_installations, OptimusConfig(), timeout=90) == [["trained"] * 2] * 4
+
+
+def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float]]:
+    """The largest relative error of a gradient, and the bytes of its embedding that vanilla and we send."""
+    from megatron.core.distributed import finalize_model_grads
+
+    own_loops.start(2)
+    model = own_loops.build(2, **ddp)
+    for _ in range(2):  # buckets overlap from the second pass on
+        own_loops.pass_of(model)
+    vanilla = own_loops.gradients(model)
+    optimus_cc_ext.install(FE)
+    model = own_loops.build(2, finalize=False, **ddp)
+    for _ in range(2):
+        if when != "without steps":
+            optimus_cc_ext.begin_step()
+        own_loops.pass_of(model)
+        if when == "after the step":
+            optimus_cc_ext.end_step()
+        finalize_model_grads([model])
+        if when == "in the step":
+            optimus_cc_ext.end_step()
+    found = own_loops.gradients(model)
+    error = max(float((found[name] - of).norm() / of.norm()) for name, of in vanilla.items())
+    metrics = optimus_cc_ext.collect_metrics()
+    return error, [metrics[f"optimus-cc/embedding {kind} bytes"] for kind in ("raw", "sent")]
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("when", ["in the step", "after the step", "without steps"])
+def test_gradients_that_are_finalised_after_the_pass_are_vanillas(when: str, overlapped: bool) -> None:
+    for error, (raw, sent) in run_ranks(4, finalised_by_hand, when, {"overlap_grad_reduce": overlapped}, timeout=90):
+        assert error < 1e-5  # sums in another order
+        if overlapped or when != "after the step":
+            assert 0 < sent < raw, "the embedding was reduced in one collective"
+
+
+def an_abandoned_step(config: OptimusConfig, fails: bool) -> list[bool]:
+    own_loops.start(1)
+    optimus_cc_ext.install(config)
+    model = own_loops.build(1)
+    session = optimus_cc_ext.current_session()
+    assert session is not None
+
+    def residuals() -> list[torch.Tensor]:
+        return [r.clone() for r in session.gradients.states.residuals()]
+
+    def step() -> None:
+        optimus_cc_ext.begin_step()
+        own_loops.pass_of(model)
+        optimus_cc_ext.end_step()
+
+    step()
+    before, steps = residuals(), session.completed_steps
+    if fails:  # without announced steps: the pass itself breaks after its reduction
+        model.config.finalize_model_grads_func, finalize = _finalize_and_fail, model.config.finalize_model_grads_func
+        with pytest.raises(MemoryError):
+            own_loops.pass_of(model)
+        model.config.finalize_model_grads_func = finalize
+    else:
+        optimus_cc_ext.begin_step()
+        own_loops.pass_of(model)
+    optimus_cc_ext.begin_step()
+    after = residuals()
+    optimus_cc_ext.end_step()
+    return [all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), session.completed_steps == steps,
+            any(bool(r.any()) for r in before)]  # fmt: skip
+
+
+def _finalize_and_fail(*args: Any, **kwargs: Any) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(*args, **kwargs)
+    raise MemoryError("the optimizer's")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["not ended", "its pass raised"])
+def test_a_step_that_was_abandoned_leaves_no_trace(fails: bool) -> None:
+    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, force_compression=True)
+    for unchanged, uncounted, remembered in run_ranks(2, an_abandoned_step, config, fails, timeout=60):
+        assert remembered and unchanged and uncounted

@@ -1,0 +1,103 @@
+"""A tiny GPT in a training loop of one's own, by Megatron's process groups or by groups that the user makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["MODEL", "build", "digest", "gradients", "groups_of_ones_own", "pass_of", "start"]
+
+VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 128, 32, 2, 2
+MODEL = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+def start(stages: int) -> None:
+    """Join the ranks, and have Megatron make process groups of `stages` pipeline stages."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def groups_of_ones_own(stages: int) -> Any:
+    """A ProcessGroupCollection of this many pipeline stages and one replica for each group of so many ranks."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    rank, alone, pipeline = dist.get_rank(), None, None
+    for other in range(dist.get_world_size()):
+        group = dist.new_group([other])
+        alone = group if other == rank else alone
+    for first in range(0, dist.get_world_size(), stages):
+        group = dist.new_group(list(range(first, min(first + stages, dist.get_world_size()))))
+        pipeline = group if first <= rank < first + stages else pipeline
+    groups = ProcessGroupCollection()
+    for name in ("tp", "cp", "ep", "expt_tp", "dp", "dp_cp", "expt_dp", "pos_embd", "tp_dp_cp"):
+        setattr(groups, name, alone)
+    groups.pp = groups.embd = pipeline
+    return groups
+
+
+def build(stages: int, groups: Any = None, *, finalize: bool = True, **ddp: Any) -> Any:
+    """A tied GPT in DistributedDataParallel, equal on every call. Without `finalize` its gradients are left to us."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(1)
+    pipeline = parallel_state.get_pipeline_model_parallel_group() if groups is None else groups.pp
+    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL)
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        pre_process=pipeline.rank() == 0, post_process=pipeline.rank() == stages - 1,
+        share_embeddings_and_output_weights=True, pg_collection=groups,
+    )  # fmt: skip
+    config.finalize_model_grads_func = finalize_model_grads if finalize else None
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, pg_collection=groups)
+    config.no_sync_func = model.no_sync if ddp.get("overlap_grad_reduce") else None
+    return model
+
+
+def pass_of(model: Any, groups: Any = None) -> None:
+    """One forward-backward pass over the same data each time, after zeroing the gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    replica = parallel_state.get_data_parallel_rank() if groups is None else groups.dp.rank()
+    generator = torch.Generator().manual_seed(replica)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        tokens = torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        output = model(tokens, torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE), mask, labels=tokens)
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    own = {}
+    if groups is not None:
+        own = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, model.config)}
+    model.zero_grad_buffer()
+    stages = model.config.pipeline_model_parallel_size
+    get_forward_backward_func(pp_size=stages, vp_size=None)(
+        forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, forward_only=False, **own,
+    )  # fmt: skip
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of all gradients, by name."""
+    return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
+
+
+def digest(model: Any) -> str:
+    """sha256 of all gradients."""
+    from tests.megatron.recording import hash_of
+
+    return "".join(hash_of(gradient) for gradient in gradients(model).values())
