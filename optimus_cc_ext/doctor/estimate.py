@@ -2,24 +2,19 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 
 import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, flag_of
-from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.resolve import Layout
-from optimus_cc_ext.techniques.bucket_plan import (
-    BucketRecord,
-    BucketRules,
-    GroupPlan,
-    gather_plan,
-    sent_alone,
-)
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.link_plan import LinkPlan
@@ -57,23 +52,15 @@ class Gpt:
     parameter_dtype: torch.dtype
     tensor_parallel: int
 
-    def of_stage(self, stage: int, stages: int) -> list[torch.Tensor]:
-        """Gradients of a stage but the word embedding's and the output layer's, without memory."""
-        shapes = list(self.layer) * self.layers
-        if stage == 0 and self.positions is not None:
-            shapes.append(self.positions)
-        if stage == stages - 1:
-            shapes += self.last
-        return [torch.empty(shape, dtype=self.gradient_dtype, device="meta") for shape in shapes]
+    def of_stage(self, stage: int, stages: int) -> list[tuple[int, ...]]:
+        """Return the shapes of a stage's parameters but the word embedding's and the output layer's."""
+        first = [self.positions] if stage == 0 and self.positions is not None else []
+        return [*self.layer * self.layers, *first, *(self.last if stage == stages - 1 else ())]
 
     def word_embeddings(self, stage: int, stages: int) -> int:
-        """How many matrices of the embedding's size a stage holds."""
+        """Return how many matrices of the embedding's size a stage holds."""
         first, last = stage == 0, stage == stages - 1
         return int(first or last) if self.tied else first + last
-
-    def embedding_bytes(self, dtype: torch.dtype) -> int:
-        """The word embedding's share of one rank."""
-        return self.embedding[0] * self.embedding[1] * dtype.itemsize
 
 
 _BEYOND_A_GPT = (
@@ -138,22 +125,15 @@ def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sc
 
     `--dp-compression-stages auto` counts as all of them, which is the most that it can choose.
     """
-    stages, replicas = layout.stages, layout.data_parallel
     counted = {
         TrafficClass.PIPELINE_FORWARD.value: _pipeline(gpt, config, schedule, forward=True),
         TrafficClass.PIPELINE_BACKWARD.value: _pipeline(gpt, config, schedule, forward=False),
-        TrafficClass.DP_GRADIENTS.value: _over_stages(stages, partial(_of_stage, gpt, layout, config)),
-        TrafficClass.EMBEDDING.value: _over_stages(stages, partial(_embedding, gpt, layout, config)),
     }
-    if layout.distributed_optimizer:
-        counted[TrafficClass.PARAM_GATHER.value] = _over_stages(stages, partial(_gathered, gpt, layout, config))
-    per = {name: replicas * gpt.tensor_parallel for name in counted}
-    return {name: (raw * per[name], sent * per[name]) for name, (raw, sent) in counted.items() if raw}
-
-
-def _over_stages(stages: int, one: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
-    found = [one(stage) for stage in range(stages)]
-    return sum(raw for raw, _ in found), sum(sent for _, sent in found)
+    by_stage = [_of_stage(gpt, layout, config, stage) for stage in range(layout.stages)]
+    for traffic in (TrafficClass.DP_GRADIENTS, TrafficClass.EMBEDDING, TrafficClass.PARAM_GATHER):
+        counted[traffic.value] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
+    ranks = layout.data_parallel * gpt.tensor_parallel
+    return {name: (raw * ranks, sent * ranks) for name, (raw, sent) in counted.items() if raw}
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -194,80 +174,54 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     return config.dp_compression and (not isinstance(named, int) or stage < named)
 
 
-def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    """One rank's share of the reduction over its replicas, without a tied embedding, which is a class of its own."""
-    gradients = gpt.of_stage(stage, layout.stages)
-    tied = gpt.tied and layout.stages > 1
-    dense = 0 if tied else gpt.word_embeddings(stage, layout.stages) * gpt.embedding_bytes(gpt.gradient_dtype)
-    nbytes = sum(gradient.nbytes for gradient in gradients) + dense
-    raw = (reduce_scatter_bytes if layout.distributed_optimizer else all_reduce_bytes)(nbytes, layout.data_parallel)
-    if not _compressed_stage(config, stage):
-        return raw, raw
-    plan = _plan(layout, config, gradients, 0 if tied else dense // gpt.gradient_dtype.itemsize, gpt.gradient_dtype)
-    return raw, plan.compressed_bytes() if plan.compresses else raw
+def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> dict[TrafficClass, tuple[int, int]]:
+    """Return (raw, sent) bytes of what one rank of a stage reduces and gathers over its replicas, as its plan says."""
+    plan, sharded, embedding = _plan(gpt, layout, config, stage), layout.distributed_optimizer, (0, 0)
+    sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
+    if plan.tied_bytes:
+        raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
+        embedding = raw, raw - saved
+        if config.fused_embedding_sync:
+            formats, dtype = Formats.of(config.fused_embedding_sync_format), gpt.gradient_dtype
+            fused = fused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=dtype)
+            embedding = raw, fused
+    gathers = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
+    gathered = sum(gather.gathered_bytes() for gather in gathers) if gathers else plan.gather_bytes
+    return {
+        TrafficClass.DP_GRADIENTS: (plan.dense_bytes, sent),
+        TrafficClass.EMBEDDING: embedding,
+        TrafficClass.PARAM_GATHER: (plan.gather_bytes, gathered),
+    }
 
 
-def _record(layout: Layout, tensors: Sequence[torch.Tensor], embedding: int, dtype: torch.dtype) -> BucketRecord:
-    """A stage's gradients, or its parameters, in one bucket: that Megatron cuts it into several changes little.
+def _plan(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, *, words: bool = True) -> GroupPlan:
+    """Plan a stage as one bucket, and a tied embedding as another: that Megatron cuts it into more changes little.
 
     Args:
-        embedding: values of word embeddings and output layers among them.
+        words: whether word embedding and output layer are among its parameters.
     """
-    at, parameters = embedding, []
-    if embedding:
-        parameters.append(ParameterRecord(shape=(embedding, 1), start=0, embedding=True))
-    for tensor in tensors:
-        parameters.append(ParameterRecord(shape=tuple(tensor.shape), start=at))
-        at += tensor.numel()
-    numel = -(-at // layout.data_parallel) * layout.data_parallel
-    return BucketRecord(numel=numel, dtype=dtype, parameter_dtype=dtype, parameters=parameters)
+    tied = gpt.tied and layout.stages > 1
+    count = gpt.word_embeddings(stage, layout.stages) if words else 0
+    embeddings = [ParameterRecord(shape=gpt.embedding, start=0, tied=tied, embedding=True)] * count
+    rest = [ParameterRecord(shape=shape, start=0) for shape in gpt.of_stage(stage, layout.stages)]
+    buckets = [rest, embeddings] if tied else [embeddings + rest]
+    fused = config.fused_embedding_sync and tied
+    rules = BucketRules.of(config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=fused)
+    if not _compressed_stage(config, stage):
+        rules = dataclasses.replace(rules, format="dense")
+    return GroupPlan.of([_bucket(gpt, layout, bucket) for bucket in buckets if bucket], rules)
 
 
-def _plan(
-    layout: Layout, config: OptimusConfig, gradients: Sequence[torch.Tensor], embedding: int, dtype: torch.dtype
-) -> GroupPlan:
-    rules = BucketRules.of(config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=False)
-    return GroupPlan.of([_record(layout, gradients, embedding, dtype)], rules)
-
-
-def _embedding(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    if not gpt.tied or layout.stages == 1 or not gpt.word_embeddings(stage, layout.stages):
-        return 0, 0
-    nbytes, sharded = gpt.embedding_bytes(gpt.gradient_dtype), layout.distributed_optimizer
-    raw = unfused_bytes(nbytes, layout.data_parallel, sharded=sharded)
-    if config.fused_embedding_sync:
-        formats = Formats.of(config.fused_embedding_sync_format)
-        return raw, fused_bytes(
-            nbytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=gpt.gradient_dtype
-        )  # fmt: skip
-    formats = Formats.of(config.dp_compression_format)
-    if formats is None or not _compressed_stage(config, stage):
-        return raw, raw
-    # In its bucket, in the format of the gradients; then the pair of stages as ever.
-    of_pair = all_reduce_bytes(nbytes, 2)
-    numel = nbytes // gpt.gradient_dtype.itemsize
-    return raw, of_pair + sent_alone(numel, gpt.gradient_dtype, layout.data_parallel, sharded, formats)
-
-
-def _gathered(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    """(vanilla, ours): one rank's share of the distributed optimizer's gather of the parameters."""
-    buckets, dtype = _gathered_buckets(gpt, layout, stage), gpt.parameter_dtype
-    raw = sum(
-        reduce_scatter_bytes(sum(parameter.numel() for parameter in bucket) * dtype.itemsize, layout.data_parallel)
-        for bucket in buckets
+def _bucket(gpt: Gpt, layout: Layout, parameters: Sequence[ParameterRecord]) -> BucketRecord:
+    """Lay parameters behind each other; the distributed optimizer's buckets have as many values in every shard."""
+    starts = [0, *accumulate(parameter.range[1] for parameter in parameters)]
+    unit = layout.data_parallel if layout.distributed_optimizer else 1
+    return BucketRecord(
+        numel=-(-starts[-1] // unit) * unit,
+        dtype=gpt.gradient_dtype,
+        parameter_dtype=gpt.parameter_dtype,
+        parameters=[dataclasses.replace(each, start=at) for each, at in zip(parameters, starts, strict=False)],
     )
-    if (format := block_format(config.param_gather_format)) is None:
-        return raw, raw
-    plans = [gather_plan(_record(layout, bucket, 0, dtype), format, layout.data_parallel) for bucket in buckets]
-    return raw, sum(plan.gathered_bytes() for plan in plans)
-
-
-def _gathered_buckets(gpt: Gpt, layout: Layout, stage: int) -> list[list[torch.Tensor]]:
-    """A stage's parameters as they are gathered: a tied embedding in a bucket of its own."""
-    rest = gpt.of_stage(stage, layout.stages)
-    embedding = [torch.empty(gpt.embedding, device="meta")] * gpt.word_embeddings(stage, layout.stages)
-    alone = gpt.tied and layout.stages > 1
-    return [bucket for bucket in ([rest, embedding] if alone else [embedding + rest]) if bucket]
 
 
 def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> int:
@@ -285,15 +239,11 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
         link *= 2 * itemsize
     else:
         link *= gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    buckets = 0
-    for stage in filter(partial(_compressed_stage, config), range(layout.stages)):
-        gradients = gpt.of_stage(stage, layout.stages)
-        for bucket in _plan(layout, config, gradients, 0, gpt.gradient_dtype).buckets:
-            if isinstance(bucket.compressed, ExchangePlan):
-                buckets = max(buckets, bucket.compressed.wire_bytes)
-            elif isinstance(bucket.compressed, LowRankPlan):
-                matrices = bucket.compressed.low_rank
-                buckets = max(buckets, sum(2 * m.rows * m.columns * itemsize for m in matrices))
+    plans = [plan for stage in range(layout.stages) for plan in _plan(gpt, layout, config, stage, words=False).buckets]
+    low_rank = [plan.compressed.low_rank for plan in plans if isinstance(plan.compressed, LowRankPlan)]
+    taken = [sum(2 * math.prod(matrix.shape) * itemsize for matrix in matrices) for matrices in low_rank]
+    taken += [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan)]
+    buckets = max(taken, default=0)
     shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
     return link + buckets + shards
 
@@ -302,7 +252,8 @@ def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> i
     """Memory of a rank for messages of all shards, the own one before the step, and what changed in one."""
     if (codec := _codec(config.param_gather_format)) is None:
         return 0
-    values = sum(parameter.numel() for bucket in _gathered_buckets(gpt, layout, stage) for parameter in bucket)
+    buckets = _plan(gpt, layout, config, stage).buckets
+    values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)
     messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
     return messages + 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize
 

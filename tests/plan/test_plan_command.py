@@ -42,14 +42,15 @@ def test_it_says_seconds_gains_and_the_command_line(capsys: pytest.CaptureFixtur
 
 
 def test_our_flags_are_planned_as_they_are_and_megatrons_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = ["--optimus-cc", "--dp-compression-stages", "1", "--lr", "0.1"]
+    # The same word is a value of ours, and of a flag that no plan reads.
+    ours = ["--optimus-cc", "--dp-compression-stages", "1", "--lr", "0.1", "--save-interval", "1"]
     assert main([*PLAN, "--format", "csv", "--", *LAYOUT, *ours]) == 0
     rows = {row["variant"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert rows["yours"]["DP stages"] == "0" and rows["paper"]["DP stages"] == "0,1,2"
     assert rows["int8"]["DP stages"] == "all"
     assert rows["yours"]["flags"] == "--optimus-cc --dp-compression-stages 1"
     main([*PLAN, "--", *LAYOUT, *ours])
-    assert "Not part of a plan: --lr 0.1" in capsys.readouterr().out
+    assert "Not part of a plan: --lr 0.1 --save-interval 1" in capsys.readouterr().out
 
 
 def test_where_links_are_fast_nothing_pays_and_where_they_are_slow_it_does(capsys: pytest.CaptureFixture[str]) -> None:

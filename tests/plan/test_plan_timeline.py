@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_forecast_and_planner_say_the_same_when_they_are_given_the_same(config: 
     # But for the steady state, which the planner continues and the forecast simulates.
     assert theirs.ours.reduced == pytest.approx(ours.times.reduced, rel=1e-3)
     assert theirs.plain.reduced == pytest.approx(iteration(SLOW, JOB).times.reduced, rel=1e-3)
+
+
+def test_tensor_parallelism_lengthens_both_passes_and_the_embeddings_sum_follows_both_reductions() -> None:
+    job = JOB.replace(recompute="full")
+    whole, first = iteration(SLOW, job), rank_costs(SLOW, job)[0]
+    forward, backward = whole.times.costs[0].forward - first.forward, whole.times.costs[0].backward - first.backward
+    # A backward pass that recomputes all has the transfers of the forward pass once more.
+    assert backward == pytest.approx(2 * forward) and forward > 0
+    untied = iteration(SLOW, job.replace(model=replace(job.model, tied=False)))
+    assert whole.times.embedding > 0 == untied.times.embedding
+    assert whole.times.reductions == untied.times.reductions
 
 
 @pytest.mark.parametrize("config", [DENSE, OptimusConfig(compressed_backprop=True, dp_compression=True), BOTH])
