@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import isfinite
 
 from optimus_cc_ext.config import flag_of
-from optimus_cc_ext.metrics.report import TITLES, Report
+from optimus_cc_ext.metrics.report import Report
+from optimus_cc_ext.metrics.traffic import TITLES
 
 __all__ = ["ErrorAlarm"]
 

@@ -13,19 +13,10 @@ import torch
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import norm
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.metrics.traffic import TITLES, TrafficClass
 from optimus_cc_ext.session import Session
 
-__all__ = ["TITLES", "Report", "StageMetrics", "TechniqueMetrics", "collect"]
-
-TITLES = {
-    "pipeline_forward": "forward",
-    "compressed_backprop": "CB",
-    "dp_compression": "SC",
-    "fused_embedding_sync": "FE",
-    "param_gather": "gather",
-}
-"""What techniques are called in the log. CB's time covers what a stage receives, too, and so does that of forward."""
+__all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ transport really moves can differ.
 
 import enum
 
-__all__ = ["Traffic", "TrafficClass", "all_reduce_bytes", "exchanged_bytes", "reduce_scatter_bytes"]
+__all__ = ["TITLES", "Traffic", "TrafficClass", "all_reduce_bytes", "exchanged_bytes", "reduce_scatter_bytes"]
 
 
 class TrafficClass(enum.Enum):
@@ -19,6 +19,16 @@ class TrafficClass(enum.Enum):
     EMBEDDING = "embedding"
     PARAM_GATHER = "parameter gather"
     """The distributed optimizer's all-gather of what its replicas updated."""
+
+
+TITLES = {
+    "pipeline_forward": "forward",
+    "compressed_backprop": "CB",
+    "dp_compression": "SC",
+    "fused_embedding_sync": "FE",
+    "param_gather": "gather",
+}
+"""The titles of techniques in the log. CB's time covers what a stage receives, too, and so does that of forward."""
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:

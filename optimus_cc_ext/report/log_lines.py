@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optimus_cc_ext.metrics.traffic import TITLES
+
 __all__ = ["Progress", "failure_reason", "parse_progress", "parse_scalars", "parse_techniques"]
 
 _ITERATION = re.compile(
@@ -12,14 +14,13 @@ _ITERATION = re.compile(
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+_TITLE = rf"\b({'|'.join(TITLES.values())})[\w -]*"
 # Tag to the pattern of its parts. Ranks write to one log: a line can begin in the middle of another.
 _SCALARS = {
     "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),
     "optimus-cc/{} raw bytes": re.compile(r"\| ([^|:]+): [\d.]+ of ([\d.]+) MB"),
-    "optimus-cc/{} milliseconds": re.compile(
-        r"\b(forward|CB|SC|FE)[\w -]*: error \S+ %(?:, residual norm \S+)?, ([\d.]+) ms"
-    ),
-    "optimus-cc/{} relative error": re.compile(r"\b(forward|CB|SC|FE)[\w -]*: error (\S+) %"),
+    "optimus-cc/{} milliseconds": re.compile(rf"{_TITLE}: error \S+ %(?:, residual norm \S+)?, ([\d.]+) ms"),
+    "optimus-cc/{} relative error": re.compile(rf"{_TITLE}: error (\S+) %"),
     "optimus-cc/error cosine/stage {}": re.compile(r"stage (\d+): cosine ([^\s,]+)"),
     "optimus-cc/error mean/stage {}": re.compile(r"stage (\d+): cosine \S+ mean error ([^\s,]+)"),
     "optimus-cc/activation difference mean/stage {}": re.compile(

@@ -4,7 +4,8 @@ import pytest
 
 from optimus_cc_ext.metrics.alarm import FACTOR, ErrorAlarm
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
-from optimus_cc_ext.metrics.report import TITLES, Report, StageMetrics, TechniqueMetrics
+from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
+from optimus_cc_ext.metrics.traffic import TITLES
 
 
 def report(error: float) -> Report:

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch.utils.tensorboard import SummaryWriter
 
-from optimus_cc_ext.metrics.report import Report
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.metrics.error_statistics import StatisticsSums
+from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
+from optimus_cc_ext.metrics.traffic import TITLES, TrafficClass
 from optimus_cc_ext.report import ReportError, page, pictures
 from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
 from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
@@ -259,3 +260,17 @@ def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(tmp_p
     assert record.seconds == Curve((11,), (1.2698,))
     scalars = {tag: {11: pytest.approx(value, rel=1e-3)} for tag, value in report.scalars().items()}
     assert {tag: points for tag, points in record.scalars.items() if tag.startswith("optimus-cc")} == scalars
+
+
+def test_a_log_keeps_the_error_and_the_time_of_every_class_that_the_log_names(tmp_path: Path) -> None:
+    measured = {
+        title: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)
+        for number, title in enumerate(TITLES.values(), start=1)
+    }
+    stage = StageMetrics(ranks=1, techniques=measured, statistics=StatisticsSums())
+    report = Report({}, (stage,), dict.fromkeys(measured, "int4"))
+    (tmp_path / "log.txt").write_text("\n".join([ITERATION, *(f"  optimus-cc {line}" for line in report.lines())]))
+    scalars = read_logs(tmp_path).scalars
+    for title, technique in measured.items():
+        assert scalars[f"optimus-cc/{title} relative error"] == {11: pytest.approx(technique.relative_error, abs=1e-4)}
+        assert scalars[f"optimus-cc/{title} milliseconds"] == {11: pytest.approx(1e3 * technique.seconds)}
