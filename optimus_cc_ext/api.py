@@ -103,9 +103,9 @@ def preset(
         FlagError: there is no such preset, or a change cannot work on this layout.
     """
     from optimus_cc_ext.config import flag_of
+    from optimus_cc_ext.config.flags import PRESETS, Request
+    from optimus_cc_ext.config.presets import Layout, resolve
     from optimus_cc_ext.errors import FlagError
-    from optimus_cc_ext.flags import PRESETS, Request
-    from optimus_cc_ext.resolve import Layout, resolve
 
     if name not in PRESETS:
         raise FlagError("preset", f"{name!r} is none", f"Give {' or '.join(PRESETS)}")

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from optimus_cc_ext.config import OptimusConfig, flag_of
-from optimus_cc_ext.flags import PRESETS
+from optimus_cc_ext.config.flags import PRESETS
 
 __all__ = ["completion"]
 

@@ -20,9 +20,9 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.resolve import Layout, check_layout
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop

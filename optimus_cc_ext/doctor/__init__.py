@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Finding, Report
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
-from optimus_cc_ext.resolve import Layout
 
 __all__ = ["examine"]
 

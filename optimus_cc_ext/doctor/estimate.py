@@ -12,8 +12,8 @@ import torch
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.traffic import TrafficClass
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
-from optimus_cc_ext.hooks.refusals import refuse_unsupported
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout, Resolution
 from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
     arguments,
@@ -21,7 +22,6 @@ from optimus_cc_ext.hooks import (
     training,
 )
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
-from optimus_cc_ext.resolve import Layout, Resolution
 from optimus_cc_ext.session import Session
 
 __all__ = ["Installation", "all_seams"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from optimus_cc_ext.config.flags import add_flags
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.flags import add_flags
 from optimus_cc_ext.plan import PlanError, validate
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.plan.model import MODELS, Job, job_of

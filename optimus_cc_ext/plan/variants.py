@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.presets import Layout, resolve
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import add_flags, request_from
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, network_of
 from optimus_cc_ext.plan.iteration import PlannedIteration, iteration
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import DENSE, check_memory
 from optimus_cc_ext.plan.validate import BAND
-from optimus_cc_ext.resolve import Layout, resolve
 
 __all__ = [
     "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "config_of", "layouts", "points", "variants",

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors import fast
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.techniques.factor_state import state_dtype
 from optimus_cc_ext.techniques.grid import Grid, RankPlace, groups_of_this_rank
 

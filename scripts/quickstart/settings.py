@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import cast
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.presets import Layout, resolve
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.flags import add_flags, request_from
-from optimus_cc_ext.resolve import Layout, resolve
 from optimus_cc_ext.shared_gpu import Device, device_for
 
 __all__ = [

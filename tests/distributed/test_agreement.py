@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from tests.forked_ranks import run_ranks

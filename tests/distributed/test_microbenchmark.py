@@ -11,10 +11,10 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.forecast import microbenchmark
 from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.resolve import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import distrib_optimizer
-from optimus_cc_ext.hooks.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
 from optimus_cc_ext.session import Session
 from tests.forked_ranks import run_ranks

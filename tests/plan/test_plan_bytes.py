@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.doctor.estimate import Gpt, bytes_by_class
 from optimus_cc_ext.forecast.timeline import Switches, When
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
 from optimus_cc_ext.plan.model import MODELS, Job, Model
-from optimus_cc_ext.resolve import Layout
 
 SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
 JOBS = {

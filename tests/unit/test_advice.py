@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from optimus_cc_ext.flags import add_flags, request_from
-from optimus_cc_ext.resolve import Layout, resolve
+from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.presets import Layout, resolve
 
 LAYOUT = Layout(stages=4, data_parallel=4, tied_embeddings=True, train_iters=100)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS, add_gone_flags, take_notes
+from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS, add_gone_flags, take_notes
+from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import Request, add_flags, request_from
 
 # Each option of the published artifact, and one of ours for the same thing.
 SAME_OPTION = [

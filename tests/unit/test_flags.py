@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.artifact import OLD_FLAGS
 from optimus_cc_ext.config import default_of, flag_of, type_of
-from optimus_cc_ext.flags import Request, add_flags, request_from
+from optimus_cc_ext.config.artifact import OLD_FLAGS
+from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from tests.launches import launch
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()

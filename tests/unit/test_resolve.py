@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import add_flags, request_from
-from optimus_cc_ext.resolve import Layout, Resolution, resolve
 
 FOUR_BY_FOUR = Layout(stages=4, data_parallel=4, tied_embeddings=True, train_iters=100, seed=99)
 SHARDED = replace(FOUR_BY_FOUR, distributed_optimizer=True, master_copies=True)

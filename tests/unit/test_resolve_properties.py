@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS
+from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS
+from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.presets import Layout, Resolution, check_layout, resolve
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import add_flags, request_from
-from optimus_cc_ext.resolve import Layout, Resolution, check_layout, resolve
 
 PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
 OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.option_strings}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.resolve import Layout
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.unit.test_links import done, gradient, residual_of

@@ -7,10 +7,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from optimus_cc_ext import resolve
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, presets
+from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.data import PreparedData
-from optimus_cc_ext.flags import add_flags, request_from
 
 VANILLA = "vanilla"
 BOUND = "bound of "
@@ -178,11 +177,11 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
 def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
     """What the package makes of a variant's flags on this layout."""
     args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
-    place = resolve.Layout(
+    place = presets.Layout(
         stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1,
         distributed_optimizer=layout.sharded, master_copies=layout.sharded,
     )  # fmt: skip
-    return resolve.resolve(request_from(args), place).config
+    return presets.resolve(request_from(args), place).config
 
 
 def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:

@@ -3,15 +3,22 @@
 Pure rules: no Megatron, no process group, so that each can be tested by itself.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optimus_cc_ext.advice import inherited, without_effect
-from optimus_cc_ext.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
+from optimus_cc_ext.config.classes import (
+    CompressedBackpropConfig,
+    DataParallelCompressionConfig,
+    FusedEmbeddingSyncConfig,
+    OptimusConfig,
+    flag_of,
+)
+from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.flags import PRESETS, Request
 
 __all__ = ["Layout", "Resolution", "check_layout", "resolve"]
 
@@ -31,6 +38,13 @@ _TECHNIQUES = {
 _NAMES = _TECHNIQUES | {
     "pipeline_forward_format": "compressed activations",
     "param_gather_format": "compressed parameter gather",
+}
+
+
+_OPTIONS = {
+    "compressed_backprop": CompressedBackpropConfig,
+    "fused_embedding_sync": FusedEmbeddingSyncConfig,
+    "dp_compression": DataParallelCompressionConfig,
 }
 
 
@@ -98,9 +112,9 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         name = error.flag.removeprefix("--").replace("-", "_")
         written = request.spelling.get(name) or request.spelling.get(f"{name}_format", error.flag)
         raise FlagError(written, error.reason, error.cure) from None
-    notes += without_effect(request.spelling, config)
+    notes += _without_effect(request.spelling, config)
     if request.artifact:
-        notes += inherited(ARTIFACT_DEFAULTS, request.spelling, config)
+        notes += _inherited(ARTIFACT_DEFAULTS, request.spelling, config)
     carried = request.artifact and "residual_across_iterations" not in request.spelling
     if carried and config.compressed_backprop and config.lazy_error_propagation:
         notes.append(
@@ -208,3 +222,52 @@ def _preset(name: str, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
         if why and any(mine.startswith(field) for mine in wanted)
     }
     return {field: value for field, value in wanted.items() if not field.startswith(tuple(obstacles))}, notes
+
+
+def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
+    """A line for each flag that does nothing.
+
+    Args:
+        spelling: by field, the flag that the user gave it by.
+        config: what is done.
+    """
+    idle: dict[str, str] = {}
+    working: set[str] = set()
+    for technique, options in _OPTIONS.items():
+        itself = (technique, f"{technique}_format")
+        flags = [spelling[f.name] for f in dataclasses.fields(options) if f.name in spelling and f.name not in itself]
+        if getattr(config, technique):
+            working.update(flags)
+        else:
+            idle |= dict.fromkeys(flags, technique)
+    # The artifact's --use_error_feedback is an option of two techniques.
+    for flag, technique in idle.items():
+        if flag not in working:
+            yield f"{flag}: no effect: {flag_of(technique)} is off"
+    low_rank = config.backprop_remembers or (config.dp_compression and config.dp_compression_format == "low-rank")
+    if "low_rank_wire" in spelling and not low_rank:
+        yield "--low-rank-wire: no effect: nothing is sent as low-rank"
+    lep = config.lazy_error_propagation or not config.compressed_backprop
+    if "residual_across_iterations" in spelling and not lep:
+        yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"
+
+
+def _inherited(defaults: Mapping[str, Any], spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
+    """A line that names which of `defaults` are in force although no flag says so, and ours are others."""
+    ours = {field.name: field.default for field in dataclasses.fields(OptimusConfig)}
+    # What the residual does has a line of its own.
+    of_what_is_on = {f.name for name, t in _OPTIONS.items() if getattr(config, name) for f in dataclasses.fields(t)}
+    of_what_is_on = of_what_is_on - {"residual_across_iterations"} | {"compression_seed"}
+    named = [
+        _written(name, value)
+        for name, value in defaults.items()
+        if name not in spelling and value != ours[name] and name in of_what_is_on
+    ]
+    if named and config.any_technique:
+        yield f"the published artifact's defaults: {', '.join(named)}"
+
+
+def _written(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag_of(name) if value else flag_of("no_" + name)
+    return f"{flag_of(name)} {value}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from optimus_cc_ext.config import flag_of
+from optimus_cc_ext.config.classes import flag_of
 from optimus_cc_ext.errors import FlagError
 
 __all__ = [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["REFUSALS", "Refusal", "refuse_unsupported"]

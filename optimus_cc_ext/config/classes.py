@@ -1,8 +1,8 @@
 """What can be switched on: one frozen dataclass per class of traffic, and `OptimusConfig`, which is all of them.
 
 A field is all there is to know of the command-line flag of its name: type, default, help and range;
-`optimus_cc_ext.flags` makes the parser from it. Each dataclass validates itself, without knowing the cluster;
-`optimus_cc_ext.resolve` holds the rules that need to know it.
+`optimus_cc_ext.config.flags` makes the parser from it. Each dataclass validates itself, without knowing the cluster;
+`optimus_cc_ext.config.presets` holds the rules that need to know it.
 """
 
 import dataclasses
