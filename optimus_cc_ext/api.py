@@ -13,8 +13,10 @@ A whole loop: docs/custom-loops.md.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.errors import OptimusError, require_torch
+from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.flags import PRESETS, Request
+from optimus_cc_ext.config.presets import Layout, resolve
+from optimus_cc_ext.errors import FlagError, OptimusError, require_torch
 
 if TYPE_CHECKING:
     from optimus_cc_ext.hooks import Installation
@@ -102,21 +104,12 @@ def preset(
     Raises:
         FlagError: there is no such preset, or a change cannot work on this layout.
     """
-    from optimus_cc_ext.config import flag_of
-    from optimus_cc_ext.config.flags import PRESETS, Request
-    from optimus_cc_ext.config.presets import Layout, resolve
-    from optimus_cc_ext.errors import FlagError
-
     if name not in PRESETS:
         raise FlagError("preset", f"{name!r} is none", f"Give {' or '.join(PRESETS)}")
     layout = Layout(
-        stages=stages,
-        data_parallel=data_parallel,
-        tied_embeddings=tied_embeddings,
-        distributed_optimizer=distributed_optimizer,
-        master_copies=distributed_optimizer,
-        train_iters=1,
-    )
+        stages=stages, data_parallel=data_parallel, tied_embeddings=tied_embeddings, train_iters=1,
+        distributed_optimizer=distributed_optimizer, master_copies=distributed_optimizer,
+    )  # fmt: skip
     return resolve(Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout).config
 
 

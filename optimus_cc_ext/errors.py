@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
@@ -19,6 +19,7 @@ __all__ = [
     "MissingExtra",
     "OptimusError",
     "RanksDisagree",
+    "UnknownName",
     "UnsupportedMegatron",
     "exit_with",
     "is_first_local_rank",
@@ -42,6 +43,13 @@ class FlagError(OptimusError, ValueError):
     def __init__(self, flag: str, reason: str, cure: str) -> None:
         super().__init__(f"{flag}: {reason}. {cure}.")
         self.flag, self.reason, self.cure = flag, reason, cure
+
+
+class UnknownName(OptimusError, ValueError):
+    """A name that no table has. The message lists the names that the table has."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        super().__init__(f"{name!r} is not the name of a {kind}; known are {', '.join(known)}")
 
 
 class MissingExtra(OptimusError, ImportError):

@@ -6,14 +6,10 @@ from typing import Any
 
 from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD, class_named
 
 __all__ = ["Resumption", "decide", "settings_of"]
 
-_NAMES = {"compressed_backprop": "compressed backpropagation", "dp_compression": "data-parallel compression"}
-_SETTINGS = {
-    "compressed_backprop": ("compressed_backprop_rank", "compressed_backprop_messages", "lazy_error_propagation"),
-    "dp_compression": ("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"),
-}
 _NO_STATE = "the checkpoint has no state of it"
 
 
@@ -51,15 +47,15 @@ def settings_of(config: OptimusConfig, messages: Mapping[str, Any]) -> dict[str,
         messages: what the shapes of gradient messages depend on, in words.
     """
     settings: dict[str, dict[str, Any]] = {}
-    remembers = {"compressed_backprop": config.backprop_remembers, "dp_compression": config.gradients_remember}
-    for technique, fields in _SETTINGS.items():
-        chosen = getattr(config, f"{technique}_format")
-        if remembers[technique]:
-            settings[technique] = {flag_of(field): getattr(config, field) for field in fields}
-            if chosen != "low-rank":  # which is what checkpoints that do not say it hold
-                settings[technique][flag_of(f"{technique}_format")] = chosen
-    if "compressed_backprop" in settings:
-        settings["compressed_backprop"] |= messages
+    for traffic in filter(config.remembers, CLASSES):
+        format = config.format_of(traffic)
+        settings[traffic.name] = {traffic.format_flag: format} | {
+            flag_of(name): getattr(config, name)
+            for name in traffic.settings
+            if format == "low-rank" or not traffic.fields[name].metadata["low_rank_only"]
+        }
+    if PIPELINE_BACKWARD.name in settings:
+        settings[PIPELINE_BACKWARD.name] |= messages
     return settings
 
 
@@ -92,7 +88,11 @@ def decide(
             return "the checkpoint was written again without Optimus-CC, and the state is of the one before"
         if difference := _difference(topology, manifest.topology):
             return difference
-        return _difference(settings[technique], saved[technique]) if technique in saved else _NO_STATE
+        if technique not in saved:
+            return _NO_STATE
+        # Checkpoints that do not say the format hold low-rank.
+        low_rank = {class_named(technique).format_flag: "low-rank"}
+        return _difference(settings[technique], low_rank | saved[technique])
 
     reset = {technique: reason for technique in settings if (reason := why_afresh(technique))}
     return Resumption(
@@ -111,4 +111,4 @@ def _difference(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 
 def _and(techniques: Iterable[str]) -> str:
-    return " and ".join(_NAMES.get(technique, technique) for technique in techniques)
+    return " and ".join(class_named(technique).phrase for technique in techniques)

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.config.classes import class_named
+from optimus_cc_ext.errors import OptimusError, UnknownName
 
 __all__ = [
     "FOLDER",
@@ -157,8 +158,12 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
         if len(manifest.files) != content["ranks"]:
             raise DamagedState(path, f"it names {len(manifest.files)} files of {content['ranks']} ranks")
+        for name, settings in manifest.techniques.items():
+            class_named(name).check_format(settings)
     except FileNotFoundError as error:
         raise DamagedState(path, "the file is missing") from error
+    except UnknownName as error:
+        raise DamagedState(path, str(error)) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
     return manifest

@@ -4,28 +4,14 @@ from optimus_cc_ext.config.classes import (
     CompressedBackpropConfig,
     DataParallelCompressionConfig,
     FusedEmbeddingSyncConfig,
-    OptimusConfig,
     ParamGatherConfig,
     PipelineForwardConfig,
-    default_of,
-    flag_of,
-    literals_of,
-    option,
-    type_of,
-    values_of,
 )
+from optimus_cc_ext.config.optimus_config import OptimusConfig
+from optimus_cc_ext.config.options import default_of, flag_of, literals_of, option, type_of, values_of
 
 __all__ = [
-    "CompressedBackpropConfig",
-    "DataParallelCompressionConfig",
-    "FusedEmbeddingSyncConfig",
-    "OptimusConfig",
-    "ParamGatherConfig",
-    "PipelineForwardConfig",
-    "default_of",
-    "flag_of",
-    "literals_of",
-    "option",
-    "type_of",
+    "CompressedBackpropConfig", "DataParallelCompressionConfig", "FusedEmbeddingSyncConfig", "OptimusConfig",
+    "ParamGatherConfig", "PipelineForwardConfig", "default_of", "flag_of", "literals_of", "option", "type_of",
     "values_of",
-]
+]  # fmt: skip

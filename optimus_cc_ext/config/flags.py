@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, add_artifact_flags, given_artifact_flags
-from optimus_cc_ext.config.classes import OptimusConfig, default_of, flag_of, literals_of, type_of, values_of
+from optimus_cc_ext.config.optimus_config import OptimusConfig
+from optimus_cc_ext.config.options import default_of, flag_of, literals_of, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["PRESETS", "Request", "add_flags", "request_from"]

@@ -3,49 +3,22 @@
 Pure rules: no Megatron, no process group, so that each can be tested by itself.
 """
 
+import argparse
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import (
-    CompressedBackpropConfig,
-    DataParallelCompressionConfig,
-    FusedEmbeddingSyncConfig,
-    OptimusConfig,
-    flag_of,
-)
-from optimus_cc_ext.config.flags import PRESETS, Request
+from optimus_cc_ext.config.classes import CLASSES, Need, TrafficClass
+from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
+from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
+from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Layout", "Resolution", "check_layout", "resolve"]
-
-PRESET_STAGE_SHARE = 0.75
-"""The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1)."""
-
-_LOW_RANK_ONLY = {
-    "compressed_backprop": ("compressed_backprop_rank", "residual_across_iterations"),
-    "dp_compression": ("dp_compression_rank",),
-}
-
-_TECHNIQUES = {
-    "compressed_backprop": "compressed backpropagation",
-    "fused_embedding_sync": "fused embedding sync",
-    "dp_compression": "data-parallel compression",
-}
-_NAMES = _TECHNIQUES | {
-    "pipeline_forward_format": "compressed activations",
-    "param_gather_format": "compressed parameter gather",
-}
-
-
-_OPTIONS = {
-    "compressed_backprop": CompressedBackpropConfig,
-    "fused_embedding_sync": FusedEmbeddingSyncConfig,
-    "dp_compression": DataParallelCompressionConfig,
-}
+__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +53,24 @@ class Resolution:
     notes: tuple[str, ...] = ()
 
 
+def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = False) -> OptimusConfig:
+    """Return what training would make of these flags of ours on a layout.
+
+    Args:
+        flags: words of a command line.
+        layout: the run's.
+        ignore_others: leave flags that are not ours, such as Megatron's, alone instead of refusing them.
+
+    Raises:
+        FlagError: a flag is not one of ours, or training would refuse it.
+    """
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    args, others = parser.parse_known_args(list(flags))
+    if others and not ignore_others:
+        raise FlagError(others[0], "not an Optimus-CC flag", "Leave it out: all else must be the same in every run")
+    return resolve(request_from(args), layout).config
+
+
 def resolve(request: Request, layout: Layout) -> Resolution:
     """Apply the preset and the defaults, and refuse what cannot work on this layout.
 
@@ -89,13 +80,8 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     fields: dict[str, Any] = {"compression_seed": layout.seed}
     notes: list[str] = []
     if request.preset:
-        preset, left_out = _preset(request.preset, layout)
-        # A technique that is switched off takes the preset's format with it, which would switch it on.
-        off = [name for name in _TECHNIQUES if request.explicit.get(name) is False]
-        fields |= {field: value for field, value in preset.items() if field.removesuffix("_format") not in off}
-        notes += [
-            line for name, line in left_out.items() if request.explicit.keys().isdisjoint((name, f"{name}_format"))
-        ]
+        preset, notes = _preset(request.preset, request.explicit, layout)
+        fields |= preset
     fields |= request.explicit
     written = request.spelling.get("dp_compression_stages", "")
     stages = fields.get("dp_compression_stages")
@@ -114,30 +100,45 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         raise FlagError(written, error.reason, error.cure) from None
     notes += _without_effect(request.spelling, config)
     if request.artifact:
-        notes += _inherited(ARTIFACT_DEFAULTS, request.spelling, config)
-    carried = request.artifact and "residual_across_iterations" not in request.spelling
-    if carried and config.compressed_backprop and config.lazy_error_propagation:
-        notes.append(
-            "--use_error_feedback: carries the residual across iterations: as the published artifact does. Add "
-            "--residual-across-iterations drop, our default: carrying cost 3 % of loss"
-        )
+        notes += _inherited(request.spelling, config)
     return Resolution(config, tuple(notes))
+
+
+def _preset(name: str, explicit: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], list[str]]:
+    """Return a preset's fields as far as the layout allows them, and the lines that say what it leaves out."""
+    fields: dict[str, Any] = {}
+    notes = []
+    for traffic in CLASSES_BY_FLAG:
+        wanted = traffic.presets.get(name, {})
+        # A class that is switched off takes the preset's format with it, which would switch it on.
+        taken = (traffic.switch, traffic.format_field) if explicit.get(traffic.switch) is False else ()
+        need = _unmet(traffic, layout)
+        if need is None:
+            fields |= {field: value for field, value in wanted.items() if field not in taken}
+        elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
+            flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
+            notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
+    shares = {field: share for field, share in fields.items() if isinstance(share, Fraction)}
+    return fields | {field: math.ceil(share * layout.stages) for field, share in shares.items()}, notes
+
+
+def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:
+    """Return the first need of a class of traffic that does not hold on a layout."""
+    return next((need for need in traffic.needs if getattr(layout, need.fact) < need.at_least), None)
 
 
 def _check_formats(config: OptimusConfig, request: Request) -> None:
     """Refuse what was given beside a format that it means nothing to. Dense is a way out: it goes with anything."""
-    for technique in _TECHNIQUES:
-        chosen, flag = getattr(config, f"{technique}_format"), flag_of(f"{technique}_format")
+    for traffic in CLASSES_BY_FLAG:
+        chosen, flag = getattr(config, traffic.format_field), traffic.format_flag
         if chosen in ("dense", "low-rank"):
             continue
-        if request.explicit.get(technique) is False:
-            raise FlagError(flag, f"{request.spelling[technique]} says the opposite", "Give one of the two")
-        given = [name for name in _LOW_RANK_ONLY.get(technique, ()) if name in request.spelling]
-        if given:
-            cure = f"Leave it out, or give {flag} low-rank"
-            raise FlagError(
-                flag_of(given[0]), f"{flag} {chosen} has no rank, and keeps nothing across iterations", cure
-            )
+        if request.explicit.get(traffic.switch) is False:
+            raise FlagError(flag, f"{request.spelling[traffic.switch]} says the opposite", "Give one of the two")
+        for name, field in traffic.fields.items():
+            if field.metadata["low_rank_only"] and name in request.spelling:
+                reason = f"{flag} {chosen} has no rank, and keeps nothing across iterations"
+                raise FlagError(flag_of(name), reason, f"Leave it out, or give {flag} low-rank")
 
 
 def check_layout(config: OptimusConfig, layout: Layout) -> None:
@@ -146,125 +147,78 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
     Raises:
         FlagError: naming the flag, the reason and the cure.
     """
-    for technique, (_, reason, cure) in _obstacles(layout).items():
-        if getattr(config, technique) not in (False, "dense"):
-            raise FlagError(flag_of(technique), reason, cure)
+    for traffic in CLASSES_BY_FLAG:
+        if config.is_on(traffic) and (need := _unmet(traffic, layout)):
+            raise FlagError(traffic.flag, need.reason, need.cure)
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
         reason = f"{stages} stages are to be compressed but there are only {layout.stages}"
         raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
-    for technique in ("compressed_backprop", "dp_compression"):
-        warmup = f"{technique}_warmup"
-        if getattr(config, technique) and getattr(config, warmup) and layout.train_iters is None:
+    for traffic in filter(config.is_on, CLASSES_BY_FLAG):
+        if getattr(config, warmup := f"{traffic.name}_warmup", 0) and layout.train_iters is None:
             reason = "a fraction of the training iterations means nothing where their number is not known"
             raise FlagError(flag_of(warmup), reason, "Give --train-iters, or a warm-up of 0")
 
 
-def _obstacles(layout: Layout) -> dict[str, tuple[str, str, str]]:
-    """By what cannot work on a layout, as its field: why a preset leaves it out (nothing: nobody would miss it), why in
-    a refusal, and the cure."""
-    one_stage, more = "one pipeline stage", "Leave it out, or use --pipeline-model-parallel-size 2 or more"
-    found = {}
-    if layout.stages == 1:
-        reason = "there is nothing to compress: with one pipeline stage no activation is sent"
-        found["pipeline_forward_format"] = (one_stage, reason, more)
-        reason = "there is nothing to compress: with one pipeline stage no activation gradient is sent"
-        found["compressed_backprop"] = (one_stage, reason, more)
-        reason = "there is nothing to fuse: with one pipeline stage there is one copy of the embedding"
-        found["fused_embedding_sync"] = (one_stage, reason, more)
-    elif not layout.tied_embeddings:
-        reason = "the embeddings are not tied, so the first and the last stage share no weight"
-        cure = "Leave it out, or leave out --untie-embeddings-and-output-weights"
-        found["fused_embedding_sync"] = ("the embeddings are not tied", reason, cure)
-    if layout.data_parallel == 1:
-        reason = "there is nothing to compress: with one data-parallel replica no gradient is reduced"
-        found["dp_compression"] = ("one data-parallel replica", reason, "Leave it out, or run more replicas")
-        reason = "there is nothing to compress: with one data-parallel replica no parameter is gathered"
-        found["param_gather_format"] = ("", reason, "Leave it out, or run more replicas")
-    elif not layout.distributed_optimizer:
-        reason = "there is nothing to compress: only the distributed optimizer gathers parameters"
-        cure = "Leave it out, or add --use-distributed-optimizer"
-        found["param_gather_format"] = ("", reason, cure)
-    elif not layout.master_copies:
-        reason = "what a message leaves out has to stay in an fp32 copy that Megatron updates the parameters from"
-        cure = "Leave it out, or use --bf16 or --fp16, without --use-precision-aware-optimizer"
-        found["param_gather_format"] = ("no fp32 copies of parameters", reason, cure)
-    return found
+def describe(config: OptimusConfig) -> str:
+    """Return what is switched on, in one line."""
+    return ", ".join(_described(config, traffic) for traffic in CLASSES_BY_FLAG if config.is_on(traffic)) or (
+        "every technique is off"
+    )
 
 
-def _preset(name: str, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the preset's fields, the line to say by what the layout left out of it)."""
-    presets: dict[str, dict[str, Any]] = {
-        "paper": {
-            "compressed_backprop": True,
-            "fused_embedding_sync": True,
-            "dp_compression": True,
-            "dp_compression_stages": math.ceil(PRESET_STAGE_SHARE * layout.stages),
-        },
-        "balanced": {
-            "pipeline_forward_format": "fp8",
-            "compressed_backprop": True,
-            "compressed_backprop_format": "int8",
-            "fused_embedding_sync": True,
-            "fused_embedding_sync_format": "int8",
-            "dp_compression": True,
-            "dp_compression_format": "int4",
-            "dp_compression_stages": "auto",
-            "param_gather_format": "int4",
-        },
-    }
-    wanted = presets[name]
-    flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
-    obstacles = _obstacles(layout)
-    notes = {
-        field: f"{flag} leaves out {_NAMES[field]}: {why}"
-        for field, (why, _, _) in obstacles.items()
-        if why and any(mine.startswith(field) for mine in wanted)
-    }
-    return {field: value for field, value in wanted.items() if not field.startswith(tuple(obstacles))}, notes
+def _described(config: OptimusConfig, traffic: TrafficClass) -> str:
+    chosen = config.format_of(traffic)
+    details = [f"rank {getattr(config, f'{traffic.name}_rank')}" if chosen == "low-rank" else chosen]
+    for name, field in traffic.fields.items():
+        if said := field.metadata["said"]:
+            value = getattr(config, name)
+            details.append((said[value] if value in said else said[None]).format(value))
+    return traffic.phrase if details == ["dense"] else f"{traffic.phrase} ({', '.join(details)})"
+
+
+# -- what a command line does that it does not show -------------------------------------------------------------------
 
 
 def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
-    """A line for each flag that does nothing.
-
-    Args:
-        spelling: by field, the flag that the user gave it by.
-        config: what is done.
-    """
+    """Yield a line for each flag that does nothing; `spelling` has, by field, the flag that the user gave it by."""
     idle: dict[str, str] = {}
     working: set[str] = set()
-    for technique, options in _OPTIONS.items():
-        itself = (technique, f"{technique}_format")
-        flags = [spelling[f.name] for f in dataclasses.fields(options) if f.name in spelling and f.name not in itself]
-        if getattr(config, technique):
+    for traffic in CLASSES_BY_FLAG:
+        itself = (traffic.switch, traffic.format_field)
+        flags = [spelling[name] for name in traffic.fields if name in spelling and name not in itself]
+        if config.is_on(traffic):
             working.update(flags)
         else:
-            idle |= dict.fromkeys(flags, technique)
+            idle |= dict.fromkeys(flags, traffic.flag)
     # The artifact's --use_error_feedback is an option of two techniques.
-    for flag, technique in idle.items():
+    for flag, switch in idle.items():
         if flag not in working:
-            yield f"{flag}: no effect: {flag_of(technique)} is off"
-    low_rank = config.backprop_remembers or (config.dp_compression and config.dp_compression_format == "low-rank")
-    if "low_rank_wire" in spelling and not low_rank:
+            yield f"{flag}: no effect: {switch} is off"
+    if "low_rank_wire" in spelling and all(config.format_of(traffic) != "low-rank" for traffic in CLASSES):
         yield "--low-rank-wire: no effect: nothing is sent as low-rank"
     lep = config.lazy_error_propagation or not config.compressed_backprop
     if "residual_across_iterations" in spelling and not lep:
         yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"
 
 
-def _inherited(defaults: Mapping[str, Any], spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
-    """A line that names which of `defaults` are in force although no flag says so, and ours are others."""
-    ours = {field.name: field.default for field in dataclasses.fields(OptimusConfig)}
-    # What the residual does has a line of its own.
-    of_what_is_on = {f.name for name, t in _OPTIONS.items() if getattr(config, name) for f in dataclasses.fields(t)}
-    of_what_is_on = of_what_is_on - {"residual_across_iterations"} | {"compression_seed"}
-    named = [
-        _written(name, value)
-        for name, value in defaults.items()
-        if name not in spelling and value != ours[name] and name in of_what_is_on
-    ]
-    if named and config.any_technique:
-        yield f"the published artifact's defaults: {', '.join(named)}"
+def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
+    """Yield lines that name the artifact's defaults that are in force although no flag says so, and ours are others."""
+    defaults = {field.name: field.default for field in dataclasses.fields(OptimusConfig)}
+    in_force = {name for traffic in CLASSES if config.is_on(traffic) for name in traffic.fields} | {"compression_seed"}
+    silent = {
+        name: value
+        for name, value in ARTIFACT_DEFAULTS.items()
+        if name in in_force and name not in spelling and value != defaults[name]
+    }
+    carried = silent.pop("residual_across_iterations", None)
+    if silent and config.any_technique:
+        yield f"the published artifact's defaults: {', '.join(_written(*item) for item in silent.items())}"
+    if carried and config.lazy_error_propagation:
+        yield (
+            "--use_error_feedback: carries the residual across iterations: as the published artifact does. Add "
+            "--residual-across-iterations drop, our default: carrying cost 3 % of loss"
+        )
 
 
 def _written(name: str, value: Any) -> str:

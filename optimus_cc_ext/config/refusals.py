@@ -1,56 +1,53 @@
-"""Megatron's options that our techniques do not work with yet: each refused by name, before anything starts."""
+"""Megatron's options that classes of traffic do not work with yet: each refused by name, before anything starts."""
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from optimus_cc_ext.config.classes import OptimusConfig
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+    TrafficClass,
+)
+from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["REFUSALS", "Refusal", "refuse_unsupported"]
 
 
-def _any(config: OptimusConfig) -> bool:
-    return config.any_technique
-
-
-def _messages(config: OptimusConfig) -> bool:
-    return config.compressed_backprop or config.pipeline_forward_format != "dense"
-
-
-def _embedding(config: OptimusConfig) -> bool:
-    return config.fused_embedding_sync
-
-
-def _gradients(config: OptimusConfig) -> bool:
-    return config.fused_embedding_sync or config.dp_compression
-
-
-def _buffers(config: OptimusConfig) -> bool:
-    return _gradients(config) or config.param_gather_format != "dense"
-
-
-def _remembers(config: OptimusConfig) -> bool:
-    return config.backprop_remembers or config.gradients_remember
-
+_GRADIENTS = (EMBEDDING, DP_GRADIENTS)
+_BUFFERS = (*_GRADIENTS, PARAM_GATHER)
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One option of Megatron, the techniques that do not work with it, and what to say."""
+    """An option of Megatron, the classes of traffic that do not work with it, and what to say."""
 
     flag: str
-    given: Callable[[argparse.Namespace], Any]
-    affects: Callable[[OptimusConfig], bool]
+    classes: tuple[TrafficClass, ...]
+    """The classes of traffic that the option affects."""
+
     reason: str
     cure: str = "Leave it out, or leave out the technique"
+    given: Callable[[argparse.Namespace], Any] | None = None
+    """Whether Megatron's arguments ask for the option; None: where the flag's own argument is true."""
 
+    where: Callable[[OptimusConfig, TrafficClass], bool] = OptimusConfig.is_on
+    """Whether the option affects one of these classes in a configuration."""
 
-def _set(name: str) -> Callable[[argparse.Namespace], Any]:
-    return lambda args: getattr(args, name, None)
+    def affected(self, args: argparse.Namespace, config: OptimusConfig) -> tuple[TrafficClass, ...]:
+        """Return the classes of traffic that do not work with these arguments."""
+        name = self.flag.removeprefix("--").replace("-", "_")
+        if not (getattr(args, name, None) if self.given is None else self.given(args)):
+            return ()
+        return tuple(traffic for traffic in self.classes if self.where(config, traffic))
 
 
 def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
@@ -65,99 +62,89 @@ def _graph_of_everything(args: argparse.Namespace) -> bool:
     )
 
 
-_QUANTISED = (
-    "quantised parameter buffers are not supported with --fused-embedding-sync, --dp-compression and "
-    "--param-gather-format"
-)
-_SHARDED = (
-    "it shards weights and their gradients over ranks that --fused-embedding-sync, --dp-compression and "
-    "--param-gather-format do not know"
-)
+_FLAGS = "{}, {} and {}".format(*(traffic.flag for traffic in _BUFFERS))
+_QUANTISED = f"quantised parameter buffers are not supported with {_FLAGS}"
+_SHARDED = f"it shards weights and their gradients over ranks that {_FLAGS} do not know"
 
 REFUSALS = (
     # Before the distributed optimizer, which Megatron switches on with it.
+    Refusal("--use-megatron-fsdp", CLASSES, "FSDP keeps its gradients elsewhere"),
+    Refusal("--use-torch-fsdp2", CLASSES, "FSDP keeps its gradients elsewhere"),
     Refusal(
-        "--use-megatron-fsdp", _set("use_megatron_fsdp"), _any, "FSDP keeps its gradients elsewhere",
-    ),
-    Refusal("--use-torch-fsdp2", _set("use_torch_fsdp2"), _any, "FSDP keeps its gradients elsewhere"),
-    Refusal(
-        "--context-parallel-size", _above_one("context_parallel_size"), _any,
-        "context parallelism is not supported by Optimus-CC",
+        "--context-parallel-size", CLASSES, "context parallelism is not supported by Optimus-CC",
+        given=_above_one("context_parallel_size"),
     ),
     Refusal(
-        "--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"), _any,
-        "several distributed-optimizer instances are not supported",
+        "--num-distributed-optimizer-instances", CLASSES, "several distributed-optimizer instances are not supported",
+        given=_above_one("num_distributed_optimizer_instances"),
     ),
     Refusal(
-        "--ddp-reduce-scatter-with-fp32-accumulation", _set("ddp_reduce_scatter_with_fp32_accumulation"), _gradients,
+        "--ddp-reduce-scatter-with-fp32-accumulation", _GRADIENTS,
         "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
     ),
     Refusal(
-        "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        _set("ddp_param_name_patterns_for_fp32_local_accumulation"), _gradients,
+        "--ddp-param-name-patterns-for-fp32-local-accumulation", _GRADIENTS,
         "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
     ),
-    Refusal("--fp8-param-gather", _set("fp8_param_gather"), _buffers, _QUANTISED),
-    Refusal("--fp4-param-gather", _set("fp4_param_gather"), _buffers, _QUANTISED),
+    Refusal("--fp8-param-gather", _BUFFERS, _QUANTISED),
+    Refusal("--fp4-param-gather", _BUFFERS, _QUANTISED),
     Refusal(
-        "--tensor-parallel-num-weight-shards", _above_one("gtp_weight_remat_size"), _buffers,
-        _SHARDED,
+        "--tensor-parallel-num-weight-shards", _BUFFERS, _SHARDED, given=_above_one("gtp_weight_remat_size"),
     ),
     Refusal(
-        "--expert-tensor-parallel-num-weight-shards", _above_one("expert_gtp_weight_remat_size"), _buffers,
-        _SHARDED,
+        "--expert-tensor-parallel-num-weight-shards", _BUFFERS, _SHARDED,
+        given=_above_one("expert_gtp_weight_remat_size"),
     ),
     Refusal(
-        "--overlap-moe-expert-parallel-comm", _set("overlap_moe_expert_parallel_comm"), _any,
+        "--overlap-moe-expert-parallel-comm", CLASSES,
         "it runs another schedule than the 1F1B that decides which messages are compressed",
     ),
     Refusal(
-        "--mtp-num-layers", _set("mtp_num_layers"), _embedding,
+        "--mtp-num-layers", (EMBEDDING,),
         "multi-token prediction keeps more than two copies of the embedding",
     ),
     Refusal(
-        "--optimizer", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"), _buffers,
-        "layer-wise optimizers (Muon and others) lay their buffers out differently", "Use --optimizer adam or sgd",
+        "--optimizer", _BUFFERS, "layer-wise optimizers (Muon and others) lay their buffers out differently",
+        "Use --optimizer adam or sgd", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
     ),
     Refusal(
-        "--cuda-graph-impl", _graph_of_everything, _any,
-        "a graph of the whole iteration would replay one iteration's decisions for ever",
+        "--cuda-graph-impl", CLASSES, "a graph of the whole iteration would replay one iteration's decisions for ever",
+        given=_graph_of_everything,
     ),
     Refusal(
-        "--use-ring-exchange-p2p", _set("use_ring_exchange_p2p"), _messages,
+        "--use-ring-exchange-p2p", (PIPELINE_FORWARD, PIPELINE_BACKWARD),
         "ring exchange does not pass through the calls that compression wraps",
     ),
     Refusal(
-        "--compression-error-statistics", _above_one("virtual_pipeline_model_parallel_size"),
-        lambda config: config.compression_error_statistics,
+        "--compression-error-statistics", (PIPELINE_BACKWARD,),
         "with interleaving, consecutive messages belong to different layers",
-        "Leave it out, or leave out the interleaving",
+        "Leave it out, or leave out the interleaving", _above_one("virtual_pipeline_model_parallel_size"),
+        lambda config, _: config.compression_error_statistics,
     ),
     Refusal(
-        "--inprocess-restart", _set("inprocess_restart"), _any,
-        "a restart inside the process would keep the state of the run before",
+        "--inprocess-restart", CLASSES, "a restart inside the process would keep the state of the run before",
     ),
     Refusal(
-        "--non-persistent-ckpt-type", lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", _any,
+        "--non-persistent-ckpt-type", CLASSES,
         "local checkpoints have no folder in which the compressors' state could lie beside them",
         "Use --non-persistent-ckpt-type global, or leave it out",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
     ),
     Refusal(
-        "--enable-msc", lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
-        _remembers, "the state of compression cannot be saved to a remote store", "Save to a file system",
+        "--enable-msc", CLASSES, "the state of compression cannot be saved to a remote store", "Save to a file system",
+        lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
+        OptimusConfig.remembers,
     ),
-    Refusal(
-        "--perform-rl-step", _set("perform_rl_step"), _any, "reinforcement learning steps are not supported",
-    ),
+    Refusal("--perform-rl-step", CLASSES, "reinforcement learning steps are not supported"),
 )  # fmt: skip
 
 
 def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
-    """Refuse the first option in `args` that a technique in `config` does not work with.
+    """Refuse the first option in `args` that a class of traffic in `config` does not work with.
 
     Raises:
         FlagError: naming Megatron's flag, the reason and the cure.
     """
     for refusal in REFUSALS:
-        if refusal.affects(config) and refusal.given(args):
+        if refusal.affected(args, config):
             raise FlagError(refusal.flag, refusal.reason, refusal.cure)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.presets import Layout, describe
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Finding, Report
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
@@ -65,7 +65,6 @@ def _activate() -> str:
 def _examine_line(line: CommandLine, world_size: int | None) -> Report:
     from optimus_cc_ext import current_session
     from optimus_cc_ext.doctor.verdict import validate
-    from optimus_cc_ext.hooks.installation import describe
 
     verdict = validate(line, 1 if world_size is None else world_size)
     notes = [Finding("note", note) for note in verdict.notes]

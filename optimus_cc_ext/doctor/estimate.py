@@ -12,8 +12,16 @@ import torch
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+    TrafficClass,
+)
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
@@ -126,12 +134,12 @@ def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sc
     `--dp-compression-stages auto` counts as all of them, which is the most that it can choose.
     """
     counted = {
-        TrafficClass.PIPELINE_FORWARD.value: _pipeline(gpt, config, schedule, forward=True),
-        TrafficClass.PIPELINE_BACKWARD.value: _pipeline(gpt, config, schedule, forward=False),
+        PIPELINE_FORWARD.tag: _pipeline(gpt, config, schedule, forward=True),
+        PIPELINE_BACKWARD.tag: _pipeline(gpt, config, schedule, forward=False),
     }
     by_stage = [_of_stage(gpt, layout, config, stage) for stage in range(layout.stages)]
-    for traffic in (TrafficClass.DP_GRADIENTS, TrafficClass.EMBEDDING, TrafficClass.PARAM_GATHER):
-        counted[traffic.value] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
+    for traffic in (DP_GRADIENTS, EMBEDDING, PARAM_GATHER):
+        counted[traffic.tag] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
     ranks = layout.data_parallel * gpt.tensor_parallel
     return {name: (raw * ranks, sent * ranks) for name, (raw, sent) in counted.items() if raw}
 
@@ -188,9 +196,9 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> di
     gathers = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
     gathered = sum(gather.gathered_bytes() for gather in gathers) if gathers else plan.gather_bytes
     return {
-        TrafficClass.DP_GRADIENTS: (plan.dense_bytes, sent),
-        TrafficClass.EMBEDDING: embedding,
-        TrafficClass.PARAM_GATHER: (plan.gather_bytes, gathered),
+        DP_GRADIENTS: (plan.dense_bytes, sent),
+        EMBEDDING: embedding,
+        PARAM_GATHER: (plan.gather_bytes, gathered),
     }
 
 
@@ -262,11 +270,9 @@ def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sche
     """Compression ranks at which everything is sent as it is."""
     found = bytes_by_class(gpt, layout, dataclasses.replace(config, dp_compression_stages="all"), schedule)
     said = []
-    classes = {"compressed_backprop": TrafficClass.PIPELINE_BACKWARD, "dp_compression": TrafficClass.DP_GRADIENTS}
-    for technique, of in classes.items():
-        low_rank = getattr(config, technique) and getattr(config, f"{technique}_format") == "low-rank"
-        raw, sent = found.get(of.value, (0, 0))
-        if low_rank and raw == sent:
-            flag, rank = flag_of(f"{technique}_rank"), getattr(config, f"{technique}_rank")
-            said.append(f"{flag} {rank}: saves nothing on this model: all {of.value} are sent as they are. Lower it")
+    for traffic in CLASSES:
+        raw, sent = found.get(traffic.tag, (0, 0))
+        if config.format_of(traffic) == "low-rank" and raw == sent:
+            flag, rank = flag_of(f"{traffic.name}_rank"), getattr(config, f"{traffic.name}_rank")
+            said.append(f"{flag} {rank}: saves nothing on this model: all {traffic.tag} are sent as they are. Lower it")
     return said

@@ -15,6 +15,8 @@ from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import (
@@ -32,7 +34,7 @@ from optimus_cc_ext.forecast.timeline import (
     useful_stages,
 )
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
-from optimus_cc_ext.metrics.traffic import TrafficClass, all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.exchange import BlockCodecs
@@ -44,13 +46,8 @@ __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
 _TIMED_PASS = 1
 """Counted from 0. The one before allocates, compiles and connects."""
 
-FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.value for each in TrafficClass)
-_FLAGS = {
-    FORWARD: "--pipeline-forward-format",
-    BACKWARD: "--compressed-backprop",
-    EMBEDDING: "--fused-embedding-sync",
-    GRADIENTS: "--dp-compression",
-}
+FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.tag for each in CLASSES)
+_FLAGS = {each.tag: each.flag for each in CLASSES_BY_FLAG if each.tag != GATHER}
 """The flag that switches a class on whose seconds are part of the comparison, in the order of the lines."""
 
 

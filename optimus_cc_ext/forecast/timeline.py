@@ -14,7 +14,7 @@ from enum import Enum
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.techniques.schedule import Pass, Schedule
 
 __all__ = [
@@ -137,16 +137,8 @@ class Switches:
     @classmethod
     def of(cls, config: OptimusConfig, stages: int) -> "Switches":
         """Return the switches of `config` on a pipeline of so many stages: a class is compressed on all or on none."""
-        compressed = {
-            TrafficClass.PIPELINE_FORWARD: config.pipeline_forward_format != "dense",
-            TrafficClass.PIPELINE_BACKWARD: config.compressed_backprop,
-            TrafficClass.EMBEDDING: config.fused_embedding_sync,
-            TrafficClass.DP_GRADIENTS: config.dp_compression,
-            TrafficClass.PARAM_GATHER: config.param_gather_format != "dense",
-        }
-        everywhere = frozenset(range(stages))
         return cls(
-            {each.value: everywhere for each, is_on in compressed.items() if is_on},
+            {each.tag: frozenset(range(stages)) for each in CLASSES if config.is_on(each)},
             epilogue_only=config.compressed_backprop_messages == "epilogue",
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from optimus_cc_ext import cpu_runtime, shared_gpu
-from optimus_cc_ext.config.artifact import add_gone_flags, take_notes
+from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
@@ -79,7 +79,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     elif shared_gpu.is_active():
         parser.set_defaults(distributed_backend=shared_gpu.NAME)
     _repair_help(parser)
-    add_gone_flags(parser)
+    add_removed_flags(parser)
     add_flags(parser)
     _suggest(parser)
     return parser

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 
@@ -84,4 +84,4 @@ def _count(session: Session, fused: FusedEmbeddingSync | None, gradient: torch.T
         sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype)
     else:
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
-    session.traffic.add(TrafficClass.EMBEDDING, raw=raw, sent=sent)
+    session.traffic.add(EMBEDDING, raw=raw, sent=sent)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.presets import Layout, Resolution
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
     arguments,
@@ -70,38 +71,9 @@ class Installation:
             print(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}", flush=True)
 
 
-def describe(config: OptimusConfig) -> str:
-    """What is switched on, in one line."""
-    parts = []
-    if config.pipeline_forward_format != "dense":
-        parts.append(f"compressed activations ({config.pipeline_forward_format})")
-    if config.compressed_backprop:
-        lep = "with" if config.lazy_error_propagation else "without"
-        parts.append(
-            f"compressed backpropagation ({_format_of(config, 'compressed_backprop')}, "
-            f"{config.compressed_backprop_messages} messages, {lep} lazy error propagation)"
-        )
-    if config.fused_embedding_sync:
-        dense = config.fused_embedding_sync_format == "dense"
-        parts.append("fused embedding sync" + ("" if dense else f" ({config.fused_embedding_sync_format})"))
-    if config.dp_compression:
-        stages = config.dp_compression_stages
-        named = {"all": "all stages", "auto": "the stages where measured times say that it pays"}
-        where = named.get(str(stages), "the first stage" if stages == 1 else f"the first {stages} stages")
-        parts.append(f"data-parallel compression ({_format_of(config, 'dp_compression')}, {where})")
-    if config.param_gather_format != "dense":
-        parts.append(f"compressed parameter gather ({config.param_gather_format})")
-    return ", ".join(parts) or "every technique is off"
-
-
-def _format_of(config: OptimusConfig, technique: str) -> str:
-    chosen: str = getattr(config, f"{technique}_format")
-    return f"rank {getattr(config, f'{technique}_rank')}" if chosen == "low-rank" else chosen
-
-
 def all_seams() -> list[Seam]:
     """Every seam that some configuration wraps, for `optimus-cc doctor`."""
-    everything = Session(OptimusConfig(compressed_backprop=True, param_gather_format="int8"))
+    everything = Session(OptimusConfig().replace(**{each.format_field: "int8" for each in CLASSES}))
     wraps = [*arguments.wraps(lambda *_: None), *_training_wraps(everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD, PIPELINE_FORWARD
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.transfer import Transfer
 
@@ -24,7 +24,7 @@ __all__ = ["without_device_synchronisation", "wraps"]
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _ROLES = ("send_prev", "recv_prev", "send_next", "recv_next")
-_CLASSES = {"send_prev": TrafficClass.PIPELINE_BACKWARD, "send_next": TrafficClass.PIPELINE_FORWARD}
+_CLASSES = {"send_prev": PIPELINE_BACKWARD, "send_next": PIPELINE_FORWARD}
 
 
 class _Request(Protocol):

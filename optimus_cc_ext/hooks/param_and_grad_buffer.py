@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.bucket_plan import (
     BucketRecord,
@@ -113,7 +113,7 @@ def _start_grad_sync(
         original(force_all_reduce)
         if session.in_step and not started_already:
             buckets.tied_saved = 0
-            session.traffic.add(TrafficClass.DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
+            session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
         return
     with _single_rank_group(session, bucket_group, buckets.plan):
         original(force_all_reduce)
@@ -127,7 +127,7 @@ def _start_grad_sync(
     else:
         handle.wait()
     sent = buckets.sent_bytes(reducers, whole=whole)
-    session.traffic.add(TrafficClass.DP_GRADIENTS, raw=dense_bytes, sent=sent)
+    session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=sent)
 
 
 def _start_param_sync(
@@ -160,7 +160,7 @@ def _start_param_sync(
         original(force_sync)
     if session.grid is not None:
         sent = sum(shard.sent_bytes for shard in shards) if ours else plan.gather_bytes
-        session.traffic.add(TrafficClass.PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
+        session.traffic.add(PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
 
 
 @contextmanager

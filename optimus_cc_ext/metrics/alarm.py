@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from optimus_cc_ext.config import flag_of
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.report import Report
-from optimus_cc_ext.metrics.traffic import TITLES
 
 __all__ = ["ErrorAlarm"]
 
@@ -25,8 +24,8 @@ class ErrorAlarm:
     def lines(self, report: Report) -> Iterator[str]:
         """For the terminal: one per technique whose error is NaN or infinite, or `FACTOR` times what it usually is."""
         errors = report.errors()
-        for name, title in TITLES.items():
-            if title not in errors:
+        for traffic in CLASSES:
+            if (title := traffic.title) not in errors:
                 continue
             error, usual = errors[title], self._usual.get(title, errors[title])
             if isfinite(error) and error <= FACTOR * usual:
@@ -34,6 +33,6 @@ class ErrorAlarm:
                 continue
             than = f", usually {100 * usual:.2f} %" if isfinite(usual) else ""
             yield (
-                f"warning | {title}: error {100 * error:.2f} %{than}. If that stays so: {flag_of(name)}-format dense "
+                f"warning | {title}: error {100 * error:.2f} %{than}. If that stays so: {traffic.format_flag} dense "
                 "turns it dense on resume, and nothing is lost"
             )

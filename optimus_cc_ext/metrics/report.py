@@ -6,14 +6,15 @@ the same report from it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from math import sqrt
 
 import torch
 
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import norm
-from optimus_cc_ext.metrics.traffic import TITLES, TrafficClass
 from optimus_cc_ext.session import Session
 
 __all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
@@ -66,18 +67,19 @@ class Report:
     def errors(self) -> dict[str, float]:
         """By title, the relative error over all stages, of what was compressed in the measured iteration."""
         sums = {
-            title: [
-                sum(getattr(stage.techniques[title], name) for stage in self.stages) for name in ("error", "compressed")
+            traffic.title: [
+                sum(getattr(stage.techniques[traffic.title], name) for stage in self.stages)
+                for name in ("error", "compressed")
             ]
-            for title in TITLES.values()
+            for traffic in CLASSES
         }
         return {title: sqrt(error / of) for title, (error, of) in sums.items() if of != 0.0}
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         parts = [
-            f"{traffic_class.value}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
-            for traffic_class, (raw, sent) in self.traffic.items()
+            f"{traffic.tag}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
+            for traffic, (raw, sent) in self.traffic.items()
             if raw
         ]
         yield f"traffic per iteration | {' | '.join(parts) or 'none'}"
@@ -96,9 +98,9 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and W&B, by name."""
         named: dict[str, float] = {}
-        for traffic_class, (raw, sent) in self.traffic.items():
-            named[f"{traffic_class.value} raw bytes"] = raw
-            named[f"{traffic_class.value} sent bytes"] = sent
+        for traffic, (raw, sent) in self.traffic.items():
+            named[f"{traffic.tag} raw bytes"] = raw
+            named[f"{traffic.tag} sent bytes"] = sent
         for number, stage in enumerate(self.stages):
             for name, technique in stage.techniques.items():
                 if technique.seconds:
@@ -135,7 +137,7 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     statistics = session.backprop.statistics.sums()
     row = [
         1.0,
-        *(value for name in TITLES for value in _sums(session, name)),
+        *(value for each in CLASSES for value in _sums(session, each.name)),
         *(statistics.pairs, statistics.cosine, statistics.error_mean, statistics.difference_mean),
         *traffic,
     ]
@@ -144,23 +146,18 @@ def collect(session: Session, traffic: Sequence[int], iterations: int, device: t
     table = table.to(device)
     session.grid.sum(table)
     sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
-    width = len(fields(TechniqueMetrics))
-    stages = tuple(
-        StageMetrics(
-            int(values[0]),
-            {
-                title: TechniqueMetrics(*values[1 + index * width :][:width])
-                for index, title in enumerate(TITLES.values())
-            },
-            StatisticsSums(int(values[1 + len(TITLES) * width]), *values[2 + len(TITLES) * width :][:3]),
-        )
-        for values in table.tolist()
-    )
     return Report(
-        dict(zip(TrafficClass, zip(sums[::2], sums[1::2], strict=True), strict=True)),
-        stages,
-        {title: getattr(session.config, f"{name}_format") for name, title in TITLES.items()},
+        dict(zip(CLASSES, zip(sums[::2], sums[1::2], strict=True), strict=True)),
+        tuple(_stage(iter(values)) for values in table.tolist()),
+        {each.title: session.config.format_of(each) for each in CLASSES},
     )
+
+
+def _stage(row: Iterator[float]) -> StageMetrics:
+    """Read a stage's sums from its row of the table, in the order in which `collect` wrote them."""
+    ranks, width = int(next(row)), len(fields(TechniqueMetrics))
+    techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
+    return StageMetrics(ranks, techniques, StatisticsSums(int(next(row)), *islice(row, 3)))
 
 
 def _sums(session: Session, name: str) -> tuple[float, ...]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from optimus_cc_ext.config.flags import add_flags
+from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.plan import PlanError, validate
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.plan.model import MODELS, Job, job_of
-from optimus_cc_ext.plan.variants import VARIANTS, Sweep, best, config_of, points, variants
+from optimus_cc_ext.plan.variants import VARIANTS, Sweep, best, layout_of, points, variants
 
 __all__ = ["add_arguments", "run"]
 
@@ -107,7 +108,7 @@ def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
         else:
             own.append(word)
     if own:
-        config_of(own, job)
+        config_of(own, layout_of(job))
     return own, unread
 
 

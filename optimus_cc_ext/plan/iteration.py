@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.forecast import timeline
 from optimus_cc_ext.forecast.timeline import (
     ClassCost,
@@ -23,7 +23,6 @@ from optimus_cc_ext.forecast.timeline import (
     left_after_backward,
     reduced_after,
 )
-from optimus_cc_ext.metrics.traffic import TrafficClass
 from optimus_cc_ext.plan import seconds
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.model import Job
@@ -40,7 +39,7 @@ from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Sche
 
 __all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iteration", "rank_costs", "schedule_of"]
 
-FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.value for each in TrafficClass)
+FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.tag for each in classes.CLASSES)
 TENSOR = "tensor parallel"
 CLASSES = (
     "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"

@@ -3,15 +3,13 @@
 A sweep plans the same model over numbers of nodes, networks and layouts.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.flags import add_flags, request_from
-from optimus_cc_ext.config.presets import Layout, resolve
+from optimus_cc_ext.config.presets import Layout, config_of
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, network_of
@@ -21,7 +19,7 @@ from optimus_cc_ext.plan.traffic import DENSE, check_memory
 from optimus_cc_ext.plan.validate import BAND
 
 __all__ = [
-    "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "config_of", "layouts", "points", "variants",
+    "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "layout_of", "layouts", "points", "variants",
 ]  # fmt: skip
 
 VARIANTS = {
@@ -83,17 +81,15 @@ class Variant:
     memory: float
 
 
-def config_of(flags: Sequence[str], job: Job) -> OptimusConfig:
-    """Of our flags, as training would resolve them on this layout; FlagError where it would refuse them."""
-    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False))
-    layout = Layout(
+def layout_of(job: Job) -> Layout:
+    """Return a job's layout, as training would know it."""
+    return Layout(
         stages=job.pp,
         data_parallel=job.dp,
         tied_embeddings=job.model.tied,
         distributed_optimizer=job.distributed_optimizer,
         master_copies=job.value_bytes == 2,
     )
-    return resolve(request_from(parser.parse_args(list(flags))), layout).config
 
 
 class Band:
@@ -132,7 +128,7 @@ def variants(cluster: Cluster, job: Job, own: Sequence[str] = ()) -> list[Varian
     asked = {"yours": " ".join(own)} if own else {}
     for name, flags in (asked | VARIANTS).items():
         try:
-            config = config_of(flags.split(), job)
+            config = config_of(flags.split(), layout_of(job))
             used = check_memory(cluster, job, config)
         except (FlagError, PlanError):
             if name in asked:
@@ -239,7 +235,7 @@ def points(
         gains: list[Gain | None] = []
         for text in flags:
             try:
-                gains.append(band.gain(config_of(text.split(), way)))
+                gains.append(band.gain(config_of(text.split(), layout_of(way))))
             except FlagError:
                 gains.append(None)
         found.append((place, way, used, band.vanilla.seconds, gains))

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report import page
 from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Record, Share, shares
 from optimus_cc_ext.report.table import Cell, Table
@@ -29,7 +29,7 @@ FILES = (
 )
 """All that `Comparison.write` may write."""
 
-_TRAFFIC = tuple(f"optimus-cc/{name.value} {side} bytes" for name in TrafficClass for side in ("raw", "sent"))
+_TRAFFIC = tuple(f"optimus-cc/{traffic.tag} {side} bytes" for traffic in CLASSES for side in ("raw", "sent"))
 _COMPRESSION = re.compile(
     r"optimus-cc/(?P<technique>\w+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
 )
@@ -68,7 +68,7 @@ class Comparison:
     def complaints(self) -> list[str]:
         """What contradicts itself: "raw" must mean the same in all runs, namely what vanilla really sends."""
         said = []
-        for name in (traffic_class.value for traffic_class in TrafficClass):
+        for name in (traffic.tag for traffic in CLASSES):
             if self.first_is_vanilla and self.first.raw(name) != self.first.sent(name):
                 said.append(f"{name}: the vanilla run did not send its raw bytes")
             for (old, a), (new, b) in pairwise(self.runs.items()):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimus_cc_ext.metrics.traffic import TITLES
+from optimus_cc_ext.config.classes import CLASSES
 
 __all__ = ["Progress", "failure_reason", "parse_progress", "parse_scalars", "parse_techniques"]
 
@@ -14,7 +14,7 @@ _ITERATION = re.compile(
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
-_TITLE = rf"\b({'|'.join(TITLES.values())})[\w -]*"
+_TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Tag to the pattern of its parts. Ranks write to one log: a line can begin in the middle of another.
 _SCALARS = {
     "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),

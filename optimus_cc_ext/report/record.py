@@ -7,7 +7,7 @@ from math import inf, nan
 from pathlib import Path
 from statistics import mean, quantiles
 
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report import ReportError
 from optimus_cc_ext.report.log_lines import parse_progress, parse_scalars
 
@@ -223,6 +223,6 @@ class Share:
 
 def shares(record: Record) -> list[Share]:
     """Mean raw and sent bytes per iteration of each class that there is, then of all of them."""
-    names = [each.value for each in TrafficClass if record.raw(each.value).mean > 0]  # NaN where nobody said it
+    names = [each.tag for each in CLASSES if record.raw(each.tag).mean > 0]  # NaN where nobody said it
     classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
     return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors import fast
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.factor_state import state_dtype
@@ -75,18 +76,8 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
 
 def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None]:
     """Ask `fast.kernels` for what this configuration uses on a model of this dtype, whose gradients may be fp32."""
-    ranks = {
-        rank
-        for rank, on in (
-            (config.compressed_backprop_rank, config.backprop_remembers),
-            (config.dp_compression_rank, config.dp_compression and config.dp_compression_format == "low-rank"),
-        )
-        if on
-    }
-    chosen = (
-        config.pipeline_forward_format, config.compressed_backprop_format, config.dp_compression_format,
-        config.fused_embedding_sync_format, config.param_gather_format, config.low_rank_wire,
-    )  # fmt: skip
+    ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
+    chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
     formats = {format for name in chosen if (format := block_format(name)) is not None}
     # Sums of gradients are sent back in it.
     formats |= {SUM_FORMAT} if formats else set()

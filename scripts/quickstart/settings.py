@@ -1,6 +1,5 @@
 """What is trained, and how each of the two runs is written on Megatron's command line."""
 
-import argparse
 import os
 import shlex
 from collections.abc import Sequence
@@ -9,9 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import cast
 
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.flags import add_flags, request_from
-from optimus_cc_ext.config.presets import Layout, resolve
+from optimus_cc_ext.config import OptimusConfig, presets
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.shared_gpu import Device, device_for
@@ -207,25 +205,18 @@ def check_flags(settings: Settings, further: Sequence[str]) -> OptimusConfig:
     """What the compressed run will do, known before the vanilla run has taken its minutes.
 
     Raises:
-        QuickstartError: `further` holds something else than Optimus-CC flags, which would make the runs incomparable.
-        FlagError: a flag that cannot work here.
+        FlagError: a flag that is not Optimus-CC's, which would make the runs incomparable, or that cannot work here.
     """
     return config_of(settings, settings.technique_flags("compressed", further))
 
 
 def config_of(settings: Settings, flags: Sequence[str]) -> OptimusConfig:
     """What these flags of ours do here; raises what `check_flags` does."""
-    parser = add_flags(argparse.ArgumentParser(prog="quickstart ... --", allow_abbrev=False, add_help=False))
-    args, unknown = parser.parse_known_args(list(flags))
-    if unknown:
-        raise QuickstartError(
-            f"{unknown[0]}: not an Optimus-CC flag. Only these may follow --, as all else must be the same in both runs"
-        )
     layout = Layout(
         stages=settings.stages, data_parallel=settings.replicas, tied_embeddings=True,
         train_iters=settings.iterations, seed=settings.seed,
     )  # fmt: skip
-    return resolve(request_from(args), layout).config
+    return presets.config_of(flags, layout)
 
 
 def check_text(settings: Settings, data: PreparedData) -> None:

@@ -150,7 +150,7 @@ def read(session: Session) -> Ours:
     groups = [session.alone, session.embedding._group if session.embedding is not None else None]
     cpu = torch.device("cpu")
     return Ours(
-        traffic={c.value: counts for c, counts in session.traffic.total().items()},
+        traffic={c.tag: counts for c, counts in session.traffic.total().items()},
         compressed_matrices=sum(reducer.plan.matrices for reducer in session.gradients.reducers),
         reduced_bytes=[reducer.plan.sent_bytes() for reducer in session.gradients.reducers],
         remembered=_hashed(session.state_dict()),

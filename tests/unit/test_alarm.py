@@ -2,17 +2,17 @@
 
 import pytest
 
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.alarm import FACTOR, ErrorAlarm
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
-from optimus_cc_ext.metrics.traffic import TITLES
 
 
 def report(error: float) -> Report:
     """Of two stages whose gradients lost `error`, relative."""
-    quiet = {title: TechniqueMetrics() for title in TITLES.values()}
+    quiet = {each.title: TechniqueMetrics() for each in CLASSES}
     stage = StageMetrics(1, quiet | {"SC": TechniqueMetrics(error=error**2, compressed=1.0)}, StatisticsSums())
-    return Report({}, (stage, stage), {title: "int4" for title in TITLES.values()})
+    return Report({}, (stage, stage), {each.title: "int4" for each in CLASSES})
 
 
 def test_an_error_within_its_range_is_quiet_even_where_it_drifts() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS, add_gone_flags, take_notes
+from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, REMOVED_FLAGS, add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from optimus_cc_ext.errors import FlagError
 
@@ -114,7 +114,7 @@ def parse_gone(line: str) -> tuple[dict[str, Any], list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in UNTOUCHED:
         parser.add_argument(f"--todays-{name}", dest=name, default=None)
-    add_gone_flags(parser)
+    add_removed_flags(parser)
     args = parser.parse_args(shlex.split(line))
     notes = take_notes(args)
     return vars(args), notes
@@ -199,7 +199,7 @@ def test_what_cannot_be_honoured_is_refused_with_what_can(
 
 def test_every_gone_flag_of_the_table_is_said_in_one_line_and_nothing_else() -> None:
     assert parse_gone("") == (UNTOUCHED, [])
-    gone = [flag for flag in OLD_FLAGS if flag.gone and not flag.cure]
+    gone = [flag for flag in REMOVED_FLAGS if not flag.cure]
     lines = [f"{flag.spelling} {'' if flag.const else (flag.accepts or ('3',))[0]}".strip() for flag in gone]
     _, notes = parse_gone(" ".join(lines))
     assert all("\n" not in note for note in notes)
@@ -209,6 +209,6 @@ def test_every_gone_flag_of_the_table_is_said_in_one_line_and_nothing_else() -> 
 def test_a_flag_that_megatron_knows_is_left_to_megatron() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-impl", dest="megatrons")
-    add_gone_flags(parser)
+    add_removed_flags(parser)
     args = parser.parse_args(["--data-impl", "anything"])
     assert args.megatrons == "anything" and take_notes(args) == []

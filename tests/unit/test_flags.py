@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config import default_of, flag_of, type_of
-from optimus_cc_ext.config.artifact import OLD_FLAGS
+from optimus_cc_ext.config.artifact import ARTIFACT_FLAGS
 from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from tests.launches import launch
 
@@ -32,7 +32,7 @@ def test_megatrons_help_shows_every_flag_with_its_default_and_the_artifacts_name
     for field in FIELDS:
         switch = f", --no-{flag_of(field.name)[2:]} " if type_of(field) is bool else " "
         assert re.search(f"{flag_of(field.name)}{switch}.*? \\({default_of(field)}\\)", text), field.name
-    assert all(f" {flag.spelling} " in text for flag in OLD_FLAGS if not flag.gone)
+    assert all(f" {flag.spelling} " in text for flag in ARTIFACT_FLAGS)
     assert "--force-compression" not in text, "a test's knob is no user's flag"
 
 
@@ -50,7 +50,7 @@ def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_th
         row = f"| `{flag_of(field.name)} {values}".rstrip() + f"` | {default_of(field)} |"
         rows = [line for line in table if line.startswith(row)]
         assert len(rows) == 1, row
-        assert all(flag.spelling in rows[0] for flag in OLD_FLAGS if field.name in flag.fields), rows[0]
+        assert all(flag.spelling in rows[0] for flag in ARTIFACT_FLAGS if field.name in flag.fields), rows[0]
 
 
 def test_the_guide_to_the_flags_states_their_defaults() -> None:

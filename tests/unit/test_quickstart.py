@@ -121,7 +121,7 @@ def test_on_shared_gpus_it_trains_in_bf16_and_says_so(monkeypatch: pytest.Monkey
 def test_bad_further_flags_and_a_text_without_a_validation_part_are_refused_before_anything_runs() -> None:
     with pytest.raises(FlagError, match="--dp-compression-rank"):
         check_flags(Settings(), ["--dp-compression-rank", "0"])
-    with pytest.raises(QuickstartError, match="--lr: not an Optimus-CC flag"):
+    with pytest.raises(FlagError, match="--lr: not an Optimus-CC flag"):
         check_flags(Settings(), ["--lr", "1"])
     check_text(Settings(), DATA)
     with pytest.raises(QuickstartError, match="3 documents"):

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch.utils.tensorboard import SummaryWriter
 
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
-from optimus_cc_ext.metrics.traffic import TITLES, TrafficClass
 from optimus_cc_ext.report import ReportError, page, pictures
 from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
 from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
@@ -86,7 +86,7 @@ def test_a_missing_scalar_is_named(tmp_path: Path, tag: str) -> None:
 
 def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comparison: Comparison) -> None:
     *classes, everything = shares(comparison.last)
-    assert [share.name for share in classes] == [name.value for name in TrafficClass]
+    assert [share.name for share in classes] == [traffic.tag for traffic in CLASSES]
     assert [share.raw for share in classes] == list(RAW.values())
     assert (everything.raw, everything.sent) == (sum(RAW.values()), sum(SENT.values()))
     assert everything.ratio == sum(SENT.values()) / sum(RAW.values())
@@ -253,7 +253,7 @@ def test_the_validation_losses_of_a_log_are_those_within_training(tmp_path: Path
 
 
 def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(tmp_path: Path) -> None:
-    report = Report({name: (RAW[name.value], SENT[name.value]) for name in TrafficClass}, ())
+    report = Report({traffic: (RAW[traffic.tag], SENT[traffic.tag]) for traffic in CLASSES}, ())
     lines = [ITERATION, *(f"  optimus-cc {line}" for line in report.lines())]
     (tmp_path / "log-node0.txt").write_text("\n".join(lines))
     record = read_logs(tmp_path)
@@ -264,8 +264,8 @@ def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(tmp_p
 
 def test_a_log_keeps_the_error_and_the_time_of_every_class_that_the_log_names(tmp_path: Path) -> None:
     measured = {
-        title: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)
-        for number, title in enumerate(TITLES.values(), start=1)
+        traffic.title: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)
+        for number, traffic in enumerate(CLASSES, start=1)
     }
     stage = StageMetrics(ranks=1, techniques=measured, statistics=StatisticsSums())
     report = Report({}, (stage,), dict.fromkeys(measured, "int4"))

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, OLD_FLAGS
+from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, ARTIFACT_FLAGS
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, check_layout, resolve
 from optimus_cc_ext.errors import FlagError
@@ -25,11 +26,7 @@ LOW_RANK_ONLY = {
     "dp_compression_format": ("dp_compression_rank",),
 }
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "pipeline_forward_format": st.sampled_from(["dense", "int8", "fp8"]),
-    "compressed_backprop_format": st.sampled_from(["low-rank", "int8", "int4", "fp8", "dense"]),
-    "fused_embedding_sync_format": st.sampled_from(["dense", "int8", "int4"]),
-    "dp_compression_format": st.sampled_from(["low-rank", "int8", "int4", "dense"]),
-    "param_gather_format": st.sampled_from(["dense", "int8", "int4"]),
+    **{traffic.format_field: st.sampled_from(traffic.formats) for traffic in CLASSES},
     "low_rank_wire": st.sampled_from(["dense", "int8"]),
     "block_rotation": st.booleans(),
     "compressed_backprop": st.booleans(),
@@ -67,8 +64,8 @@ LAYOUTS = st.builds(
 )
 ARTIFACT = {
     flag.spelling: st.just(flag.const) if flag.const else {int: RANKS, float: FRACTIONS}[flag.parse]
-    for flag in OLD_FLAGS
-    if not flag.gone and flag.fields != ("dp_compression_stages",)
+    for flag in ARTIFACT_FLAGS
+    if flag.fields != ("dp_compression_stages",)
 }
 """The artifact's flags but for those whose value is clamped, and not refused as ours is."""
 
@@ -180,7 +177,7 @@ def test_what_works_on_a_layout_works_on_a_larger_one(
 def test_the_artifacts_names_mean_the_same_in_ours(options: dict[str, Any], layout: Layout) -> None:
     line = [flag if isinstance(value, bool | str) else f"{flag}={value}" for flag, value in options.items()]
     ours: dict[str, Any] = dict(ARTIFACT_DEFAULTS) if options else {}
-    for flag in OLD_FLAGS:
+    for flag in ARTIFACT_FLAGS:
         if flag.spelling in options:
             ours |= dict.fromkeys(flag.fields, options[flag.spelling])
     theirs, same = resolved(line, layout), resolved(written(ours), layout)

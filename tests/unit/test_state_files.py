@@ -37,7 +37,12 @@ def save(folder: Path, iteration: int = 4) -> Path:
     start_staging(folder)
     staging = staging_folder(folder)
     files = tuple(write_rank_file(staging, rank, iteration, state(rank, iteration)) for rank in range(RANKS))
-    described = {"iteration": iteration, "checkpoint": "mark", "topology": {"ranks": RANKS}, "techniques": {"a": {}}}
+    described = {
+        "iteration": iteration,
+        "checkpoint": "mark",
+        "topology": {"ranks": RANKS},
+        "techniques": {"dp_compression": {}},
+    }
     write_manifest(staging, Manifest(files=files, **described))
     iteration_folder = folder / f"iter_{iteration:07d}"
     iteration_folder.mkdir(exist_ok=True)  # Megatron's part
@@ -147,6 +152,12 @@ DAMAGES = {
     "topology.json: the file cannot be read": lambda files: (files / "topology.json").write_text('{"format": 1, '),
     "cannot be read (KeyError: 'checkpoint')": lambda files: edit_manifest(files, checkpoint=None),
     "format 3, and this version reads formats 1 to 2": lambda files: edit_manifest(files, format=3),
+    "'experts' is not the name of a class of traffic; known are pipeline_forward, compressed_backprop, ": (
+        lambda files: edit_manifest(files, techniques={"experts": {}})
+    ),
+    "'int5' is not the name of a format for DP gradients; known are low-rank, int8, ": (
+        lambda files: edit_manifest(files, techniques={"dp_compression": {"--dp-compression-format": "int5"}})
+    ),
     "it names 2 files of 3 ranks": lambda files: edit_manifest(files, ranks=3),
 }
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.metrics.traffic import Traffic, TrafficClass, all_reduce_bytes
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, PIPELINE_BACKWARD, PIPELINE_FORWARD
+from optimus_cc_ext.metrics.traffic import Traffic, all_reduce_bytes
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message
@@ -57,14 +58,14 @@ def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
 
 def test_counters_add_up_by_class_raw_and_sent() -> None:
     traffic = Traffic()
-    traffic.add(TrafficClass.EMBEDDING, raw=10, sent=7)
-    traffic.add(TrafficClass.EMBEDDING, raw=10, sent=7)
-    traffic.add(TrafficClass.PIPELINE_FORWARD, raw=3, sent=3)
+    traffic.add(EMBEDDING, raw=10, sent=7)
+    traffic.add(EMBEDDING, raw=10, sent=7)
+    traffic.add(PIPELINE_FORWARD, raw=3, sent=3)
     assert traffic.total() == {
-        TrafficClass.PIPELINE_FORWARD: (3, 3),
-        TrafficClass.PIPELINE_BACKWARD: (0, 0),
-        TrafficClass.DP_GRADIENTS: (0, 0),
-        TrafficClass.EMBEDDING: (20, 14),
-        TrafficClass.PARAM_GATHER: (0, 0),
+        PIPELINE_FORWARD: (3, 3),
+        PIPELINE_BACKWARD: (0, 0),
+        DP_GRADIENTS: (0, 0),
+        EMBEDDING: (20, 14),
+        PARAM_GATHER: (0, 0),
     }
     assert traffic.as_list() == [3, 3, 0, 0, 0, 0, 20, 14, 0, 0]

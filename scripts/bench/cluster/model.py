@@ -1,6 +1,5 @@
 """What is trained: models whose traffic has a large model's proportions, layouts, and the variants to compare."""
 
-import argparse
 import math
 import re
 import shlex
@@ -8,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optimus_cc_ext.config import OptimusConfig, presets
-from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.data import PreparedData
 
 VANILLA = "vanilla"
@@ -176,12 +174,11 @@ def variant_flags(variant: str, layout: Layout, ranks: tuple[int, int], further:
 
 def config_of(flags: Sequence[str], layout: Layout) -> OptimusConfig:
     """What the package makes of a variant's flags on this layout."""
-    args, _ = add_flags(argparse.ArgumentParser()).parse_known_args(list(flags))
     place = presets.Layout(
         stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=1,
         distributed_optimizer=layout.sharded, master_copies=layout.sharded,
     )  # fmt: skip
-    return presets.resolve(request_from(args), place).config
+    return presets.config_of(flags, place, ignore_others=True)
 
 
 def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:

@@ -4,7 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster.model import BOUND, VANILLA, chooses_by_the_links, parse_layout
 from scripts.bench.cluster.run import Iteration, Run
@@ -20,7 +20,7 @@ _TIMES = (
     "over vanilla", "recovered", "bound", "recovered of bound", "loss",
 )  # fmt: skip
 _TRAFFIC = (
-    "model", "layout", "variant", *(f"{each.value}, MB" for each in TrafficClass), "metrics, MB", "uncompressed, MB",
+    "model", "layout", "variant", *(f"{each.tag}, MB" for each in CLASSES), "metrics, MB", "uncompressed, MB",
     "kernel, MB", "kernel over metrics", "segments sent again",
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ def traffic(runs: Sequence[Run]) -> Table:
         for variant in dict.fromkeys(run.variant for run in of_a_model if not run.variant.startswith(BOUND)):
             counted = [each for run in of_a_model if run.variant == variant for each in _after_warm_up(run)]
             if counted:
-                both = [[each.traffic.get(name.value, (0.0, 0.0)) for each in counted] for name in TrafficClass]
+                both = [[each.traffic.get(traffic.tag, (0.0, 0.0)) for each in counted] for traffic in CLASSES]
                 sent, raw = ([statistics.median(each[side] for each in of) / 1e6 for of in both] for side in (0, 1))
                 kernel = payload(counted) / 1e6
                 again = statistics.mean(each.retransmitted for each in counted)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimus_cc_ext.metrics.traffic import TrafficClass
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.model import Layout
 from scripts.bench.cluster.rates import Plan
@@ -16,7 +16,7 @@ __all__ = ["Iteration", "Run", "train"]
 
 _OURS = "optimus-cc: "
 _TRAFFIC = {
-    name.value: (f"optimus-cc/{name.value} sent bytes", f"optimus-cc/{name.value} raw bytes") for name in TrafficClass
+    traffic.tag: (f"optimus-cc/{traffic.tag} sent bytes", f"optimus-cc/{traffic.tag} raw bytes") for traffic in CLASSES
 }
 _FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
 

@@ -1,0 +1,203 @@
+"""The table of the classes of traffic: every list of classes follows from it or is compared with it here."""
+
+import copy
+import dataclasses
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config import literals_of
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass, class_named
+from optimus_cc_ext.config.flags import PRESETS
+from optimus_cc_ext.config.presets import Layout, describe
+from optimus_cc_ext.config.refusals import REFUSALS
+from optimus_cc_ext.errors import FlagError, UnknownName
+from optimus_cc_ext.forecast import forecast
+from optimus_cc_ext.plan.variants import VARIANTS
+from optimus_cc_ext.session import Session
+
+FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
+SEEN = {
+    "pipeline_forward": ("forward", "pipeline forward", "compressed activations"),
+    "compressed_backprop": ("CB", "pipeline backward", "compressed backpropagation"),
+    "dp_compression": ("SC", "DP gradients", "data-parallel compression"),
+    "fused_embedding_sync": ("FE", "embedding", "fused embedding sync"),
+    "param_gather": ("gather", "parameter gather", "compressed parameter gather"),
+}
+"""Names that logs, event files, checkpoints and messages of earlier versions have: by name title, tag and phrase."""
+
+every_class = pytest.mark.parametrize("traffic", CLASSES, ids=lambda traffic: traffic.name)
+
+
+def compressed() -> Iterator[tuple[TrafficClass, str]]:
+    """Each class of traffic in each format but dense."""
+    yield from ((traffic, format) for traffic in CLASSES for format in traffic.formats if format != "dense")
+
+
+def test_the_configuration_is_imported_without_torch_and_megatron() -> None:
+    code = (
+        "import sys, pkgutil, importlib, optimus_cc_ext.config as config\n"
+        "[importlib.import_module(m.name) for m in pkgutil.iter_modules(config.__path__, 'optimus_cc_ext.config.')]\n"
+        "print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_names_that_users_see_stay_as_they_were() -> None:
+    assert {each.name: (each.title, each.tag, each.phrase) for each in CLASSES} == SEEN
+    for unique in ("name", "title", "tag", "phrase", "options"):
+        assert len({getattr(each, unique) for each in CLASSES}) == len(CLASSES), unique
+
+
+@every_class
+def test_a_row_names_what_there_is(traffic: TrafficClass) -> None:
+    assert traffic.options in OptimusConfig.__bases__
+    assert traffic.format_field in traffic.fields and "dense" in traffic.formats
+    assert set(traffic.settings) <= traffic.fields.keys()
+    assert bool(traffic.settings) == bool(traffic.remembers) == hasattr(traffic.options, traffic.remembers or "-")
+    assert {need.fact for need in traffic.needs} <= {field.name for field in dataclasses.fields(Layout)}
+    assert traffic.presets.keys() <= set(PRESETS)
+    for wanted in traffic.presets.values():
+        assert wanted.keys() <= traffic.fields.keys()
+
+
+def test_the_configuration_has_the_options_of_every_class_and_each_belongs_to_one() -> None:
+    owned = [name for traffic in CLASSES for name in traffic.fields]
+    assert len(owned) == len(set(owned))
+    shared = {name for name in vars(OptimusConfig)["__annotations__"]}
+    assert {field.name for field in dataclasses.fields(OptimusConfig)} == {*owned, *shared}
+
+
+@every_class
+def test_a_class_is_on_alone_in_each_of_its_formats_and_off_in_dense(traffic: TrafficClass) -> None:
+    for format in traffic.formats:
+        config = OptimusConfig(**{traffic.format_field: format}).replace(**_switch(traffic, on=format == "low-rank"))
+        assert config.format_of(traffic) == format
+        assert [each for each in CLASSES if config.is_on(each)] == ([traffic] if format != "dense" else [])
+        assert config.any_technique == config.is_on(traffic)
+        assert describe(config).startswith(traffic.phrase if format != "dense" else "every technique is off")
+
+
+def _switch(traffic: TrafficClass, *, on: bool) -> dict[str, object]:
+    return {traffic.switch: on} if on and traffic.switch != traffic.format_field else {}
+
+
+@given(
+    switch=st.sampled_from([None, False, True]),
+    given_format=st.sampled_from([None, "low-rank", "int8", "int4", "dense"]),
+)  # fmt: skip
+def test_a_format_is_the_only_switch(switch: bool | None, given_format: str | None) -> None:
+    """The boolean stands for the default format, and says nothing beside another one, in whatever order they come."""
+    for traffic in CLASSES:
+        if traffic.switch == traffic.format_field or given_format not in (None, *traffic.formats):
+            continue
+        asked: dict[str, Any] = {} if given_format is None else {traffic.format_field: given_format}
+        asked |= {} if switch is None else {traffic.switch: switch}
+        default = traffic.default
+        format = given_format or default
+        on = bool(switch) if format == default else format != "dense"
+        config = OptimusConfig(**asked)
+        assert (config.is_on(traffic), getattr(config, traffic.switch)) == (on, on)
+        assert config.format_of(traffic) == (format if on else "dense")
+        assert dataclasses.replace(config) == config == config.replace()
+
+
+@every_class
+def test_a_format_that_is_changed_leaves_its_class_on_unless_it_is_dense_and_what_follows_from_it_follows_anew(
+    traffic: TrafficClass,
+) -> None:
+    before = OptimusConfig(**{traffic.format_field: "int8"})  # type: ignore[arg-type]
+    for format in traffic.formats:
+        switch = {} if traffic.switch == traffic.format_field else {traffic.switch: format != "dense"}
+        # Fused embedding synchronisation stays fused in dense: it is the one class with a switch beside its format.
+        switch |= {traffic.switch: True} if traffic.tag == "embedding" else {}
+        assert before.replace(**{traffic.format_field: format}) == OptimusConfig(
+            **{traffic.format_field: format, **switch}  # type: ignore[arg-type]
+        )
+
+
+def test_nothing_can_be_written_into_a_configuration() -> None:
+    sources = Path(sys.modules[OptimusConfig.__module__].__file__ or "").parent.glob("*.py")
+    assert not [path.name for path in sources if "object.__setattr__" in path.read_text()]
+    for options in (OptimusConfig, *(traffic.options for traffic in CLASSES)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(options(), dataclasses.fields(options)[0].name, None)  # type: ignore[arg-type]
+
+
+@every_class
+def test_an_unknown_format_is_refused_with_the_known_ones(traffic: TrafficClass) -> None:
+    with pytest.raises(FlagError) as refused:
+        OptimusConfig(**{traffic.format_field: "int5"})  # type: ignore[arg-type]
+    assert refused.value.flag == traffic.format_flag
+    assert refused.value.cure == f"Give one of {', '.join(traffic.formats)}"
+    with pytest.raises(UnknownName, match=rf"'int5'.* known are {', '.join(traffic.formats)}"):
+        traffic.check_format({traffic.format_flag: "int5"})
+    traffic.check_format({traffic.format_flag: traffic.formats[0]})
+    traffic.check_format({})
+
+
+@every_class
+def test_a_row_is_the_same_row_in_every_process(traffic: TrafficClass) -> None:
+    assert pickle.loads(pickle.dumps({traffic: 1})) == {traffic: 1} == copy.deepcopy({traffic: 1})
+
+
+def test_an_unknown_class_is_refused_with_the_known_ones() -> None:
+    assert [class_named(traffic.name) for traffic in CLASSES] == list(CLASSES)
+    with pytest.raises(UnknownName, match=r"'gahter'.* known are pipeline_forward, compressed_backprop, "):
+        class_named("gahter")
+
+
+def test_every_refusal_names_the_classes_that_it_affects() -> None:
+    for refusal in REFUSALS:
+        assert refusal.classes and set(refusal.classes) <= set(CLASSES), refusal.flag
+
+
+def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() -> None:
+    session = Session(OptimusConfig())
+    names = {traffic.name for traffic in CLASSES}
+    assert {technique.name for technique in session.techniques} | {"fused_embedding_sync"} == names
+    remembering = {traffic.name for traffic in CLASSES if traffic.remembers}
+    everything = Session(OptimusConfig(compressed_backprop=True, dp_compression=True))
+    assert {technique.name for technique in everything.techniques if technique.on} == remembering
+
+
+def test_the_planner_tries_every_class_in_every_format() -> None:
+    alone = {flags for flags in VARIANTS.values() if " --" not in flags}
+    for traffic, format in compressed():
+        switched = traffic.flag if format == traffic.default else None
+        assert alone & {switched, f"{traffic.format_flag} {format}"}, f"{traffic.name} in {format}"
+
+
+def test_the_forecast_has_a_line_for_every_class_that_lengthens_a_pass_or_a_reduction() -> None:
+    # Parameters are gathered after the step: the forecast has a line of its own for them.
+    assert {traffic.tag: traffic.flag for traffic in CLASSES if traffic.name != "param_gather"} == forecast._FLAGS
+    assert (forecast.GATHER, forecast.EMBEDDING) == ("parameter gather", "embedding")
+
+
+def test_the_guide_to_the_flags_has_a_row_for_each_class_with_what_carries_it_and_its_formats() -> None:
+    table = FLAGS_MD.partition("## A format for each class of traffic")[2].partition("\n\n#")[0]
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")
+    ]
+    by_flag = {row[1]: row for row in rows[1:]}
+    assert by_flag.keys() == {traffic.format_flag for traffic in CLASSES}
+    for traffic in CLASSES:
+        _, flag, carried, formats, _ = by_flag[traffic.format_flag]
+        assert carried == f"{traffic.collective} {traffic.group}", flag
+        assert set(re.split(", ", formats)) == set(traffic.formats) - {"dense"}, flag
+
+
+def test_every_literal_of_the_configuration_that_is_a_format_is_one_of_a_class() -> None:
+    formats = {format for _, format in compressed()} | {"dense"}
+    for field in dataclasses.fields(OptimusConfig):
+        if field.name.endswith(("_format", "_wire")):
+            assert set(literals_of(field.type)) <= formats, field.name
