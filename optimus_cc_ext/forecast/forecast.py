@@ -299,7 +299,7 @@ def _gradients(session: Session, dense_sum: Rate, replicas: Rate, sharded: bool)
         GRADIENTS,
         When.AFTER_BACKWARD,
         Link.REPLICAS,
-        dense_sum.sent(sum(buckets.dense_bytes for buckets in gradients.buckets)),
+        dense_sum.sent(sum(buckets.plan.dense_bytes for buckets in gradients.buckets)),
         reduction(replicas, compressed, coding, _second_phase(gradients.codecs, sharded)),
     )
 

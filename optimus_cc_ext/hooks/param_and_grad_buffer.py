@@ -106,7 +106,7 @@ def _start_grad_sync(
     """Reduce a bucket group, in place of `_ParamAndGradBucketGroup.start_grad_sync`."""
     reducers = buckets.reducers
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
-    dense_bytes = buckets.dense_bytes
+    dense_bytes = buckets.plan.dense_bytes
     if session.embedding is not None and buckets.plan.tied_bytes and not started_already:
         session.embedding.left_out = session.in_step and buckets.plan.leaves_out
     if not session.in_step or not reducers or started_already:

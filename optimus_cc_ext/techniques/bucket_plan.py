@@ -12,7 +12,7 @@ hook makes it from Megatron's buckets, doctor from a model on the meta device, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
-"""How a bucket is reduced: as it is, in blocks of few bits, or as P and Q."""
+"""The plan of one reduction of a bucket: as it is, in blocks of few bits, or as P and Q."""
 
 NOT_BLOCKS = ("dense", "low-rank")
 """The formats of gradients that are not made of blocks."""
@@ -73,13 +73,13 @@ class BucketRecord:
 
     @property
     def is_all_tied(self) -> bool:
-        """Whether it is a tied embedding's own bucket."""
+        """True if it is a tied embedding's own bucket."""
         return all(record.tied for record in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRules:
-    """What decides how the buckets of one group of replicas are reduced.
+    """Rules for the buckets of one group of replicas: how they are reduced and gathered.
 
     Formats are "dense", "low-rank" or the name of a block format.
     """
@@ -88,7 +88,7 @@ class BucketRules:
     """Replicas: ranks of the group that the messages travel over."""
 
     sharded: bool = False
-    """Whether each replica's optimizer reads an equal part of the bucket only (the distributed optimizer)."""
+    """True if each replica's optimizer reads an equal part of the bucket only (the distributed optimizer)."""
 
     format: str = "dense"
     """The format of gradients; "dense": none are compressed on any stage."""
@@ -134,7 +134,7 @@ class BucketRules:
 
     @property
     def encodes(self) -> bool:
-        """Whether anything is compressed in this group: one rank alone sends nothing.
+        """True if anything is compressed in this group: one rank alone sends nothing.
 
         There, coding would change the gradients and save no byte. Routed experts have such a group where every expert
         has one replica (EP x ETP = TP x CP x DP).
@@ -155,25 +155,26 @@ class BucketRules:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BucketPlan:
-    """How one bucket is reduced and gathered."""
+    """The decisions about one bucket: how it is reduced and gathered."""
 
     record: BucketRecord
     warmup: ReductionPlan | None
-    """How it is reduced while gradients are not compressed; None: by Megatron."""
+    """The reduction while gradients are not compressed; None: Megatron's."""
 
     compressed: ReductionPlan | None
-    """How it is reduced while they are; None: by Megatron."""
+    """The reduction while gradients are compressed; None: Megatron's."""
 
     fused: bool
-    """Whether it is a tied embedding's own, reduced in the format of fused embedding synchronisation at all times."""
+    """True if it is a tied embedding's own, reduced in the format of fused embedding synchronisation at all times:
+    `warmup` and `compressed` are one plan."""
 
     gather: ExchangePlan | None
-    """How its parameters are gathered; None: by Megatron."""
+    """The gather of its parameters; None: Megatron's."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GroupPlan:
-    """How Megatron's bucket group is reduced: buckets that it reduces together, over the same replicas."""
+    """The plans of one of Megatron's bucket groups: buckets that it reduces together, over the same replicas."""
 
     rules: BucketRules
     buckets: tuple[BucketPlan, ...]
@@ -198,17 +199,17 @@ class GroupPlan:
 
     @property
     def compresses(self) -> bool:
-        """Whether any gradient can be compressed."""
+        """True if any gradient can be compressed."""
         return any(bucket.compressed is not None for bucket in self.buckets)
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the tied embedding is summed elsewhere, over the union of both stages' replicas."""
+        """True if the tied embedding is summed elsewhere, over the union of both stages' replicas."""
         return self.rules.fused is not None and not self.rules.sharded and self.tied_bytes > 0
 
     @property
     def keeps_its_reducers(self) -> bool:
-        """Whether we reduce the group at all times, because of a tied embedding in it."""
+        """True if we reduce the group at all times, because of a tied embedding in it."""
         return any(bucket.warmup is not None for bucket in self.buckets)
 
     @property
@@ -239,18 +240,18 @@ class GroupPlan:
 
     # -- bytes that one rank sends ------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def tied_bytes(self) -> int:
         """Bytes of the tied embedding's gradient; 0 if the group holds none."""
         return sum(bucket.record.tied_numel * bucket.record.dtype.itemsize for bucket in self.buckets)
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes that vanilla Megatron sends to reduce the group, without a tied embedding, a class of its own."""
         nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
         return self._dense(nbytes - self.tied_bytes)
 
-    @property
+    @cached_property
     def gather_bytes(self) -> int:
         """Bytes that the distributed optimizer's gather of the parameters sends; 0 without it."""
         if not self.rules.sharded:

@@ -1,4 +1,4 @@
-"""Collectives with a name: one that failed or timed out says what it was and whom it waited for."""
+"""Collectives with a name: the error of one that failed or timed out names its purpose and its ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,14 +64,14 @@ def start_reduce_scatter(
 def start_all_to_all(
     out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
 ) -> PendingCollective:
-    """Part d of `tensor` goes to rank d of `group`; part d of `out` comes from it. All parts are equally long."""
+    """Send part d of `tensor` to rank d of `group`, and receive part d of `out` from it; all parts are equally long."""
     return PendingCollective(lambda: dist.all_to_all_single(out, tensor, group=group, async_op=True), group, purpose)
 
 
 def start_all_gather(
     out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
 ) -> PendingCollective:
-    """Part d of `out` is `tensor` of rank d of `group`, which may be a view of that part."""
+    """Gather `tensor` of rank d of `group` into part d of `out`; the own one may be a view of its part."""
     return PendingCollective(
         lambda: dist.all_gather_into_tensor(out, tensor, group=group, async_op=True), group, purpose
     )

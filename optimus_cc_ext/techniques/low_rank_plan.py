@@ -27,7 +27,7 @@ PACKED_UP_TO_BYTES = 1 << 20
 """Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
 
 PACK_AT_LEAST_BYTES = 256 << 10
-"""What a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
+"""Bytes that a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
 
 MOST_PACKS = 4
 """Into how many collectives per phase the matrices are cut at most, so that the next ones are projected meanwhile."""
@@ -90,7 +90,7 @@ class PackPlan:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LowRankPlan:
-    """How one bucket is reduced as P and Q.
+    """The plan of one bucket's reduction as P and Q.
 
     Args:
         low_rank: the parameters that are factored, of two dimensions or more; at least one.

@@ -63,7 +63,7 @@ class Shards:
         self.sent_bytes = plan.gathered_bytes()
         self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False
-        """Whether there is a message that nobody has sent yet."""
+        """True while there is a message that nobody has sent yet."""
 
     def keep(self) -> None:
         """Keep a copy of the own shard, which is about to be written."""
@@ -108,10 +108,10 @@ class Gather:
 
 
 class ParamGather(Technique):
-    """All buckets of this rank.
+    """The gathers of all buckets of this rank.
 
     Args:
-        codec: of the differences; None: Megatron gathers parameters as they are.
+        codec: encodes the differences; None: Megatron gathers parameters as they are.
     """
 
     def __init__(self, codec: Codec | None) -> None:
@@ -119,14 +119,14 @@ class ParamGather(Technique):
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
         self.dense_bytes = 0
-        """What this rank sends of buckets whose parameters are gathered as they are."""
+        """Bytes that this rank sends in a gather of the buckets whose parameters are gathered as they are."""
 
         self._scratch, self._pool = Scratch(), MessagePool()
         self._of: dict[int, Shards] = {}
 
     @property
     def buckets(self) -> list[Shards]:
-        """In the order in which Megatron made them."""
+        """The buckets that we gather, in the order in which Megatron made them."""
         return list(self._of.values())
 
     @property
@@ -151,7 +151,7 @@ class ParamGather(Technique):
     @contextmanager
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:
-        """What is called inside writes the own shards of these buckets."""
+        """Encode the changes that the code inside makes to the own shards of these buckets."""
         written = [shards for bucket in buckets if (shards := self._of.get(id(bucket))) is not None]
         for shards in written:
             shards.keep()

@@ -45,7 +45,7 @@ class Reducer(ABC):
     """
 
     plan: Any
-    """How the bucket is reduced, and how many bytes that sends and keeps: one of `bucket_plan.ReductionPlan`."""
+    """The plan of the reduction, a `bucket_plan.ReductionPlan`, which knows the bytes that are sent and kept."""
 
     encoded = 0
     """The number of gradients that were compressed so far, counted anew in every reduction."""

@@ -17,7 +17,6 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import (
-    BucketPlan,
     GroupPlan,
     ReductionPlan,
 )
@@ -73,20 +72,15 @@ class BucketGroup:
         self.overlapping = len(flats) if side is not None else 0
         """Number of buckets that are reduced while the backward pass goes on."""
 
-        self.dense_bytes = plan.dense_bytes
         self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
         self.tied_saved = 0
         """Bytes that the last reduction saved on a tied embedding, where that is not fused embedding sync's."""
 
         if fused is not None:
             fused.preallocate(self._tied_gradient())
-        self._warmup: list[Reducer] = []
+        self._made: dict[ReductionPlan, Reducer] = {}
+        self._warmup = self._reducers([bucket.warmup for bucket in plan.buckets])
         self._compressed: list[Reducer] = []
-        self._warmup = [
-            self._reducer(bucket, bucket.warmup, flat)
-            for bucket, flat in zip(plan.buckets, flats, strict=True)
-            if bucket.warmup is not None
-        ]
 
     @property
     def matrices(self) -> list[torch.Tensor]:
@@ -99,14 +93,7 @@ class BucketGroup:
 
     def compress(self) -> None:
         """Compress the gradients that can be compressed, from now on, after the warm-up of compression."""
-        if not self.plan.compresses:
-            return
-        made: Sequence[Reducer | None] = self._warmup or [None] * len(self._flats)
-        self._compressed = [
-            # A bucket of fused embedding synchronisation is reduced alike in the warm-up.
-            reducer if bucket.fused and reducer is not None else self._reducer(bucket, bucket.compressed, flat)
-            for bucket, reducer, flat in zip(self.plan.buckets, made, self._flats, strict=True)
-        ]
+        self._compressed = self._reducers([bucket.compressed for bucket in self.plan.buckets])
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -134,9 +121,13 @@ class BucketGroup:
         start, length = next(parameter.range for parameter in bucket.record.parameters if parameter.tied)
         return flat[start : start + length]
 
-    def _reducer(self, bucket: BucketPlan, plan: ReductionPlan | None, flat: torch.Tensor) -> Reducer:
-        assert plan is not None, "Megatron reduces this bucket"
-        return self._technique.make_reducer(plan, flat, self._groups, fused=self._fused if bucket.fused else None)
+    def _reducers(self, plans: Sequence[ReductionPlan | None]) -> list[Reducer]:
+        """Make the reducers of all buckets, unless Megatron reduces them; the warm-up may have made some of them."""
+        for bucket, plan, flat in zip(self.plan.buckets, plans, self._flats, strict=True):
+            if plan is not None and plan not in self._made:
+                fused = self._fused if bucket.fused else None
+                self._made[plan] = self._technique.make_reducer(plan, flat, self._groups, fused=fused)
+        return [self._made[plan] for plan in plans if plan is not None]
 
 
 class SelectiveStageCompression(Technique):
@@ -173,13 +164,13 @@ class SelectiveStageCompression(Technique):
         """None: not decided yet."""
 
         self.in_warmup = False
-        """Whether gradients are reduced dense in this iteration."""
+        """True while gradients are reduced dense, in the first iterations."""
 
         self.buckets: list[BucketGroup] = []
         """All bucket groups of this rank, in the order in which Megatron made them."""
 
         self.reducers: list[Reducer] = []
-        """Of those that we reduce, in the order in which they were made."""
+        """The reducers of all buckets that we reduce, in the order in which they were made."""
 
         self._stream: SideStream | None = None
         self._single_rank: set[str] = set()
@@ -208,12 +199,12 @@ class SelectiveStageCompression(Technique):
 
     @property
     def compresses_this_stage(self) -> bool:
-        """Whether this rank's stage compresses its gradients."""
+        """True if this rank's stage compresses its gradients."""
         return self.stage in (self.compressed_stages or ())
 
     @property
     def stages_are_open(self) -> bool:
-        """Whether it is still to be decided which stages do."""
+        """True while it is not decided yet which stages compress their gradients."""
         return self.stage is not None and self.compressed_stages is None
 
     def choose_stages(self, stages: Collection[int]) -> None:
@@ -279,7 +270,7 @@ class SelectiveStageCompression(Technique):
         return reducer
 
     def side_stream(self, device: torch.device) -> SideStream:
-        """Where reductions run that the backward pass goes on beside."""
+        """Return the stream that reductions run on while the backward pass goes on; made once."""
         if self._stream is None:
             self._stream = SideStream(device)
         return self._stream

@@ -1,4 +1,4 @@
-"""The matrices of one shape in a gradient bucket, as one batch of strided views, and what is remembered about them.
+"""The matrices of one shape in a gradient bucket, as one batch of strided views, and their state.
 
 Passes over memory of the matrices' size that one iteration takes beside the products with P and Q, each of which
 reads or writes the batch once (fp32 bucket and state):
@@ -33,7 +33,7 @@ class _Part:
     matrices: slice
     rows: slice
     everything: bool
-    """Whether it is the whole batch: then nothing needs to be cut out of it."""
+    """True if it is the whole batch: then nothing needs to be cut out of it."""
 
     low: int
     high: int
@@ -41,15 +41,15 @@ class _Part:
     cuts through a matrix."""
 
     def of(self, batch: torch.Tensor) -> torch.Tensor:
-        """These matrices of (matrices, ...), whole."""
+        """Cut these matrices, whole, out of (matrices, ...)."""
         return batch if self.everything else batch[self.matrices]
 
     def rows_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """These rows of (matrices, rows, ...)."""
+        """Cut these rows out of (matrices, rows, ...)."""
         return batch if self.everything else batch[self.matrices, self.rows]
 
     def asked(self, rows: torch.Tensor) -> torch.Tensor:
-        """What is asked for of a tensor like `gradients`."""
+        """Return the values of `rows`, a tensor like `gradients`, that the optimizer's shard covers."""
         return rows if self.high - self.low == rows.numel() else rows.view(-1)[self.low : self.high]
 
 
@@ -128,7 +128,7 @@ class ShapeGroup:
         return not self._feedback and len(self._whole) == 1
 
     def rebuild(self, compressor: LowRank, ranks: int, scratch: Scratch, whole: bool) -> None:
-        """Write P Q^T into the bucket, where it is read, and remember what it lacks.
+        """Write P Q^T into the part of the bucket that this rank's optimizer reads, and keep the error as the residual.
 
         Args:
             ranks: how many replicas the sum is of.

@@ -13,7 +13,7 @@ import torch
 __all__ = ["Progression", "Shared", "progressions"]
 
 PERIOD = 16
-"""How many tensors of one shape a layer may have before its progressions are cut into shorter ones."""
+"""Tensors of one shape that a layer may have before its progressions are cut into shorter ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Progression:
     """Equal tensors at equal distances in one flat buffer, counted in elements."""
 
     first: int
-    """Where the first of them begins."""
+    """The place where the first of them begins."""
 
     stride: int
     """From the beginning of one to the beginning of the next."""
@@ -55,7 +55,7 @@ class Progression:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Of `count` tensors of a progression, from `index` on, the elements from `low` to `high`."""
+    """The elements from `low` to `high` of each of `count` tensors of a progression, from `index` on."""
 
     index: int
     count: int

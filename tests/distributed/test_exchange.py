@@ -16,7 +16,7 @@ from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_byte
 from optimus_cc_ext.techniques import collective
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes
-from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer
+from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reduction
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
@@ -290,6 +290,35 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
         ring = (reduce_scatter_bytes if sharded else all_reduce_bytes)(4 * ends[-1], 8)
         assert 0.9 * share < plan.sent_bytes() / ring < share
         assert plan.wire_bytes < 1.15 * ends[-1]
+
+
+def _in_line() -> list[str]:
+    """Two reductions that are under way: what is started and waited for when the first of them is waited for."""
+    dist.init_process_group("gloo")
+    log: list[str] = []
+    start, wait = collective.PendingCollective.__init__, collective.PendingCollective.wait
+
+    def starting(self: Any, begin: Any, group: Any, purpose: str) -> None:
+        log.append(f"start {purpose.split('(')[1]}")
+        start(self, begin, group, purpose)
+
+    def waiting(self: Any) -> None:
+        log.append(f"wait {self._purpose.split('(')[1]}")
+        wait(self)
+
+    collective.PendingCollective.__init__, collective.PendingCollective.wait = starting, waiting  # type: ignore[method-assign]
+    reducers = [reducer_of(gradients(dist.get_rank(), step), codecs("int8"), sharded=False) for step in range(2)]
+    first, second = (Reduction([reducer], reducers, None, whole=False) for reducer in reducers)
+    log.clear()
+    first.wait()
+    second.wait()
+    return log
+
+
+def test_the_first_reduction_that_is_waited_for_lets_all_go_on_so_that_their_sums_travel_behind_each_other():
+    for log in run_ranks(2, _in_line):
+        once = ["wait exchange)", "start sums)"]
+        assert log == [*once, *once, "wait sums)", "wait sums)"]
 
 
 # -- the exchange of some shards --------------------------------------------------------------------------------------
