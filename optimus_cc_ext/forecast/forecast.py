@@ -14,9 +14,9 @@ import torch
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.formats import BLOCK
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
+from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import (
@@ -46,7 +46,8 @@ __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
 _TIMED_PASS = 1
 """Counted from 0. The one before allocates, compiles and connects."""
 
-FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.tag for each in CLASSES)
+FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
+GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
 _FLAGS = {each.tag: each.flag for each in CLASSES_BY_FLAG if each.tag != GATHER}
 """The flag that switches a class on whose seconds are part of the comparison, in the order of the lines."""
 
@@ -104,7 +105,7 @@ class Forecast:
         ]
         if self.plain.after_step:
             milliseconds = 1e3 * self.ours.after_step
-            lines.append(f"forecast: parameter gather: {milliseconds:.0f} ms beside that, {self._gather_verdict()}")
+            lines.append(f"forecast: {GATHER}: {milliseconds:.0f} ms beside that, {self._gather_verdict()}")
         for stage, nbytes in sorted(self.lacking.items()):
             lines.append(
                 f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
@@ -119,7 +120,7 @@ class Forecast:
         plain, ours = self.plain.after_step, self.ours.after_step
         if ours == plain:
             return "as in vanilla Megatron"
-        pays = "" if ours < plain else ". It does not pay here: give --param-gather-format dense"
+        pays = "" if ours < plain else f". It does not pay here: give {classes.PARAM_GATHER.format_flag} dense"
         return f"instead of {1e3 * plain:.0f} ms ({_change(ours, plain)}){pays}"
 
     def _verdict(self, name: str) -> str:
@@ -157,10 +158,7 @@ def forecast(
         lacking = {stage: nbytes for stage, nbytes in most.items() if nbytes}
         stages -= lacking.keys()
     switches = on.where(GRADIENTS, stages)
-    warmups = {
-        "--compressed-backprop-warmup": (config.compressed_backprop, config.compressed_backprop_warmup),
-        "--dp-compression-warmup": (config.dp_compression, config.dp_compression_warmup),
-    }
+    waiting = {row: getattr(config, f"{row.name}_warmup", 0.0) for row in classes.CLASSES if config.is_on(row)}
     return Forecast(
         plain=iteration(ranks, schedule, Switches({})),
         ours=iteration(ranks, schedule, switches),
@@ -173,7 +171,7 @@ def forecast(
         link=_mean_rate([m.link for m in everyone]),
         replicas=_mean_rate([m.replicas for m in everyone]),
         lacking=lacking,
-        warmups={flag: share for flag, (is_on, share) in warmups.items() if is_on and share},
+        warmups={flag_of(f"{row.name}_warmup"): share for row, share in waiting.items() if share},
     )
 
 

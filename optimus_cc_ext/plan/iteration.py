@@ -39,7 +39,8 @@ from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Sche
 
 __all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iteration", "rank_costs", "schedule_of"]
 
-FORWARD, BACKWARD, GRADIENTS, EMBEDDING, GATHER = (each.tag for each in classes.CLASSES)
+FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
+GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
 TENSOR = "tensor parallel"
 CLASSES = (
     "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout, config_of
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.plan import PlanError
@@ -22,22 +22,23 @@ __all__ = [
     "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "layout_of", "layouts", "points", "variants",
 ]  # fmt: skip
 
-VARIANTS = {
-    "CB low-rank": "--compressed-backprop",
-    "CB low-rank, all": "--compressed-backprop --compressed-backprop-messages all",
-    "CB int8": "--compressed-backprop-format int8",
-    "CB int4": "--compressed-backprop-format int4",
-    "CB fp8": "--compressed-backprop-format fp8",
-    "forward int8": "--pipeline-forward-format int8",
-    "forward fp8": "--pipeline-forward-format fp8",
-    "DP low-rank": "--dp-compression",
-    "DP int8": "--dp-compression-format int8",
-    "DP int4": "--dp-compression-format int4",
-    "FE": "--fused-embedding-sync",
-    "FE int8": "--fused-embedding-sync-format int8",
-    "FE int4": "--fused-embedding-sync-format int4",
-    "gather int8": "--param-gather-format int8",
-    "gather int4": "--param-gather-format int4",
+
+def _each_alone() -> Iterator[tuple[str, str]]:
+    """Yield a name and the flags for each class of traffic in each of its formats, compressed alone."""
+    for row in sorted(classes.CLASSES, key=lambda row: row is not classes.PIPELINE_BACKWARD):
+        short = "DP" if row is classes.DP_GRADIENTS else row.title
+        for form in row.formats:
+            if form == "low-rank":
+                yield f"{short} {form}", row.flag
+                if row is classes.PIPELINE_BACKWARD:
+                    yield f"{short} {form}, all", f"{row.flag} --compressed-backprop-messages all"
+            elif form != "dense":
+                yield f"{short} {form}", f"{row.format_flag} {form}"
+            elif row is classes.EMBEDDING:
+                yield short, row.flag
+
+
+VARIANTS = dict(_each_alone()) | {
     "paper": "--optimus-cc",
     "paper, auto stages": "--optimus-cc --dp-compression-stages auto",
     "balanced": "--optimus-cc balanced",

@@ -11,9 +11,11 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.forecast import microbenchmark
 from optimus_cc_ext.forecast.forecast import Forecaster
+from optimus_cc_ext.forecast.timeline import Link, When
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.block_messages import BlockMessages
@@ -81,8 +83,17 @@ def _scratch_after_measuring() -> list[int]:
         overlapped=False, fused=None,
     )  # fmt: skip
     measured = Forecaster(session)._measure(torch.empty(64, 2, 32), torch.device("cpu"))
+    assert [(cost.name, cost.when, cost.link) for cost in measured.cost.classes] == [
+        ("pipeline forward", When.ACTIVATION, Link.STAGES),
+        ("pipeline backward", When.GRADIENT, Link.STAGES),
+        ("DP gradients", When.AFTER_BACKWARD, Link.REPLICAS),
+        ("embedding", When.AFTER_BACKWARD, Link.REPLICAS),
+        ("embedding", When.AFTER_BACKWARD, Link.ENDS),
+        ("parameter gather", When.AFTER_STEP, Link.REPLICAS),
+    ]
     sent = {cost.name: cost.compressed for cost in measured.cost.classes}
     assert sent["DP gradients"].second_phase > 0 and sent["pipeline backward"].encode > 0
+    assert set(sent) == {row.tag for row in CLASSES}, "a class of the table that nobody measures"
     return [technique.compressor._scratch.nbytes for technique in (session.gradients, session.backprop)]
 
 
