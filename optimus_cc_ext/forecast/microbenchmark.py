@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -15,15 +16,13 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
-from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.link_plan import LinkPlan
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.param_gather import Shards
-from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 
 __all__ = ["extrapolated", "time_activation", "time_gradients", "time_message", "time_parameters"]
 
@@ -94,40 +93,35 @@ def time_gradients(
     if not matrices:
         return 0.0
     few, many = _samples([matrix.shape for matrix in matrices], matrices[0].element_size())
+    rules = BucketRules(
+        ranks=1, force=True, format="low-rank", rank=config.dp_compression_rank,
+        wire=None if wire is None else wire.format.name,
+    )  # fmt: skip
+    if codecs is not None:
+        rules = replace(rules, format=codecs.formats.gradients, sums=codecs.formats.sums, sharded=sharded)
 
     def tried(shapes: Sequence[torch.Size]) -> tuple[int, float]:
         """Bytes, and the seconds that they take."""
         like, sizes = matrices[0], [shape.numel() for shape in shapes]
         # One after the other in one storage, as in a bucket.
         flat, starts = _noise((sum(sizes),), like), [0, *accumulate(sizes)]
-        states = FactorStates(config.dp_compression_rank)
-        reducer: Reducer
-        # Reducers code in a group of one rank as well: what saves nothing there is decided by the plans of buckets.
-        if codecs is not None:
-            exchange = ExchangePlan(
-                numel=flat.numel(), coded=list(zip(starts, sizes, strict=False)), dtype=flat.dtype, ranks=1,
-                sharded=sharded, formats=codecs.formats,
-            )  # fmt: skip
-            reducer = BlockReducer(exchange, flat, Groups(alone), codecs)
-        else:
-            records = [
-                ParameterRecord(shape=tuple(shape), start=start) for start, shape in zip(starts, shapes, strict=False)
-            ]
-            low_rank = LowRankPlan(
-                low_rank=records, dense=(), dtype=flat.dtype, ranks=1, rank=config.dp_compression_rank,
-                wire=None if wire is None else wire.format.name,
-            )  # fmt: skip
-            reducer = LowRankReducer(
-                low_rank, flat, Groups(alone), compressor=compressor, config=config, seed=0, salt="microbenchmark",
-                state_dtype=state_dtype, states=states, wire=wire,
-            )  # fmt: skip
+        parameters = [
+            ParameterRecord(shape=tuple(shape), start=start) for start, shape in zip(starts, shapes, strict=False)
+        ]
+        record = BucketRecord(numel=flat.numel(), dtype=flat.dtype, parameters=parameters)
+        plan = GroupPlan.of([record], rules).buckets[0].compressed
+        assert plan is not None, "the rules force compression in a group of one rank"
+        technique = SelectiveStageCompression(
+            config, compressor, seed=0, state_dtype=state_dtype, codecs=codecs, wire=wire
+        )  # fmt: skip
+        reducer = technique.make_reducer(plan, flat, Groups(alone))
         seconds = []
         for _ in range(1 + _TRIES):  # the first time allocates
             stopwatch = Stopwatch(on=True)
             with stopwatch.timed("gradients", like.device):
                 reducer.start()
                 reducer.finish()
-                states.commit({})
+                technique.states.commit({})
             seconds.append(stopwatch.total("gradients"))
         return flat.nbytes, min(seconds[1:])
 
