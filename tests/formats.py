@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors import formats
-from optimus_cc_ext.compressors.formats import BLOCK, FORMATS, Format
+from optimus_cc_ext.compressors.formats import BLOCK, FORMATS, Format, block_format
 from optimus_cc_ext.config import OptimusConfig, literals_of
 from tests.block_reference import ReferenceCodec
 
@@ -31,7 +31,7 @@ def lossy(rows: Mapping[str, Format]) -> dict[str, Format]:
 def formats_of(field: str) -> list[str]:
     """The block formats that a field of the configuration accepts."""
     fields = {each.name: each for each in dataclasses.fields(OptimusConfig)}
-    return [word for word in literals_of(fields[field].type) if word in FORMATS]
+    return [word for word in literals_of(fields[field].type) if block_format(word) is not None]
 
 
 EVERY = every(FORMATS)

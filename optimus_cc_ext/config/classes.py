@@ -12,6 +12,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Literal
 
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.options import (
     FRACTION,
     RANK,
@@ -116,6 +117,11 @@ class TrafficClass:
     def formats(self) -> tuple[str, ...]:
         """The formats that the class can travel as, dense included."""
         return literals_of(self.fields[self.format_field].type)
+
+    @property
+    def block_formats(self) -> tuple[str, ...]:
+        """The formats of blocks among them."""
+        return tuple(name for name in self.formats if block_format(name) is not None)
 
     @property
     def default(self) -> str:

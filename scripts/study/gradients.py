@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.compressors.formats import FORMATS
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PIPELINE_BACKWARD, PIPELINE_FORWARD, TrafficClass
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import Cell, Table
@@ -36,6 +38,19 @@ _LEP = {
     "LEP": "",
     "LEP, carry": "--residual-across-iterations carry",
 }
+
+
+def _blocks(traffic: TrafficClass) -> dict[str, str]:
+    """Give flags to each block format of a class by the setting's name, without rotation as well if it is rotated."""
+    alone = {format: f"{traffic.format_flag} {format}" for format in traffic.block_formats}
+    return {
+        f"{format}{name}": f"{flags}{further}"
+        for format, flags in alone.items()
+        for name, further in (("", ""), (", not rotated", " --no-block-rotation"))
+        if FORMATS[format].rotated or not further
+    }
+
+
 BACKWARD = (
     {
         f"rank {rank}, {messages}, {lep}": f"--compressed-backprop --compressed-backprop-rank {rank} "
@@ -49,26 +64,15 @@ BACKWARD = (
         "--compressed-backprop-messages all --low-rank-wire int8"
         for rank in (8, 16, 32)
     }
+    | _blocks(PIPELINE_BACKWARD)
     | {
-        "int8": "--compressed-backprop-format int8",
-        "int8, not rotated": "--compressed-backprop-format int8 --no-block-rotation",
-        "fp8": "--compressed-backprop-format fp8",
-        "int4": "--compressed-backprop-format int4",
-        "int4, not rotated": "--compressed-backprop-format int4 --no-block-rotation",
         "int4, LEP": "--compressed-backprop-format int4 --lazy-error-propagation",
         "int4, epilogue": "--compressed-backprop-format int4 --compressed-backprop-messages epilogue",
     }
 )
-FORWARD = {
-    "int8": "--pipeline-forward-format int8",
-    "int8, not rotated": "--pipeline-forward-format int8 --no-block-rotation",
-    "fp8": "--pipeline-forward-format fp8",
-}
+FORWARD = _blocks(PIPELINE_FORWARD)
 REPLICAS = {
-    "int8": "--dp-compression-format int8",
-    "int8, not rotated": "--dp-compression-format int8 --no-block-rotation",
-    "int4": "--dp-compression-format int4",
-    "int4, not rotated": "--dp-compression-format int4 --no-block-rotation",
+    **_blocks(DP_GRADIENTS),
     "rank 64": "--dp-compression --dp-compression-rank 64",
     "rank 64, in int8": "--dp-compression --dp-compression-rank 64 --low-rank-wire int8",
     "rank 128, in int8": "--dp-compression --dp-compression-rank 128 --low-rank-wire int8",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PIPELINE_BACKWARD, PIPELINE_FORWARD, TrafficClass
 from scripts.quickstart.settings import Settings
 
 __all__ = ["CONTROLS", "VANILLA", "VARIANTS", "script_of", "words_of"]
@@ -11,6 +12,12 @@ _LOW_RANK_BACKWARD = "--compressed-backprop --compressed-backprop-rank {rank}"
 _PAPER = "--optimus-cc --compressed-backprop-rank {rank} --dp-compression-rank {dp_rank}"
 # All stages: which ones `auto` would choose depends on the machine, and here it is the loss that is asked for.
 _BALANCED = "--optimus-cc balanced --dp-compression-stages all"
+
+
+def _alone(name: str, traffic: TrafficClass) -> dict[str, str]:
+    return {f"{name}-{format}": f"{traffic.format_flag} {format}" for format in traffic.block_formats}
+
+
 VARIANTS: Mapping[str, str] = {
     VANILLA: "",
     "paper": _PAPER,
@@ -23,19 +30,14 @@ VARIANTS: Mapping[str, str] = {
     "int8": f"{_BALANCED} --pipeline-forward-format int8 --dp-compression-format int8",
     "fewest": f"--pipeline-forward-format fp8 {_LOW_RANK_BACKWARD} --compressed-backprop-messages all "
     "--dp-compression --dp-compression-rank {dp_rank} --fused-embedding-sync-format int4",
-    "forward-fp8": "--pipeline-forward-format fp8",
-    "forward-int8": "--pipeline-forward-format int8",
-    "backward-int8": "--compressed-backprop-format int8",
-    "backward-fp8": "--compressed-backprop-format fp8",
-    "backward-int4": "--compressed-backprop-format int4",
+    **_alone("forward", PIPELINE_FORWARD),
+    **_alone("backward", PIPELINE_BACKWARD),
     "backward-low-rank": _LOW_RANK_BACKWARD,
     "backward-low-rank-all": f"{_LOW_RANK_BACKWARD} --compressed-backprop-messages all",
-    "dp-int8": "--dp-compression-format int8",
-    "dp-int4": "--dp-compression-format int4",
+    **_alone("dp", DP_GRADIENTS),
     "dp-low-rank": "--dp-compression --dp-compression-rank {dp_rank}",
     "dp-low-rank-int8": "--dp-compression --dp-compression-rank {dp_rank} --low-rank-wire int8",
-    "embedding-int8": "--fused-embedding-sync-format int8",
-    "embedding-int4": "--fused-embedding-sync-format int4",
+    **_alone("embedding", EMBEDDING),
 }
 """Name to flags; {rank} and {dp_rank} are the quickstart's."""
 

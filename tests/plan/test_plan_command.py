@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext import cli
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.plan.variants import VARIANTS
+from tests.formats import formats_of
 
 LAYOUT = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "8",
           "--global-batch-size", "512"]  # fmt: skip
@@ -20,6 +22,12 @@ PLAN = ["--cluster", "paper", "--nodes", "16", "--model", "8.3b"]
 
 def main(arguments: list[str]) -> int:
     return cli.main(["plan", *arguments])
+
+
+def test_every_block_format_of_every_class_is_planned_alone() -> None:
+    for traffic in CLASSES:
+        for format in traffic.block_formats:
+            assert f"{traffic.format_flag} {format}" in VARIANTS.values(), f"{traffic.name} in {format}"
 
 
 def test_the_planner_imports_neither_torch_nor_megatron() -> None:
@@ -107,7 +115,8 @@ def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: 
     page = (out / "index.html").read_text()
     assert page.count("data:image/svg+xml") == 2 and "Predicted, not measured" in page
     rows = {row["variant"] for row in csv.DictReader((out / "plan.csv").open())}
-    of_a_gather = {"gather int8", "gather int4"}  # without the distributed optimizer there is none
+    # Without the distributed optimizer no parameter is gathered.
+    of_a_gather = {f"gather {format}" for format in formats_of("param_gather_format")}
     assert rows == {"vanilla", *VARIANTS} - of_a_gather and "balanced" in rows
     assert {"lines", "Seconds per iteration", "Memory"} <= json.loads((out / "plan.json").read_text()).keys()
     for name in ("vanilla", "best"):

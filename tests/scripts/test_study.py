@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PIPELINE_BACKWARD, PIPELINE_FORWARD
 from optimus_cc_ext.report.table import Table
 from scripts.quickstart.settings import Settings, config_of
 from scripts.study import gradients
@@ -102,6 +103,14 @@ def test_gradients_are_compared_by_stage_and_errors_of_opposite_signs_cancel_in_
     assert found["error of steps"] == pytest.approx(steps), "Adam divides the second value, which is 1 off, by 4"
     with pytest.raises(ValueError, match="the same iterations"):
         gradients.compare({}, dense)
+
+
+def test_every_block_format_is_trained_and_its_gradients_are_compared() -> None:
+    for each in (PIPELINE_FORWARD, PIPELINE_BACKWARD, DP_GRADIENTS, EMBEDDING):
+        for format in each.block_formats:
+            flags = f"{each.format_flag} {format}"
+            assert flags in VARIANTS.values(), flags
+            assert each is EMBEDDING or flags in gradients.CLASSES[each.tag].values(), flags
 
 
 def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -> None:

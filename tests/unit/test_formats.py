@@ -13,6 +13,7 @@ from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK, FORMATS, SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config.classes import CLASSES
 from tests.block_reference import ReferenceCodec
 from tests.formats import SIGNS, UNUSED, every, reference_of, with_unused_formats
 
@@ -94,6 +95,12 @@ def test_rows_agree_with_themselves() -> None:
 def test_an_unknown_format_is_refused_with_the_known_names(ask) -> None:
     with pytest.raises(ValueError, match=f"'int5' is no block format: there are {', '.join(FORMATS)}"):
         ask("int5")
+
+
+def test_classes_of_traffic_accept_only_formats_of_the_table_and_never_the_tests_own() -> None:
+    for traffic in CLASSES:
+        known = {name for name, row in FORMATS.items() if row.largest is not None} | {"dense", "low-rank"}
+        assert set(traffic.formats) <= known, f"{traffic.name} accepts formats that are in no row"
 
 
 def test_a_choice_without_blocks_has_no_format() -> None:

@@ -18,6 +18,7 @@ from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Re
 from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
 from optimus_cc_ext.techniques.technique import Iteration
+from tests.formats import formats_of
 from tests.low_rank_steps import BOTH
 
 SHAPE = (16, 2, 48)
@@ -138,7 +139,7 @@ def blocks(chosen="int4", **config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chosen", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("chosen", formats_of("compressed_backprop_format"))
 def test_what_blocks_leave_out_goes_with_the_next_message_and_is_dropped_with_the_iteration(chosen, dtype):
     ends, alone = blocks(chosen, lazy_error_propagation=True), blocks(chosen)
     gradients = [gradient(b, dtype) for b in range(4)]

@@ -16,7 +16,7 @@ from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
-from tests.formats import ALL, EVERY, SIGNS, UNUSED, every, with_unused_formats
+from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, with_unused_formats
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
 GPU = torch.cuda.is_available()
@@ -266,10 +266,8 @@ class TestBlockKernels:
             assert torch.equal(found, expected)
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-    @pytest.mark.parametrize(
-        "format, rotated, poison",
-        [("int8", False, torch.inf), ("int4", True, torch.inf), ("int4", True, torch.nan), ("fp8", False, torch.nan)],
-    )
+    @LOSSY
+    @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
     def test_what_is_not_finite_reaches_the_result_and_stays_in_its_block(self, format, rotated, poison) -> None:
         layout, (ours, _) = BlockLayout.of_one(300), both(format, rotated)
         values, out = gaussian(300), torch.empty(300, device=DEVICE)
