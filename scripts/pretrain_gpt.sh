@@ -170,7 +170,9 @@ if [[ ${#nodes[@]} -gt 0 ]]; then
     for index in "${!nodes[@]}"; do
       [[ "${nodes[index]}" != "$here" && "${nodes[index]%%.*}" != "${here%%.*}" ]] || NODE_RANK="${NODE_RANK:-$index}"
     done
-    [[ -n "${NODE_RANK:-}" ]] || refuse NODE_LIST "this host, $here, is not in it" "Add it, or set NODE_RANK"
+    # A command can be looked at from any host.
+    [[ -n "${NODE_RANK:-}" || "$dry_run" == true ]] ||
+      refuse NODE_LIST "this host, $here, is not in it" "Add it, or set NODE_RANK"
   fi
 fi
 MASTER_PORT="${MASTER_PORT:-6000}"
@@ -213,8 +215,11 @@ if [[ -n "${MEGATRON_LM:-}" ]]; then
   program+=("$MEGATRON_LM/pretrain_gpt.py")
 fi
 # For a check on behalf of a job in an image the Python is in there.
-python="$(find_python "$root")" || [[ -n "${IMAGE:-}" && "$check" == true ]] ||
-  refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
+if ! python="$(find_python "$root")"; then
+  { [[ -n "${IMAGE:-}" ]] && { "$check" || "$dry_run"; }; } ||
+    refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
+  python=python
+fi
 
 # --- flags
 default --tensor-model-parallel-size "$TENSOR_PARALLEL"

@@ -13,14 +13,27 @@ refuse() { # WHAT REASON CURE
 # shellcheck disable=SC2034  # by submit.sh
 others='^(NCCL|GLOO|UCX|TORCH|PYTORCH|TRITON|NVTE|CUDA|OMP|MKL|HF|WANDB|OPTIMUS_CC|SBATCH)_'
 into_images='(NCCL|GLOO|UCX|TORCH_NCCL|NVTE|OMP|OPTIMUS_CC)_.*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_CUDA_ALLOC_CONF'
+into_images+='|HF_HOME|NODE_CACHE|TRITON_CACHE_DIR|TORCHINDUCTOR_CACHE_DIR|NVIDIA_VISIBLE_DEVICES'
+# Variables that name programs, libraries and packages of this machine: an image has its own, which these would break.
+not_into_images=(PYTHONPATH PYTHONHOME CC CXX LD_PRELOAD)
 
 known_variables() {
   variables_of "$root/scripts/slurm/submit.sh" "$root/scripts/slurm/$job.sbatch"
   [[ "$job" != pretrain ]] || variables_of "$root/scripts/pretrain_gpt.sh"
 }
 
-checked() { # the end of what can be said before the job runs
-  [[ -z "${SUBMITTING:-}" ]] || exit 0
+checked() { # the end of what can be said before the job runs; submit.sh --dry-run goes on, and starts nothing
+  [[ -z "${SUBMITTING:-}" || -n "${DRY_RUN:-}" ]] || exit 0
+}
+
+start() { # COMMAND ARGUMENTS...: of the job; printed, as one line that can be pasted, in a dry run
+  if [[ -z "${DRY_RUN:-}" ]]; then
+    "$@"
+  else
+    local line
+    printf -v line ' %q' "$@"
+    echo "${line# }"
+  fi
 }
 
 check_command_line() { # FLAGS OF THE JOB...
@@ -54,6 +67,14 @@ mount_folder() { # PATH: the folder that holds it, as far as there is one; fails
   folders+=("$folder")
 }
 
+# Hugging Face's snapshots, for one, are links to files in a folder beside them.
+mount_links_of() { # PATH: the folders that links in it, or it itself, lead to
+  local link
+  while IFS= read -r link; do
+    mount_folder "$(dirname "$(realpath -m -- "$link")")" || true
+  done < <(find "$1" -maxdepth 1 -type l 2>/dev/null | head -n 200)
+}
+
 # What runs a command of the job: `step` inside of Slurm's srun, `container` ahead of the command. `scripts` is where
 # the repository's are to be found there.
 # shellcheck disable=SC2034  # by the batch scripts
@@ -70,29 +91,43 @@ use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, 
       ;;
   esac
   local name word paths
-  for name in CHECKPOINT_DIR TOKENIZER_MODEL VOCAB_FILE MERGE_FILE MEGATRON_LM CHECKPOINT MODEL_OUTPUT TEXT DATA_PATH; do
+  for name in CHECKPOINT_DIR TOKENIZER_MODEL VOCAB_FILE MERGE_FILE MEGATRON_LM CHECKPOINT MODEL_OUTPUT TEXT HF_HOME \
+    DATA_PATH; do
     paths=("${!name:-}")
     [[ "$name" != DATA_PATH ]] || read -r -a paths <<<"${DATA_PATH:-}" # a blend: weights and prefixes
     for word in "${paths[@]}"; do
       [[ "$word" != */* ]] || mount_folder "$word" ||
         refuse "$name" "no folder above '$word' exists" "Give one on the file system that all nodes share"
+      [[ "$word" != */* ]] || mount_links_of "$word"
     done
   done
   for word in "$@"; do
     [[ "${word#--*=}" != /* ]] || mount_folder "${word#--*=}" || true
   done
+  [[ -z "${NODE_CACHE:-}" ]] || mount_folder "$NODE_CACHE" || true
+  # Enroot's hook for GPUs ends the job on a node that has none.
+  [[ -n "${SLURM_GPUS_ON_NODE:-}${NVIDIA_VISIBLE_DEVICES+set}" ]] || export NVIDIA_VISIBLE_DEVICES=void
+  # Apptainer mounts the home folder: what lies in ~/.local would win over the image's packages.
+  local clean=(env)
+  for name in "${not_into_images[@]}"; do
+    [[ ",${IMAGE_ENV:-}," == *",$name,"* ]] || clean+=(-u "$name")
+  done
+  clean+=(PYTHONNOUSERSITE=1)
   if [[ "$IMAGE" == *.sif ]]; then
     # shellcheck disable=SC2034
-    container=(apptainer exec --nv --pwd "$PWD" --bind "$(mounts)" "$IMAGE")
+    container=(apptainer exec --nv --pwd "$PWD" --bind "$(mounts)" "$IMAGE" "${clean[@]}")
     return 0
   fi
+  # shellcheck disable=SC2034
+  container=("${clean[@]}")
   ! command -v srun >/dev/null || [[ "$(srun --help 2>&1)" == *--container-image* ]] ||
     refuse IMAGE "srun has no --container-image here: Pyxis is not installed" \
       "Build a .sif, for Apptainer, or where only the nodes have Pyxis use plain sbatch"
   step+=(--container-image="$IMAGE" --container-mounts="$(mounts twice)" --container-workdir="$PWD")
   # An image's own setting would win over one from outside.
-  local set_here
-  set_here="$(compgen -e | grep -E -x -e "$(known_variables | paste -sd'|')" -e "$into_images" | paste -sd,)" || true
+  local set_here asked="${IMAGE_ENV:-}"
+  set_here="$(compgen -e | grep -E -x -e "$(known_variables | paste -sd'|')" -e "$into_images" -e "${asked//,/|}" |
+    grep -v -x -e IMAGE -e IMAGE_ENV | paste -sd,)" || true
   [[ -z "$set_here" ]] || step+=(--container-env="$set_here")
 }
 
@@ -106,6 +141,9 @@ mounts() { # [twice]: with the place inside of the image, which is the same
     printf '%s\n' "$path"
   done | paste -sd,
 }
+
+# A rank that dies must not fill the working folder with its memory.
+ulimit -c 0
 
 # --- resources: what the job has is the step's. Since Slurm 22.05 srun asks for one CPU a task unless it is told.
 own_resources() {

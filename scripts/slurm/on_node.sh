@@ -20,6 +20,17 @@ export OPTIMUS_CC_STEP="${SLURM_JOB_ID:-0}.${SLURM_STEP_ID:-0}.$NODE_RANK.$$"
 # torchrun's option --signals-to-handle: without SIGTERM. Older ones without the option must be spared the signal.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
 
+# Kernels that Triton and Inductor compile stay on the node, in a folder that only this user can write, for the next
+# start. On a home folder that all nodes share every rank would write the same files at once.
+cache="${NODE_CACHE:-/tmp}/optimus-cc-$(id -u)"
+if ! { [[ -d "$cache" ]] || mkdir -m 700 "$cache"; } || [[ ! -O "$cache" ]]; then
+  echo "on_node.sh: error: NODE_CACHE: '$cache' on $(uname -n) is not yours to write to. Set NODE_CACHE to a folder of the nodes where you may write." >&2
+  exit 2
+fi
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
+# A rank that dies must not fill the working folder with its memory.
+ulimit -c 0
+
 signalled=""
 # shellcheck disable=SC2329  # by the trap
 save_and_end() {

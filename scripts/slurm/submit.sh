@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Checks a job on this machine, then hands it to sbatch: what is misspelt, missing or does not fit is refused here.
 #
-#   scripts/slurm/submit.sh JOB [VARIABLE=value ...] [options of sbatch ...] [-- flags of the job ...]
+#   scripts/slurm/submit.sh JOB [--dry-run] [VARIABLE=value ...] [options of sbatch ...] [-- flags of the job ...]
 #
 #   scripts/slurm/submit.sh pretrain MODEL=2.5b TENSOR_PARALLEL=8 PIPELINE_PARALLEL=4 DATA_PATH=... TOKENIZER_MODEL=... \
 #     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc
 #
 # JOB is build_image, prepare_data, pretrain or evaluate; `submit.sh JOB --help` explains its variables, which can be
-# set in the environment just as well. Sbatch's own variables hold, above all
+# set in the environment just as well. --dry-run, on either side of --, prints the lines of sbatch, srun and torchrun that
+# would run, and submits nothing. Sbatch's own variables hold, above all
 #   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      where the job goes, and at whose cost
 # It has to be called on a file system that all nodes share; the job runs in the current folder.
 #   OPTIMUS_CC_ROOT     the repository, if not this script's
@@ -35,7 +36,19 @@ esac
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 
-options=() nodes="" gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
+options=() nodes="" dry_run=""
+gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
+all_gpus="${SBATCH_GPUS:-}"                      # of all nodes together
+understand() { # OPTION VALUE: those of sbatch's options that the layout depends on
+  case "$1" in
+    -N | --nodes) nodes="$2" ;;
+    -G | --gpus) all_gpus="$2" ;;
+    *) gpus="$2" ;;
+  esac
+}
+number_of() { # GPUS: such as 8 of h100:8 and gpu:8,nvme:1; nothing where there is no number
+  [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
+}
 while (($# > 0)); do
   case "$1" in
     --)
@@ -54,13 +67,14 @@ while (($# > 0)); do
       fi
       export "${1?}"
       ;;
-    --nodes=* | --gpus-per-node=* | --gres=*)
+    --dry-run) dry_run=yes ;;
+    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=*)
       options+=("$1")
-      [[ "$1" == --nodes=* ]] && nodes="${1#*=}" || gpus="${1#*=}"
+      understand "${1%%=*}" "${1#*=}"
       ;;
-    -N | --nodes | --gpus-per-node | --gres)
+    -N | --nodes | --gpus-per-node | --gres | -G | --gpus)
       options+=("$1" "${2:-}")
-      [[ "$1" == -N || "$1" == --nodes ]] && nodes="${2:-}" || gpus="${2:-}"
+      understand "$1" "${2:-}"
       shift
       ;;
     *) options+=("$1") ;;
@@ -68,11 +82,30 @@ while (($# > 0)); do
   shift
 done
 
+flags=()
+for word in "$@"; do
+  [[ "$word" == --dry-run ]] && dry_run=yes || flags+=("$word")
+done
+
 file="$here/$job.sbatch"
 [[ -n "$nodes" ]] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$file")"
+nodes="${nodes%%-*}" # of a range of nodes the least
 export OPTIMUS_CC_ROOT="$root"
-[[ "${gpus#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] && gpus="${BASH_REMATCH[2]}" || gpus=""
-# What Slurm would say in the job; of a range of nodes the least.
-SUBMITTING=yes SLURM_JOB_NUM_NODES="${nodes%%-*}" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "$@"
+gpus="$(number_of "$gpus")" all_gpus="$(number_of "$all_gpus")"
+if [[ -z "$gpus" && -n "$all_gpus" ]]; then
+  ((all_gpus % nodes == 0)) ||
+    fail --gpus "$all_gpus GPUs are not the same number on each of $nodes nodes" "Give a multiple, or --gpus-per-node"
+  gpus=$((all_gpus / nodes))
+fi
+submit=(sbatch --export=ALL "${options[@]}" "$file" "${flags[@]}")
+if [[ -n "$dry_run" ]]; then
+  printf -v line ' %q' "${submit[@]}"
+  echo "${line# }"
+  # The job's number and first node are not known yet; they stand for themselves.
+  export DRY_RUN=yes SLURM_JOB_ID=0 SLURM_JOB_NODELIST=FIRST_NODE MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
+fi
+# What Slurm would say in the job.
+SUBMITTING=yes SLURM_JOB_NUM_NODES="$nodes" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "${flags[@]}"
+[[ -z "$dry_run" ]] || exit 0
 echo "submit.sh: $job as checked here, account ${SBATCH_ACCOUNT:-(your default)}, partition ${SBATCH_PARTITION:-(the default)}" >&2
-exec sbatch --export=ALL "${options[@]}" "$file" "$@"
+exec "${submit[@]}"

@@ -118,7 +118,6 @@ BAD = {
     "NODES=2": "MASTER_ADDR: it is not set, and there are 2 nodes. Give the first node's name, or NODE_LIST.",
     "NODES=-1": "NODES: '-1' is not a whole number.",
     "NODES=2;NODE_LIST=a b c": "NODES: it is 2, but NODE_LIST names 3. Leave one of the two out.",
-    "NODE_LIST=a b": "is not in it. Add it, or set NODE_RANK.",
     "NODE_RANK=1": "NODE_RANK: it is '1', but there is one node.",
     "NODES=2;MASTER_ADDR=a;NODE_RANK=2": "NODE_RANK: 2 is too large. Give at most 1.",
     "MASTER_PORT=99999": "MASTER_PORT: 99999 is too large. Give at most 65535.",
@@ -144,6 +143,12 @@ def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() ->
     assert "DATA_PATH: /data/a.idx does not exist" in dry_run(**env).errors and dry_run(**env).code == 0
     ended = run_script("pretrain_gpt.sh", env=env)
     assert ended.code == 2 and "error: DATA_PATH: /data/a.idx does not exist. Give an existing one" in ended.errors
+
+
+def test_a_host_that_the_list_of_nodes_lacks_stops_a_start_but_not_a_look_at_the_command() -> None:
+    ended = run_script("pretrain_gpt.sh", "--check", env={"NODE_LIST": "a b"})
+    assert ended.code == 2 and "is not in it. Add it, or set NODE_RANK." in ended.errors
+    assert "--rdzv-endpoint" in dry_run(NODE_LIST="a b").launch.torchrun
 
 
 def test_what_is_nearly_an_option_or_a_variable_is_refused_with_what_was_meant() -> None:

@@ -1,5 +1,6 @@
 """What submit.sh refuses and hands to sbatch, and the steps that jobs start; Slurm's programs here only print."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,11 +61,13 @@ REFUSED = {
     "pretrain --gpus-per-node=8 -- --nodes=16": "--nodes=16: it is an option of sbatch's",
     "pretrain --nodes=3 --gres=gpu:h100:8": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
     "pretrain -N 3 --gpus-per-node h100:8": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
+    "pretrain -N 3 -G 24": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
     "pretrain --gpus-per-node=8 IMAGE=optimus-cc.sqsh": "IMAGE: there is no 'optimus-cc.sqsh'.",
     "pretrain --gpus-per-node=8 IMAGE=host#name:tag CHECKPOINT_DIR=/nowhere/x": (
         "CHECKPOINT_DIR: no folder above '/nowhere/x' exists."
     ),
     "pretrain --gpus-per-node=8 DATA_PATH=/nowhere/x TOKENIZER_MODEL=.": "DATA_PATH: /nowhere/x.idx does not exist.",
+    "pretrain --nodes=3 --gpus=16": "--gpus: 16 GPUs are not the same number on each of 3 nodes. Give a multiple",
     "prepare_data -- --output x": "--input: it is not given. Give a file or a folder of text, after --.",
     "evaluate": "CHECKPOINT: it is not set.",
     "evaluate CHECKPOINT=. MODEL_OUTPUT=model": "CHECKPOINT: there is no checkpoint in '.'.",
@@ -102,6 +105,33 @@ def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: R
     assert "account chemistry, partition (the default)" in ended.errors
 
 
+@pytest.mark.parametrize("words", ["--dry-run --nodes=2 -- --bf16", "--nodes=2 -- --bf16 --dry-run"])
+def test_a_dry_run_prints_the_lines_of_sbatch_srun_and_torchrun_and_submits_nothing(words: str, run: Run) -> None:
+    job = "pretrain MODEL=2.5b TENSOR_PARALLEL=8 --gpus-per-node=8"
+    looked_at = submit(run, *job.split(), *words.split())
+    assert looked_at.code == 0, looked_at.errors
+    sbatch, srun, torchrun = map(shlex.split, looked_at.output.splitlines())
+    # One word a line is how this sbatch and this srun print what they are given.
+    submitted = submit(run, *job.split(), *(word for word in words.split() if word != "--dry-run"))
+    assert sorted(sbatch) == sorted(submitted.output.splitlines())
+    started = run(
+        "pretrain.sbatch", "--bf16", **JOB, SLURM_GPUS_ON_NODE="8", MODEL="2.5b", TENSOR_PARALLEL="8"
+    ).output.splitlines()
+    received = started[started.index("srun") : -1]
+    assert [word.replace("interrupted-0", "interrupted-7") for word in srun] == received
+    assert torchrun[torchrun.index("--nproc-per-node") + 1] == "8"
+    assert torchrun[torchrun.index("--rdzv-endpoint") + 1].startswith("FIRST_NODE:")
+    assert torchrun[-2:] == ["--bf16", "--exit-signal-handler"]
+
+
+def test_every_job_can_be_looked_at_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    for words in ("build_image OUTPUT=optimus-cc.tar", "prepare_data -- --input x"):
+        ended = submit(run, *words.split()[:1], "--dry-run", *words.split()[1:])
+        assert ended.code == 0 and ended.output.startswith("sbatch --export=ALL "), ended.errors
+        assert len(ended.output.splitlines()) == 2
+    assert list((tmp_path / "work").iterdir()) == []
+
+
 def test_every_job_has_a_help_that_lists_its_variables(run: Run) -> None:
     for job, variable in {
         "build_image": "OUTPUT", "prepare_data": "IMAGE", "pretrain": "NETWORK_INTERFACE", "evaluate": "TASKS"
@@ -121,6 +151,9 @@ def step(ended: Ended) -> dict[str, str]:
     assert ended.code == 0, ended.errors
     [cpus, _, *words] = ended.output[ended.output.index("cpus per task: ") :].splitlines()
     options = [word for word in words if word.startswith("--")]
+    if "env" in words:  # what an image is spared comes ahead of its program
+        end = words.index("PYTHONNOUSERSITE=1")
+        words[words.index("env") : end + 1] = []
     program = next(word for word in words if not word.startswith("--"))
     return {"cpus": cpus.removeprefix("cpus per task: "), "program": program} | {
         name.lstrip("-"): value for name, _, value in (option.partition("=") for option in options)
@@ -161,11 +194,46 @@ def test_an_image_is_named_absolutely_with_what_it_needs_mounted_and_what_was_se
     )
     assert started["container-image"] == f"{work}/optimus-cc.sqsh"
     mounted = started["container-mounts"].split(",")
-    assert mounted == [f"{path}:{path}" for path in (work, runs, data, boards, "/opt")]
+    assert mounted == [f"{path}:{path}" for path in (work, runs, data, boards, "/tmp", "/opt")]
     outside = started["container-env"].split(",")
     assert {"MEGATRON_LM", "DATA_PATH", "NCCL_DEBUG", "OPTIMUS_CC_DEVICE"} <= set(outside)
     assert not {"STRANGE", "CUDA_HOME"} & set(outside)
     assert started["program"] == "/opt/optimus-cc/scripts/slurm/on_node.sh"
+
+
+@pytest.mark.parametrize("image", ["optimus-cc.sqsh", "optimus-cc.sif"])
+def test_inside_an_image_nothing_of_the_users_own_python_and_compilers_holds(
+    image: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "work" / image).touch()
+    ended = run("pretrain.sbatch", **JOB, IMAGE=image, IMAGE_ENV="CC,MY_SETTING", MY_SETTING="1", NODE_CACHE="/opt")
+    words = ended.output.splitlines()
+    clean = words[words.index("env") : words.index("PYTHONNOUSERSITE=1")]
+    assert clean == ["env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "CXX", "-u", "LD_PRELOAD"]
+    if image.endswith(".sqsh"):
+        started = step(ended)
+        assert {"MY_SETTING", "NVIDIA_VISIBLE_DEVICES"} <= set(started["container-env"].split(","))
+        assert "/opt:/opt" in started["container-mounts"].split(",")
+
+
+def test_without_an_image_the_users_environment_stays(run: Run) -> None:
+    assert "env" not in run("pretrain.sbatch", **JOB).output.splitlines()
+
+
+def test_a_folder_of_links_is_mounted_with_what_they_lead_to(run: Run, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/1"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (blobs / "abc").touch()
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/abc")
+    (tmp_path / "work/optimus-cc.sqsh").touch()
+    (tmp_path / "data.idx").touch()
+    ended = run(
+        "pretrain.sbatch", **JOB, IMAGE="optimus-cc.sqsh", DATA_PATH=str(tmp_path / "data"),
+        TOKENIZER_MODEL=str(snapshot), HF_HOME=str(tmp_path / "hub/home"), NODE_CACHE=str(tmp_path / "work"),
+    )  # fmt: skip
+    mounted = {pair.split(":")[0] for pair in step(ended)["container-mounts"].split(",")}
+    assert any(str(blobs).startswith(folder) for folder in mounted) and str(snapshot) in mounted
 
 
 def test_an_image_for_apptainer_is_bound_alike_and_without_pyxis_another_is_refused(run: Run, tmp_path: Path) -> None:
@@ -174,7 +242,7 @@ def test_an_image_for_apptainer_is_bound_alike_and_without_pyxis_another_is_refu
     work = tmp_path / "work"
     words = ended.output.splitlines()
     start = words.index("apptainer")
-    expected = ["exec", "--nv", "--pwd", str(work), "--bind", f"{work},/opt:/mnt", f"{work}/optimus-cc.sif"]
+    expected = ["exec", "--nv", "--pwd", str(work), "--bind", f"{work},/tmp,/opt:/mnt", f"{work}/optimus-cc.sif"]
     assert words[start + 1 : start + 8] == expected
     (tmp_path / "bin/srun").write_text("#!/bin/sh\n")
     ended = submit(run, "pretrain", "--gpus-per-node=8", "IMAGE=host#name:tag")
