@@ -6,8 +6,8 @@
 #
 # buildah and podman take the same arguments (with `--format docker`, or the health check is left out). pip looks where
 # the base image's settings say, or --build-arg PIP_INDEX_URL=...; scripts/slurm/build_image.sbatch is all of it in one.
-# The default is the image that Megatron-LM core_v0.19.0 is tested in.
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
+# The default is the image that Megatron-LM core_v0.19.0 is tested in, by tag and digest: docker, podman and buildah check it.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
 
 # --- Megatron-LM's scripts: a plain checkout. A build context of the name megatron-lm replaces the second stage.
 # hadolint ignore=DL3006
@@ -25,27 +25,22 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
 # Unless it is given, the base image's own setting holds.
 ARG PIP_INDEX_URL
+# "yes": the base image's pip constraints do not hold.
+ARG IGNORE_CONSTRAINTS
+# Extras of pyproject.toml: add eval for scripts/eval, wandb for Megatron's logging to it.
+ARG EXTRAS=data,report
+# What the base image may lack of transformer_engine, apex and fused_weight_gradient_mlp_cuda; "all" for all of it.
+ARG ALLOW_MISSING
 WORKDIR /tmp/optimus-cc
-COPY requirements.lock pyproject.toml setup.py README.md LICENSE ./
+# Dependencies lie in a layer of their own, below the sources: an edit of these repeats no download.
+COPY requirements.lock requirements-eval.lock pyproject.toml ./
+COPY scripts/image scripts/image
+RUN scripts/image/install.sh dependencies
+COPY setup.py README.md LICENSE ./
 COPY patches patches
 COPY scripts scripts
 COPY optimus_cc_ext optimus_cc_ext
-
-# What the base image has stays, where it is new enough for pyproject.toml; the rest comes in the locked versions.
-# --no-deps for megatron-core: its "torch" is the base image's, built for its CUDA. The comparison makes the build
-# fail should anything have replaced it.
-# PIP_BREAK_SYSTEM_PACKAGES: the image is the environment. /opt/optimus-cc: where Slurm's batch scripts find the others.
-RUN export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1 \
- && before="$(python -c 'import torch; print(torch.__version__)')" \
- && { python -m pip list --format=freeze; cat "${PIP_CONSTRAINT:-/dev/null}"; } > /tmp/present.txt \
- && awk -F '[=<>!~ @]+' '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } \
-      NR == FNR { present[name]; next } name !~ /^#/ && !(name in present)' \
-      /tmp/present.txt requirements.lock > /tmp/missing.txt \
- && python -m pip install --no-deps "$(grep -E '^megatron-core==' requirements.lock)" \
- && python -m pip install --constraint /tmp/missing.txt '.[data,report]' \
- && test "$before" = "$(python -c 'import torch; print(torch.__version__)')" \
- && ln -s "$(optimus-cc files)" /opt/optimus-cc \
- && rm -r /tmp/present.txt /tmp/missing.txt /tmp/optimus-cc
+RUN scripts/image/install.sh package && rm -r /tmp/optimus-cc
 
 # Only the scripts: the `megatron` folder of the checkout would be a second Megatron, without its compiled helper.
 COPY --from=megatron-lm /LICENSE /*.py /opt/megatron-lm/
@@ -58,6 +53,8 @@ WORKDIR /workspace
 ENV PYTHONUNBUFFERED=1 MEGATRON_LM=/opt/megatron-lm
 
 ARG BASE_IMAGE
+# What BASE_IMAGE has behind its @; scripts/slurm/build_image.sbatch gives it.
+ARG BASE_DIGEST
 ARG MEGATRON_LM_TAG=core_v0.19.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="optimus_cc_ext" \
@@ -65,6 +62,7 @@ LABEL org.opencontainers.image.title="optimus_cc_ext" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.base.name="$BASE_IMAGE" \
+      org.opencontainers.image.base.digest="$BASE_DIGEST" \
       megatron-lm.tag="$MEGATRON_LM_TAG"
 
 # It imports torch and Megatron: seconds of work, so not often.

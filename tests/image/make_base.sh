@@ -25,4 +25,10 @@ mapfile -t settings < <(compgen -e PIP_ || true)
 mapfile -t packages < <(grep -E '^(torch|numpy)==' "$lock")
 buildah run --isolation chroot "${settings[@]/#/--env=}" "$container" -- \
   pip install --no-cache-dir --quiet "${packages[@]}"
+# As NGC's images have them: constraints, one of them at another version than the lock's, and an old package.
+buildah run --isolation chroot "${settings[@]/#/--env=}" "$container" -- \
+  pip install --no-cache-dir --quiet --no-deps transformers==4.40.0
+printf '%s\n' "$(grep -E '^numpy==' "$lock")" 'matplotlib==3.10.8' >"$work/constraint.txt"
+buildah copy --quiet "$container" "$work/constraint.txt" /etc/pip/constraint.txt
+buildah config --env PIP_CONSTRAINT=/etc/pip/constraint.txt "$container"
 buildah commit --quiet --rm "$container" "$name"

@@ -8,6 +8,7 @@ tests of them: this test does not reach for GitHub.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -30,7 +31,9 @@ class Image:
 
     environment: dict[str, str]
     last_lines: list[str]
-    """Of the build."""
+    """The last lines that the build printed."""
+
+    checkout: str
 
     def buildah(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -78,11 +81,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
                 *("bash", ROOT / "scripts/slurm/build_image.sbatch"),
                 *("--isolation", "chroot", "--build-arg", "BASE_IMAGE=localhost/base"),
             ],
-            env={**environment, "BUILDER": "buildah", "MEGATRON_LM": str(checkout), "OPTIMUS_CC_ROOT": str(ROOT)},
+            # Debian has neither Transformer Engine nor Apex.
+            env={**environment, "BUILDER": "buildah", "ALLOW_MISSING": "all", "SPACE_GB": "10"}
+            | {"MEGATRON_LM": str(checkout), "OPTIMUS_CC_ROOT": str(ROOT)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert built.returncode == 0, built.stdout[-4000:]
-        yield Image(environment, built.stdout.splitlines()[-5:])
+        yield Image(environment, built.stdout.splitlines()[-5:], str(checkout))
     finally:
         subprocess.run(["buildah", "rm", "--all"], env=environment, capture_output=True)
         subprocess.run(["buildah", "rmi", "--all", "--force"], env=environment, capture_output=True)
@@ -118,7 +123,24 @@ def test_the_build_leaves_labels_a_health_check_and_a_user_who_is_not_root(image
     labels = config["Labels"]
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["org.opencontainers.image.base.name"] == "localhost/base"
-    assert len(labels["org.opencontainers.image.revision"]) == 40
+    assert re.fullmatch("[0-9a-f]{40}(-dirty)?", labels["org.opencontainers.image.revision"])
+
+
+def test_constraints_of_the_base_hold_and_an_old_package_comes_in_its_locked_version(image: Image) -> None:
+    frozen = image.run("cat", "/opt/optimus-cc.freeze.txt").splitlines()
+    locked = (ROOT / "requirements.lock").read_text().splitlines()
+    assert "matplotlib==3.10.8" in frozen and "matplotlib==3.10.8" not in locked
+    assert next(line for line in locked if line.startswith("transformers==")) in frozen
+
+
+def test_a_base_without_transformer_engine_is_refused_by_name(image: Image, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/slurm/build_image.sbatch", "--isolation", "chroot"], cwd=tmp_path,
+        env={**image.environment, "BUILDER": "buildah", "BASE_IMAGE": "localhost/base", "OPTIMUS_CC_ROOT": str(ROOT)}
+        | {"MEGATRON_LM": image.checkout, "SPACE_GB": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0 and "transformer_engine: the base image lacks it" in done.stdout
 
 
 def test_the_doctor_finds_the_locked_megatron_and_every_seam(image: Image) -> None:
