@@ -36,7 +36,11 @@
 #                       of this host's name); or
 #   MASTER_ADDR  MASTER_PORT    the first node, and a free port there (6000)
 #   NODE_RANK           this node's number from 0; left out, torchrun's rendezvous gives the numbers out
+#   RUN_ID              the rendezvous's name, the same on all nodes (optimus-cc; under Slurm job and restart)
+#   ALLOW_TENSOR_ACROSS_NODES   yes: tensor-parallel groups may span nodes
 # program
+#   PROFILER            a command in front of one rank, such as "nsys profile -o trace"
+#   PROFILED_RANK       that rank (0)
 #   MEGATRON_LM         a Megatron-LM checkout, whose pretrain_gpt.py is run; without it the package's own entry
 #
 # Python is the one in .venv (scripts/setup_env.sh makes it), else `python` on PATH. Without a GPU, or with
@@ -189,7 +193,7 @@ else
     whole_number NODE_RANK 0 $((NODES - 1))
     rendezvous+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
   else
-    rendezvous+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id optimus-cc)
+    rendezvous+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-optimus-cc}")
   fi
 fi
 
@@ -199,6 +203,10 @@ if ! given --tensor-model-parallel-size --pipeline-model-parallel-size --context
     refuse PROCESSES_PER_NODE \
       "$NODES x $PROCESSES_PER_NODE processes cannot hold replicas of $TENSOR_PARALLEL x $PIPELINE_PARALLEL each" \
       "Make it, or NODES, a multiple; or change TENSOR_PARALLEL and PIPELINE_PARALLEL"
+  ((NODES == 1 || PROCESSES_PER_NODE % TENSOR_PARALLEL == 0)) || [[ "${ALLOW_TENSOR_ACROSS_NODES:-}" == yes ]] ||
+    refuse TENSOR_PARALLEL \
+      "groups of $TENSOR_PARALLEL ranks cross nodes of $PROCESSES_PER_NODE, and every layer would wait for the network" \
+      "Give a divisor of PROCESSES_PER_NODE, or ALLOW_TENSOR_ACROSS_NODES=yes"
   replicas=$((processes / model_processes))
   given --micro-batch-size --global-batch-size || ((GLOBAL_BATCH_SIZE % (MICRO_BATCH_SIZE * replicas) == 0)) ||
     refuse GLOBAL_BATCH_SIZE \
@@ -289,11 +297,47 @@ if [[ "$CHECKPOINT_DIR" != none ]]; then
   default --save-interval "$SAVE_INTERVAL"
 fi
 
+# A rank beside its GPU's memory and processors. Where it does not work, training without it does.
+binding=()
+bind_to_nodes() {
+  local why=""
+  if ! command -v numactl >/dev/null; then
+    why="numactl is not on PATH"
+  elif ! numactl --cpunodebind=0 --membind=0 true 2>/dev/null; then
+    why="numactl fails here"
+  elif [[ "$("$python" -m torch.distributed.run --help 2>/dev/null)" != *--numa-binding* ]]; then
+    why="this torch has no --numa-binding"
+  fi
+  if [[ -z "$why" ]]; then binding=(--numa-binding=node); else say "ranks are not bound to their GPUs' processors: $why"; fi
+}
+if ! $check && ! $dry_run && [[ "$(gpus)" != 0 ]] && ! given --numa-binding; then bind_to_nodes; fi
+
 command=(env "PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
 # Megatron's overlap of communication relies on the order in which kernels were launched.
 command+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
-command+=("$python" -m torch.distributed.run --nproc-per-node "$PROCESSES_PER_NODE" "${rendezvous[@]}")
+command+=("$python" -m torch.distributed.run --nproc-per-node "$PROCESSES_PER_NODE" "${rendezvous[@]}" "${binding[@]}")
+if [[ -n "${PROFILER:-}" ]]; then
+  program=(--no-python "$root/scripts/profiled.sh" "$python" -u "${program[@]}")
+fi
 command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
+
+value_of() { # FLAG: what the command line gives it; the last one counts
+  local place all=("${arguments[@]}" "${flags[@]}") value=1
+  for place in "${!all[@]}"; do
+    [[ "${all[place]}" != "$1" ]] || value="${all[place + 1]:-1}"
+    [[ "${all[place]}" != "$1="* ]] || value="${all[place]#*=}"
+  done
+  echo "$value"
+}
+# Which ranks share a node decides which traffic leaves it.
+if ! $check && ((NODES * PROCESSES_PER_NODE > 1)); then
+  mapping=()
+  ! given --use-tp-pp-dp-mapping || mapping=(--use-tp-pp-dp-mapping)
+  say "$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" -m optimus_cc_ext.placement \
+    --tensor "$(value_of --tensor-model-parallel-size)" --pipeline "$(value_of --pipeline-model-parallel-size)" \
+    --context "$(value_of --context-parallel-size)" --world-size $((NODES * PROCESSES_PER_NODE)) \
+    --ranks-per-node "$PROCESSES_PER_NODE" "${mapping[@]}" 2>/dev/null || echo "placement not known on this machine")"
+fi
 
 if $dry_run; then
   [[ ${#missing[@]} -eq 0 ]] || say "${missing[0]}: ${missing[1]} does not exist on this machine"

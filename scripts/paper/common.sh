@@ -99,8 +99,11 @@ _tiny_scale() {
   esac
   export NUM_LAYERS=$layers HIDDEN_SIZE=$hidden NUM_HEADS=4 SEQ_LENGTH=64
   export MICRO_BATCH_SIZE=2 GLOBAL_BATCH_SIZE=16
-  export TENSOR_PARALLEL=1 PIPELINE_PARALLEL=$tiny_stages PROCESSES_PER_NODE=4 NODES=1
-  unset NODE_LIST NODE_RANK
+  export TENSOR_PARALLEL=1 PIPELINE_PARALLEL=$tiny_stages
+  if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+    export PROCESSES_PER_NODE=4 NODES=1
+    unset NODE_LIST NODE_RANK
+  fi
   # Its shape is spelled out above; the preset gives the vocabulary of the made-up tokens.
   export MODEL=tiny DATA_PATH="${DATA_PATH:-mock}"
   export TRAIN_ITERS="${TRAIN_ITERS:-$tiny_iterations}" LR=0.001
@@ -129,8 +132,20 @@ _technique_flags() {
   done
 }
 
+# Of 230 checkpoints those of every 10,000 iterations stay, and the last; with one that is deleted goes our state in it.
+_keep_few_checkpoints() {
+  local interval="${SAVE_INTERVAL:-1000}" retained billions
+  [[ "$interval" =~ ^[1-9][0-9]*$ ]] || return 0 # the launcher refuses it
+  retained=$(((10000 + interval - 1) / interval * interval))
+  flags+=(--save-retain-interval "$retained")
+  # Weights and Adam's two moments in fp32: 12 bytes a parameter.
+  billions="$(awk -v l="$NUM_LAYERS" -v h="$HIDDEN_SIZE" 'BEGIN { print (12 * l * h * h + 50304 * h) / 1e9 }')"
+  awk -v b="$billions" -v n="$((TRAIN_ITERS / retained + 1))" -v every="$retained" \
+    'BEGIN { printf "a checkpoint of every %d iterations is kept: %d of about %.0f GB, %.1f TB in all\n", every, n, 12 * b, 12 * b * n / 1000 }' >&2
+}
+
 run() { # the experiment's command line
-  local scale="${SCALE:-paper}" dry_run=false experiment folder log command
+  local scale="${SCALE:-paper}" dry_run=false check=false experiment folder log command
   local further=() flags=() schedule=() compression_rank dp_compression_rank watched=()
   while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -141,6 +156,7 @@ run() { # the experiment's command line
         ;;
       --scale=*) scale="${1#*=}" ;;
       --dry-run) dry_run=true ;;
+      --check) check=true ;;
       --help | -h)
         sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$paper_root/scripts/paper/common.sh"
         exit 0
@@ -163,6 +179,12 @@ run() { # the experiment's command line
   flags+=(--weight-decay 1e-2 --clip-grad 1.0 --log-interval 1)
   flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
   _technique_flags
+  # An index of the data is written at the start: experiments that start at once must not share one.
+  [[ "${DATA_PATH:-mock}" == mock || " ${further[*]}" == *" --data-cache-path"* ]] ||
+    flags+=(--data-cache-path "$folder/data-cache")
+  if [[ "$paper_kind" == pretraining && "$scale" == paper && " ${further[*]}" != *" --save-retain-interval"* ]]; then
+    _keep_few_checkpoints
+  fi
   flags+=("${paper_flags[@]}" "${further[@]}")
 
   if [[ "$paper_kind" == pretraining ]]; then
@@ -170,6 +192,9 @@ run() { # the experiment's command line
   else
     # A few iterations from the start, every time.
     export CHECKPOINT_DIR=none
+  fi
+  if $check; then
+    exec "$paper_root/scripts/pretrain_gpt.sh" --check "${flags[@]}"
   fi
   if $dry_run; then
     # A command can be looked at without a cluster.

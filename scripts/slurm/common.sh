@@ -19,7 +19,10 @@ not_into_images=(PYTHONPATH PYTHONHOME CC CXX LD_PRELOAD)
 
 known_variables() {
   variables_of "$root/scripts/slurm/submit.sh" "$root/scripts/slurm/$job.sbatch"
-  [[ "$job" != pretrain ]] || variables_of "$root/scripts/pretrain_gpt.sh"
+  case "$job" in
+    paper) variables_of "$root/scripts/slurm/pretrain.sbatch" "$root/scripts/pretrain_gpt.sh" ;;
+    pretrain) variables_of "$root/scripts/pretrain_gpt.sh" ;;
+  esac
 }
 
 checked() { # the end of what can be said before the job runs; submit.sh --dry-run goes on, and starts nothing
@@ -91,7 +94,7 @@ use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, 
       ;;
   esac
   local name word paths
-  for name in CHECKPOINT_DIR TOKENIZER_MODEL VOCAB_FILE MERGE_FILE MEGATRON_LM CHECKPOINT MODEL_OUTPUT TEXT HF_HOME \
+  for name in CHECKPOINT_DIR RESULTS TOKENIZER_MODEL VOCAB_FILE MERGE_FILE MEGATRON_LM CHECKPOINT MODEL_OUTPUT TEXT HF_HOME \
     DATA_PATH; do
     paths=("${!name:-}")
     [[ "$name" != DATA_PATH ]] || read -r -a paths <<<"${DATA_PATH:-}" # a blend: weights and prefixes

@@ -5,8 +5,9 @@
 #
 #   scripts/slurm/submit.sh pretrain MODEL=2.5b TENSOR_PARALLEL=8 PIPELINE_PARALLEL=4 DATA_PATH=... TOKENIZER_MODEL=... \
 #     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc
+#   scripts/slurm/submit.sh paper table2/2.5b-cb IMAGE=optimus-cc.sqsh --gpus-per-node=8
 #
-# JOB is build_image, prepare_data, pretrain or evaluate; `submit.sh JOB --help` explains its variables, which can be
+# JOB is build_image, prepare_data, preflight, pretrain, paper or evaluate; `submit.sh JOB --help` explains its variables, which can be
 # set in the environment just as well. --dry-run, on either side of --, prints the lines of sbatch, srun and torchrun that
 # would run, and submits nothing. Sbatch's own variables hold, above all
 #   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      where the job goes, and at whose cost
@@ -24,7 +25,7 @@ fail() { # WHAT REASON CURE
 
 job="${1:-}"
 case "$job" in
-  build_image | prepare_data | pretrain | evaluate) shift ;;
+  build_image | prepare_data | preflight | pretrain | paper | evaluate) shift ;;
   *)
     # shellcheck source=scripts/help.sh
     source "$root/scripts/help.sh"
@@ -39,6 +40,14 @@ source "$here/common.sh"
 options=() nodes="" dry_run=""
 gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
 all_gpus="${SBATCH_GPUS:-}"                      # of all nodes together
+# The experiment's name stands right behind the job's; it is the first of the batch script's own words.
+experiment=() one_node=""
+if [[ "$job" == paper && "${1:-}" == */* && "$1" != *=* ]]; then
+  experiment=("$1")
+  # The artifact's functionality check is for one machine.
+  ! grep -qs '^model 335m' "$root/scripts/paper/$1.sh" || one_node=yes
+  shift
+fi
 understand() { # OPTION VALUE: those of sbatch's options that the layout depends on
   case "$1" in
     -N | --nodes) nodes="$2" ;;
@@ -82,12 +91,16 @@ while (($# > 0)); do
   shift
 done
 
-flags=()
+flags=("${experiment[@]}")
 for word in "$@"; do
   [[ "$word" == --dry-run ]] && dry_run=yes || flags+=("$word")
 done
 
 file="$here/$job.sbatch"
+if [[ -z "$nodes" && -n "$one_node" ]]; then
+  nodes=1
+  options+=(--nodes=1)
+fi
 [[ -n "$nodes" ]] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$file")"
 nodes="${nodes%%-*}" # of a range of nodes the least
 export OPTIMUS_CC_ROOT="$root"

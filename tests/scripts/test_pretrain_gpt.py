@@ -151,6 +151,39 @@ def test_a_host_that_the_list_of_nodes_lacks_stops_a_start_but_not_a_look_at_the
     assert "--rdzv-endpoint" in dry_run(NODE_LIST="a b").launch.torchrun
 
 
+def test_the_launcher_says_which_groups_stay_inside_nodes() -> None:
+    env = {
+        "NODES": "4",
+        "MASTER_ADDR": "a",
+        "PROCESSES_PER_NODE": "8",
+        "TENSOR_PARALLEL": "2",
+        "PIPELINE_PARALLEL": "4",
+    }
+    assert "data-parallel groups stay inside nodes, 3 of 3 pipeline hops cross nodes" in dry_run(**env).errors
+    other = run_script("pretrain_gpt.sh", "--dry-run", "--use-tp-pp-dp-mapping", env=env)
+    assert "data-parallel groups span nodes, 0 of 3 pipeline hops cross nodes" in other.errors
+
+
+def test_a_profiler_stands_in_front_of_one_rank() -> None:
+    words = dry_run(PROFILER="nsys profile").output.split()
+    place = words.index("--no-python")
+    assert words[place + 1].endswith("scripts/profiled.sh") and words[place + 3 : place + 6] == [
+        "-u",
+        "-m",
+        "optimus_cc_ext",
+    ]
+    for rank, said in (("0", "nsys profile echo x"), ("1", "x")):
+        done = run_script("profiled.sh", "echo", "x", env={"PROFILER": "echo nsys profile", "RANK": rank})
+        assert done.output.strip() == said, done.errors
+
+
+def test_a_rendezvous_has_the_name_that_it_is_given() -> None:
+    env = {"NODES": "2", "MASTER_ADDR": "a"}
+    for name, expected in ((None, "optimus-cc"), ("17.2", "17.2")):
+        launch = dry_run(**env, **({"RUN_ID": name} if name else {})).launch
+        assert launch.torchrun[launch.torchrun.index("--rdzv-id") + 1] == expected
+
+
 def test_what_is_nearly_an_option_or_a_variable_is_refused_with_what_was_meant() -> None:
     for wrong, right in {"--dryrun": "--dry-run", "--dry_run=yes": "--dry-run", "--hlep": "--help"}.items():
         ended = run_script("pretrain_gpt.sh", wrong)

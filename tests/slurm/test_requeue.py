@@ -86,7 +86,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Training:
     """A job of pretrain.sbatch in a folder of its own: a tiny GPT, one pipeline stage on each of two nodes."""
 
-    def __init__(self, slurm: Slurm, folder: Path, data: dict[str, str], partition: str = "main") -> None:
+    def __init__(
+        self, slurm: Slurm, folder: Path, data: dict[str, str], partition: str = "main", **settings: str
+    ) -> None:  # fmt: skip
         self.slurm, self.folder = slurm, folder
         folder.mkdir()
         self.number = slurm.run(
@@ -100,7 +102,7 @@ class Training:
             "--data-cache-path", str(folder / "cache"),
             "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1", *ON_CPUS,
             cwd=folder, MODEL="tiny", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="1", TRAIN_ITERS=str(ITERATIONS),
-            CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1", **data,
+            CHECKPOINT_DIR=str(folder / "checkpoints"), OMP_NUM_THREADS="1", **data, **settings,
         )  # fmt: skip
 
     @property
@@ -159,7 +161,7 @@ def prepare_data(slurm: Slurm, folder: Path) -> dict[str, str]:
         for start in range(200):
             corpus.write(json.dumps({"text": " ".join(words[start : start + 200])}) + "\n")
     slurm.run(
-        *("sbatch", "--wait", "--output=data.log", str(ROOT / "scripts/slurm/prepare_data.sbatch")),
+        *("sbatch", "--wait", "--output=data.log", "--cpus-per-task=2", str(ROOT / "scripts/slurm/prepare_data.sbatch")),
         *("--input", "corpus.jsonl", "--output", str(folder / "corpus"), "--vocab-size", "500", "--workers", "1"),
         cwd=folder,
     )

@@ -1,5 +1,6 @@
 """What submit.sh refuses and hands to sbatch, and the steps that jobs start; Slurm's programs here only print."""
 
+import itertools
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,9 +15,11 @@ PROGRAMS = {
     "sbatch": 'printf "%s\\n" sbatch "$@"',
     "srun": PYXIS + 'printf "%s\\n" "cpus per task: $SRUN_CPUS_PER_TASK" srun "$@" "$OPTIMUS_CC_DEVICE"',
     "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
+    "podman": 'echo podman "$@"', "jq": "exit 0", "mksquashfs": "exit 0",
+    "apptainer": 'test "$1" != build || { cat "$3"; echo new > "$2"; }; echo apptainer "$@"',
     # As Enroot does.
     "enroot": 'test ! -e "$3" || { echo "File already exists: $3" >&2; exit 1; }; echo new > "$3"; echo enroot "$@"',
-}
+}  # fmt: skip
 JOB = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "MASTER_ADDR": "n1",
     "SLURM_JOB_CPUS_PER_NODE": "64(x3),32", "PROCESSES_PER_NODE": "8", "OPTIMUS_CC_ROOT": str(ROOT),
@@ -68,6 +71,12 @@ REFUSED = {
     ),
     "pretrain --gpus-per-node=8 DATA_PATH=/nowhere/x TOKENIZER_MODEL=.": "DATA_PATH: /nowhere/x.idx does not exist.",
     "pretrain --nodes=3 --gpus=16": "--gpus: 16 GPUs are not the same number on each of 3 nodes. Give a multiple",
+    "pretrain TENSOR_PARALLEL=8 PROCESSES_PER_NODE=4 --nodes=4": "TENSOR_PARALLEL: groups of 8 ranks cross nodes of 4",
+    "pretrain RESTARTS=often --gpus-per-node=8": "RESTARTS: 'often' is not a whole number.",
+    "paper table2/7b --gpus-per-node=8": "table2/7b: it is no experiment of scripts/paper. Give one, such as table2/",
+    "paper --gpus-per-node=8": "paper: it is no experiment of scripts/paper.",
+    "paper table2/2.5b-cb DATA_PATH=mock": "PROCESSES_PER_NODE: neither it nor --gpus-per-node is given.",
+    "build_image BUILDER=pyxis OUTPUT=x.sif": "OUTPUT: 'x.sif' is not what Pyxis saves.",
     "prepare_data -- --output x": "--input: it is not given. Give a file or a folder of text, after --.",
     "evaluate": "CHECKPOINT: it is not set.",
     "evaluate CHECKPOINT=. MODEL_OUTPUT=model": "CHECKPOINT: there is no checkpoint in '.'.",
@@ -122,6 +131,26 @@ def test_a_dry_run_prints_the_lines_of_sbatch_srun_and_torchrun_and_submits_noth
     assert torchrun[torchrun.index("--nproc-per-node") + 1] == "8"
     assert torchrun[torchrun.index("--rdzv-endpoint") + 1].startswith("FIRST_NODE:")
     assert torchrun[-2:] == ["--bf16", "--exit-signal-handler"]
+
+
+def test_an_experiment_of_the_paper_is_a_job_with_its_own_cache_and_few_checkpoints(run: Run, tmp_path: Path) -> None:
+    for name in ("gpt2.idx", "vocab", "merges"):
+        (tmp_path / name).touch()
+    data = {"DATA_PATH": f"{tmp_path}/gpt2", "VOCAB_FILE": f"{tmp_path}/vocab", "MERGE_FILE": f"{tmp_path}/merges"}
+    ended = submit(run, "paper", "table2/2.5b-cb", "--dry-run", "--gpus-per-node=8", **data)
+    assert ended.code == 0, ended.errors
+    sbatch, srun, torchrun = map(shlex.split, ended.output.splitlines())
+    assert sbatch[-2:] == [str(ROOT / "scripts/slurm/paper.sbatch"), "table2/2.5b-cb"]
+    assert srun[-2:] == [str(ROOT / "scripts/paper/table2/2.5b-cb.sh"), "--exit-signal-handler"]
+    flags = dict(itertools.pairwise(torchrun))
+    folder = str(tmp_path / "work/results/paper/table2/2.5b-cb")
+    assert (flags["--nnodes"], flags["--nproc-per-node"], flags["--train-iters"]) == ("16", "8", "230000")
+    assert (flags["--save"], flags["--data-cache-path"]) == (f"{folder}/checkpoints", f"{folder}/data-cache")
+    assert (flags["--save-interval"], flags["--save-retain-interval"]) == ("1000", "10000")
+    assert "a checkpoint of every 10000 iterations is kept: 24 of about 29 GB, 0.7 TB in all" in ended.errors
+    assert "--exit-signal-handler" in torchrun
+    of_335m = submit(run, "paper", "table2/335m-baseline", "--dry-run", "DATA_PATH=mock", "--gpus-per-node=8")
+    assert "--nodes=1" in of_335m.output and "--standalone" in of_335m.output, of_335m.errors
 
 
 def test_every_job_can_be_looked_at_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
@@ -274,7 +303,7 @@ def test_without_a_python_preparing_data_says_so(run: Run, tmp_path: Path) -> No
 def test_an_image_rebuilt_takes_the_place_of_the_old_one(name: str, run: Run, tmp_path: Path) -> None:
     image = tmp_path / "work" / name
     image.write_text("old")
-    ended = run("build_image.sbatch", OPTIMUS_CC_ROOT=str(ROOT), OUTPUT=name, BUILDER="buildah")
+    ended = run("build_image.sbatch", OPTIMUS_CC_ROOT=str(ROOT), OUTPUT=name, BUILDER="buildah", SPACE_GB="0")
     assert ended.code == 0, ended.errors
     assert image.read_text() == "new\n" and list(image.parent.iterdir()) == [image]
 
@@ -283,8 +312,50 @@ def test_an_image_that_could_not_be_made_leaves_the_old_one(run: Run, tmp_path: 
     image = tmp_path / "work/optimus-cc.sqsh"
     image.write_text("old")
     (tmp_path / "bin/enroot").write_text("#!/bin/sh\necho half > $3\nexit 1\n")
-    settings = {"OPTIMUS_CC_ROOT": str(ROOT), "BUILDER": "buildah"}
+    settings = {"OPTIMUS_CC_ROOT": str(ROOT), "BUILDER": "buildah", "SPACE_GB": "0"}
     assert run("build_image.sbatch", **settings, OUTPUT="optimus-cc.sqsh").code == 1
     assert image.read_text() == "old" and list(image.parent.iterdir()) == [image]
-    ended = run("build_image.sbatch", **settings, OUTPUT="optimus-cc.sif")
-    assert ended.code == 2 and "takes apptainer, which is not on PATH" in ended.errors and ended.output == ""
+    for program, output in (("apptainer", "optimus-cc.sif"), ("mksquashfs", "optimus-cc.sqsh")):
+        if not Path(f"/usr/bin/{program}").exists():
+            (tmp_path / "bin" / program).unlink()
+            ended = run("build_image.sbatch", **settings, OUTPUT=output)
+            assert ended.code == 2 and f"takes {program} with buildah, which is not on PATH" in ended.errors
+            assert ended.output == ""
+    ended = run("build_image.sbatch", **settings | {"SPACE_GB": "99999999"}, OUTPUT="optimus-cc.tar")
+    assert ended.code == 2 and "GB are free in its folder, and a build takes 99999999" in ended.errors
+
+
+def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install_script_made(
+    run: Run, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "pretrain_gpt.py").touch()
+    settings = {"OPTIMUS_CC_ROOT": str(ROOT), "SPACE_GB": "0", "MEGATRON_LM": str(checkout), "EXTRAS": "report,wandb"}
+    settings["BASE_IMAGE"] = "registry.example/team/pytorch:26.06@sha256:abc"
+    (tmp_path / "bin/srun").write_text(
+        '#!/bin/sh\nfor word; do case "$word" in --container-save=*) echo new > "${word#*=}";; esac; done\n'
+        'printf "%s\\n" "$@"\n'
+    )
+    saved = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sqsh")
+    assert saved.code == 0, saved.errors
+    words = saved.output.splitlines()
+    assert "--container-image=registry.example#team/pytorch:26.06" in words and "--container-remap-root" in words
+    assert f"--container-mounts={ROOT}:/tmp/repository:ro,{checkout}:/tmp/checkout:ro" in words
+    assert "the digest sha256:abc was not checked" in saved.errors
+    built = run("build_image.sbatch", **settings, BUILDER="apptainer", OUTPUT="optimus-cc.sif")
+    assert built.code == 0, built.errors
+    definition = built.output
+    assert "Bootstrap: docker\nFrom: registry.example/team/pytorch@sha256:abc\n" in definition
+    assert (
+        f"    {ROOT}/scripts /tmp/repository/scripts\n" in definition
+        and f"    {checkout} /tmp/checkout\n" in definition
+    )
+    for inside in (saved.output, definition):
+        assert "export EXTRAS='report,wandb'" in inside
+        for step_of_install in ("dependencies", "package", "megatron /tmp/checkout"):
+            assert f"scripts/image/install.sh {step_of_install}\n" in inside
+    # Nothing but the two images is left.
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif"}
+    refused = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sif")
+    assert refused.code == 2 and "'optimus-cc.sif' is not what Pyxis saves" in refused.errors

@@ -1,0 +1,115 @@
+"""Which ranks share a node: one pure rule for the launcher, the log, doctor and the planner.
+
+Megatron numbers ranks by tensor, context, data, then pipeline parallelism, so that a node of few stages holds replicas
+and every pipeline hop may cross the network. `--use-tp-pp-dp-mapping` puts pipeline before data parallelism: then a
+node holds whole pipelines, and only gradients and parameters cross. (megatron/core/parallel_state.py, RankGenerator)
+
+    python -m optimus_cc_ext.placement --tensor 2 --pipeline 4 --world-size 32 --ranks-per-node 8
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+__all__ = ["Placement", "placement_line"]
+
+_MEGATRONS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
+"""The names of the kinds of parallelism in Megatron's orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The grid of ranks of a run on nodes that hold equally many consecutive ranks."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    ranks_per_node: int = 8
+    pipeline_before_data: bool = False
+    """Megatron's `--use-tp-pp-dp-mapping`."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The kinds of parallelism, those whose ranks are next to each other first."""
+        last = ("pipeline", "data") if self.pipeline_before_data else ("data", "pipeline")
+        return ("tensor", "context", *last)
+
+    def size(self, kind: str) -> int:
+        """Return the number of ranks in a group of this kind."""
+        return int(getattr(self, kind))
+
+    def stride(self, kind: str) -> int:
+        """Return the distance between neighbouring ranks of a group of this kind."""
+        stride = 1
+        for other in self.order[: self.order.index(kind)]:
+            stride *= self.size(other)
+        return stride
+
+    def groups(self, kind: str) -> Iterator[list[int]]:
+        """Yield all groups of this kind, each as its ranks in order."""
+        others = [other for other in self.order if other != kind]
+        for places in product(*(range(self.size(other)) for other in others)):
+            first = sum(place * self.stride(other) for place, other in zip(places, others, strict=True))
+            yield [first + place * self.stride(kind) for place in range(self.size(kind))]
+
+    def node(self, rank: int) -> int:
+        """Return the number of the node that holds `rank`."""
+        return rank // self.ranks_per_node
+
+    def members_on_a_node(self, kind: str) -> int:
+        """Return the largest number of ranks of one group of this kind that share a node."""
+        return max(max(map(nodes.count, nodes)) for nodes in self._nodes(kind))
+
+    def stays_inside(self, kind: str) -> bool:
+        """Return whether no group of this kind spans nodes."""
+        return all(len(set(nodes)) == 1 for nodes in self._nodes(kind))
+
+    def crossing_hops(self) -> tuple[int, int]:
+        """Return how many of a pipeline's hops from stage to stage cross nodes, in the pipeline with most of them, and
+        how many hops a pipeline has."""
+        crossings = (sum(a != b for a, b in pairwise(nodes)) for nodes in self._nodes("pipeline"))
+        return max(crossings), self.pipeline - 1
+
+    def _nodes(self, kind: str) -> Iterator[list[int]]:
+        """Yield the nodes of the ranks of each group of this kind."""
+        return ([self.node(rank) for rank in group] for group in self.groups(kind))
+
+
+def placement_line(placement: Placement) -> str:
+    """Return the sentence that says which groups stay inside nodes and how many pipeline hops cross."""
+    parts = []
+    kinds = [kind for kind in placement.order if placement.size(kind) > 1 and kind != "pipeline"]
+    for stays, words in ((True, "stay inside nodes"), (False, "span nodes")):
+        names = [f"{kind}-parallel groups" for kind in kinds if placement.stays_inside(kind) is stays]
+        if names:
+            parts.append(f"{' and '.join(names)} {words}")
+    if placement.pipeline > 1:
+        crossing, hops = placement.crossing_hops()
+        parts.append(f"{crossing} of {hops} pipeline hops cross nodes")
+    order = "-".join(_MEGATRONS[kind] for kind in placement.order)
+    return f"placement {order}, {placement.ranks_per_node} ranks a node: {', '.join(parts) or 'one rank'}"
+
+
+def main() -> int:
+    """Print the line for the layout on the command line; the launcher calls this."""
+    parser = argparse.ArgumentParser(
+        prog="python -m optimus_cc_ext.placement", description=(__doc__ or "").splitlines()[0]
+    )
+    for name in ("tensor", "context", "pipeline", "world-size", "ranks-per-node"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    asked = parser.parse_args()
+    placement = Placement(
+        tensor=asked.tensor, context=asked.context, pipeline=asked.pipeline,
+        data=max(1, asked.world_size // (asked.tensor * asked.context * asked.pipeline)),
+        ranks_per_node=asked.ranks_per_node, pipeline_before_data=asked.use_tp_pp_dp_mapping,
+    )  # fmt: skip
+    print(placement_line(placement))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+# shellcheck shell=bash
+# Sourced by the batch scripts that train, behind common.sh: one on_node.sh on each node, which runs a launcher of
+# scripts/; what is preempted, requeued or near its time limit goes back into the queue, and so does a job whose rank
+# died, if it got on since it started.
+# shellcheck disable=SC2154  # job, root, scripts, step and container are common.sh's and the batch script's
+
+train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry-run, and its flags
+  launcher="$1"
+  shift
+  [[ -n "${SLURM_JOB_NUM_NODES:-}" ]] || refuse "$job.sbatch" "this is not a job of Slurm's" "Use scripts/slurm/submit.sh"
+  processes="${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
+  [[ -n "$processes" || -z "${SUBMITTING:-}" ]] ||
+    refuse PROCESSES_PER_NODE "neither it nor --gpus-per-node is given" "Give one, the former for nodes without GPUs"
+  [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || refuse RESTARTS "'$RESTARTS' is not a whole number" "Give one, such as 3"
+  # The one line for the network; without it NCCL and gloo choose for themselves.
+  [[ -z "${NETWORK_INTERFACE:-}" ]] || export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
+  # Where GPUs were asked for, a node on which PyTorch sees none must not train on its CPUs.
+  [[ -z "${SLURM_GPUS_ON_NODE:-}" ]] || export OPTIMUS_CC_DEVICE="${OPTIMUS_CC_DEVICE:-cuda}"
+  export NODE_CACHE="${NODE_CACHE:-/tmp}"
+  use_image "$@"
+  _launch --check "$@"
+  checked
+
+  export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+  # From the job's number: jobs that share a node do not meet, nor do two starts of one job.
+  export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+  export RUN_ID="${RUN_ID:-optimus-cc-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}}"
+  own_resources
+  step+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --label)
+  mark="$PWD/.interrupted-$SLURM_JOB_ID"
+  if [[ -n "${DRY_RUN:-}" ]]; then
+    start "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler
+    _launch --dry-run "$@"
+    return
+  fi
+  if [[ "$NODE_CACHE" == /tmp && "$(scontrol show config 2>/dev/null)" == *job_container/tmpfs* ]]; then
+    echo "$job.sbatch: /tmp is this job's own here: kernels are compiled once for each job, unless NODE_CACHE names another folder"
+  fi
+  rm -f "$mark"
+  started="$PWD/.started-$SLURM_JOB_ID"
+  touch "$started"
+  trap 'rm -f "$started"' EXIT
+
+  echo "$job.sbatch: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, master $MASTER_ADDR:$MASTER_PORT"
+  status=0
+  "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler || status=$?
+
+  if [[ -e "$mark" && "$status" == 0 ]]; then
+    rm -f "$mark"
+    _requeue "saved; back into the queue"
+  elif [[ "$status" != 0 ]]; then
+    # The mark says nothing here: where one node fails, srun ends the others with the same signal.
+    rm -f "$mark"
+    _restart_after_failure "$@"
+  fi
+  exit "$status"
+}
+
+_launch() { # CHECK-OR-DRY-RUN FLAGS...: what the launcher says on this machine
+  NODES="$SLURM_JOB_NUM_NODES" MASTER_ADDR="${MASTER_ADDR:-later}" PROCESSES_PER_NODE="$processes" \
+    "$root/scripts/$launcher" "$@" --exit-signal-handler
+}
+
+_requeue() { # WHY
+  # Slurm takes what ended by itself for a finished job, unless it is already requeued (then it is PENDING) or
+  # cancelled, where it is left alone.
+  if [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" JobState=RUNNING "* ]]; then
+    echo "$job.sbatch: $1"
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # until Slurm ends this script, lest the job be over before it is requeued
+  fi
+}
+
+# A broken GPU or a lost link ends a rank, and with it the job. Whatever was saved since the start is progress, so the
+# next start goes on from there; without a new checkpoint it would end the same way again.
+_restart_after_failure() { # FLAGS...
+  local folder failures count
+  # The flag --save wins over CHECKPOINT_DIR, and the launcher knows both.
+  folder="$(_launch --dry-run "$@" 2>/dev/null | xargs -n 1 2>/dev/null | sed -n '/^--save$/{n;p}; s/^--save=//p' | tail -n 1)"
+  if [[ -z "$folder" || ! "$folder/latest_checkpointed_iteration.txt" -nt "$started" ]]; then
+    echo "$job.sbatch: a rank failed (exit status $status) before a checkpoint was saved in this start: not started again"
+    return 0
+  fi
+  # Slurm's own count includes preemptions and time limits.
+  failures="$folder/failures-$SLURM_JOB_ID.txt"
+  count="$(grep -c . "$failures" 2>/dev/null)" || count=0
+  if ((count >= RESTARTS)); then
+    echo "$job.sbatch: a rank failed (exit status $status), for the ${count}th time after RESTARTS=$RESTARTS: not started again"
+    return 0
+  fi
+  echo "$(date -u +%FT%TZ) start ${SLURM_RESTART_COUNT:-0} ended with $status after iteration $(<"$folder/latest_checkpointed_iteration.txt")" >>"$failures"
+  _requeue "a rank failed (exit status $status); restart $((count + 1)) of $RESTARTS goes on after iteration $(<"$folder/latest_checkpointed_iteration.txt")"
+}
