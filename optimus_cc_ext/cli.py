@@ -49,7 +49,7 @@ def _examine(options: argparse.Namespace) -> Report:
     from optimus_cc_ext.doctor import examine
 
     words = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
-    return examine(words, options.world_size)
+    return examine(words, options.world_size, options.ranks_per_node)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "would end with before its first iteration.",
     )
     doctor.add_argument("--world-size", type=int, help="number of processes that LINE is for, where it does not say so")
+    doctor.add_argument("--ranks-per-node", type=int, help="processes on a node, where LINE does not say so (8)")
     doctor.add_argument("--gpu", action="store_true", help="only this machine's GPU: driver, compiler, a first kernel")
     doctor.add_argument("--json", action="store_true", help="print JSON, for programs")
     doctor.add_argument(

@@ -12,6 +12,7 @@ from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Finding, Report
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
+from optimus_cc_ext.placement import Placement, placement_line
 
 __all__ = ["examine"]
 
@@ -19,12 +20,13 @@ REFUSED = 2
 """The exit status of training for what we refuse, and for what Megatron's parser does not know."""
 
 
-def examine(words: Sequence[str], world_size: int | None = None) -> Report:
+def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Report:
     """Look at this machine and, where `words` has any, at a command line.
 
     Args:
         words: flags of Megatron's and ours, or a whole launch line.
         world_size: processes that the command line is meant for; None: what it says itself, else one.
+        ranks_per_node: processes on each node; None: what the command line says itself, else 8.
     """
     broken = REFUSED if words else 1
     try:
@@ -42,7 +44,11 @@ def examine(words: Sequence[str], world_size: int | None = None) -> Report:
             return Report(verdict, broken, [other for other in machine if other is not finding])
     if not words:
         return Report(Finding("this machine", f"would train: {device}", "ok"), 0, machine)
-    report = _examine_line(line, world_size if world_size is not None else line.world_size)
+    report = _examine_line(
+        line,
+        world_size if world_size is not None else line.world_size,
+        ranks_per_node or line.ranks_per_node or 8,
+    )
     seam = [finding for finding in machine if finding.subject.startswith("seam ")]
     report.findings += [finding for finding in machine if finding not in seam]
     report.findings.append(Finding("seams", f"all {len(seam)} hold", "ok"))
@@ -62,7 +68,7 @@ def _activate() -> str:
     return cpu_runtime.activate().removeprefix("optimus-cc: ")
 
 
-def _examine_line(line: CommandLine, world_size: int | None) -> Report:
+def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int) -> Report:
     from optimus_cc_ext import current_session
     from optimus_cc_ext.doctor.verdict import validate
 
@@ -85,7 +91,7 @@ def _examine_line(line: CommandLine, world_size: int | None) -> Report:
     numbers, estimates = _estimated(args, layout, config)
     return Report(
         Finding("flags", describe(config), "ok"),
-        findings=[Finding("layout", _layout(args)), *notes, *estimates],
+        findings=[Finding("layout", _layout(args)), *_placement(args, ranks_per_node), *notes, *estimates],
         facts={
             "world_size": args.world_size,
             "config": dataclasses.asdict(config),
@@ -100,6 +106,18 @@ def _layout(args: argparse.Namespace) -> str:
              "context": args.context_parallel_size, "data": args.data_parallel_size}  # fmt: skip
     grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     return f"{args.world_size} ranks: {grid}; {_micro_batches(args)} micro-batches an iteration"
+
+
+def _placement(args: argparse.Namespace, ranks_per_node: int) -> list[Finding]:
+    """Return which groups stay inside nodes; nothing for one rank."""
+    if args.world_size == 1:
+        return []
+    placement = Placement(
+        tensor=args.tensor_model_parallel_size, context=args.context_parallel_size, data=args.data_parallel_size,
+        pipeline=args.pipeline_model_parallel_size, ranks_per_node=ranks_per_node,
+        pipeline_before_data=args.use_tp_pp_dp_mapping,
+    )  # fmt: skip
+    return [Finding("placement", placement_line(placement).removeprefix("placement "))]
 
 
 def _micro_batches(args: argparse.Namespace) -> int:

@@ -35,6 +35,9 @@ class CommandLine:
     world_size: int | None = None
     """Processes that it starts; None: it does not say."""
 
+    ranks_per_node: int | None = None
+    """Processes that it starts on each node; None: it does not say."""
+
     launcher: bool = False
     """Whether anything came before the flags."""
 
@@ -57,11 +60,13 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
             counts = _counts(options, _TORCHRUN_COUNTS)
             nodes = counts.get("nodes") or _counts(words[:start], _SCHEDULER_COUNTS).get("nodes", 1)
             # torchrun starts one process a node where it is not told; the old launcher, too.
-            return CommandLine(flags, script, nodes * counts.get("per node", 1), launcher=True, ours=ours)
+            per_node = counts.get("per node", 1)
+            return CommandLine(flags, script, nodes * per_node, per_node, launcher=True, ours=ours)
         starts_launcher = word == "-m" and words[start + 1 : start + 2] in ([name] for name in _LAUNCHER_MODULES)
         if (word == "-m" and not starts_launcher) or word.endswith(".py"):
             script, flags, _, ours = _after_launcher(words[start:])
-            return CommandLine(flags, script, _tasks(_counts(words[:start], _SCHEDULER_COUNTS)), True, ours)
+            counts = _counts(words[:start], _SCHEDULER_COUNTS)
+            return CommandLine(flags, script, _tasks(counts), _tasks_per_node(counts), True, ours)
         if PurePath(word).suffix in (".sh", ".sbatch"):
             cure = "Give the line that it runs (scripts/pretrain_gpt.sh --dry-run ... prints it), or the flags alone"
             raise FlagError(word, "doctor cannot see the flags that a shell script gives", cure)
@@ -121,3 +126,9 @@ def _tasks(counts: Mapping[str, int]) -> int | None:
     if "tasks per node" in counts:
         return counts.get("nodes", 1) * counts["tasks per node"]
     return counts.get("nodes")
+
+
+def _tasks_per_node(counts: Mapping[str, int]) -> int | None:
+    if "tasks per node" in counts:
+        return counts["tasks per node"]
+    return counts["tasks"] // counts["nodes"] if {"tasks", "nodes"} <= counts.keys() else None

@@ -121,13 +121,6 @@ def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
     return Seconds(once, once * (2 if job.recompute == "full" else 1))
 
 
-def _crosses(cluster: Cluster, job: Job, stage: int) -> bool:
-    """Return whether a stage's message to the next one leaves the node; the wrap link is the last stage's."""
-    ranks, per_node = job.gpus // job.pp, cluster.gpus_per_node  # Megatron's last rank axis is the pipeline's.
-    apart = (stage * ranks) // per_node != ((stage + 1) % job.pp * ranks) // per_node or ranks >= per_node
-    return apart and job.gpus > per_node
-
-
 def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
     """Return what a rank of each stage computes and sends, dense and as `config` says, by stage."""
     layer, layers = seconds.layer(cluster.gpu, job), job.layers_per_stage / job.vpp
@@ -154,7 +147,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
 
     def rank(stage: int) -> RankCost:
         passes, with_embedding = inner if stage < job.pp - 1 else last, stage in (0, job.pp - 1) and not apart
-        crosses = _crosses(cluster, job, stage)
+        crosses = job.hop_crosses(stage, cluster.gpus_per_node)
         messages = ([_sent_on(cluster, job, sent, crosses) for sent in ways] for ways in (activation, gradient))
         reduction = both(lambda way: gradient_reduction(cluster, job, way, with_embedding))
         return RankCost(
@@ -178,7 +171,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
 def _sent_on(cluster: Cluster, job: Job, message: Sent, crosses: bool) -> Sent:
     """Return a message with the seconds of its transfer to the next stage."""
     per_node = cluster.gpus_per_node
-    transfer = seconds.send(cluster, message.nbytes, min(job.gpus // job.pp, per_node), crosses)
+    transfer = seconds.send(cluster, message.nbytes, job.senders(per_node), crosses)
     if job.scatter_gather:
         # The receiver puts the shares of the tensor-parallel ranks together.
         whole = job.value_bytes * job.rows * job.model.hidden

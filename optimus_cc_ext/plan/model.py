@@ -73,7 +73,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model on `gpus` GPUs. ranks in Megatron's order: tensor, then data, then pipeline."""
+    """A model on `gpus` GPUs. Ranks are numbered in Megatron's order: tensor, then data, then pipeline."""
 
     model: Model
     gpus: int
@@ -103,9 +103,35 @@ class Job:
     """How a micro-batch's gradient gets into the buffer: the GEMM itself adds it, a kernel of its own does
     (`--no-gradient-accumulation-fusion`), or one casts it to the buffer's type and another adds that."""
 
+    pipeline_before_data: bool = False
+    """Ranks are numbered tensor, pipeline, data (`--use-tp-pp-dp-mapping`): a node then holds whole pipelines."""
+
     scatter_gather: bool = False
     """Each tensor-parallel rank sends its share of a message between stages only (Narayanan et al. 2021, section 4.1:
     older Megatrons; newer ones do so with sequence parallelism)."""
+
+    @property
+    def replica_stride(self) -> int:
+        """The distance between the ranks of two neighbouring replicas of a stage."""
+        return self.tp * (self.pp if self.pipeline_before_data else 1)
+
+    def hop_crosses(self, stage: int, ranks_per_node: int) -> bool:
+        """Return whether a stage's message to the next one leaves a node; the last stage sends to the first one."""
+        after = (stage + 1) % self.pp
+        if self.gpus <= ranks_per_node:
+            return False
+        if not self.pipeline_before_data:
+            ranks = self.gpus // self.pp
+            return (stage * ranks) // ranks_per_node != (after * ranks) // ranks_per_node or ranks >= ranks_per_node
+        # Pipelines begin at multiples of their length; after as many as a node has ranks, places on nodes repeat.
+        length = self.tp * self.pp
+        firsts = range(0, min(self.gpus, length * ranks_per_node), length)
+        places = ((first + stage * self.tp, first + after * self.tp) for first in firsts)
+        return any(a // ranks_per_node != b // ranks_per_node for a, b in places)
+
+    def senders(self, ranks_per_node: int) -> int:
+        """Return how many ranks of a node send to the next stage at the same time over the network."""
+        return min(self.tp if self.pipeline_before_data else self.gpus // self.pp, ranks_per_node)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tp", "pp", "vpp", "micro_batch", "batch"):
@@ -203,7 +229,7 @@ _NOT_MODELLED = ("context-parallel-size", "expert-model-parallel-size", "num-exp
 _SIZES = ("vocab-size", "make-vocab-size-divisible-by", "num-layers-per-virtual-pipeline-stage", *_NOT_MODELLED)
 _SWITCHES = (
     "swiglu", "untie-embeddings-and-output-weights", "recompute-activations", "bf16", "fp16", "grad-reduce-in-bf16",
-    "accumulate-allreduce-grads-in-fp32", "no-gradient-accumulation-fusion",
+    "accumulate-allreduce-grads-in-fp32", "no-gradient-accumulation-fusion", "use-tp-pp-dp-mapping",
 )  # fmt: skip
 
 
@@ -262,6 +288,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
         flash=args.attention_backend not in ("unfused", "local"),
         gradient_bytes=4 if fp32 else 2,
+        pipeline_before_data=args.use_tp_pp_dp_mapping,
         accumulation="added" if args.no_gradient_accumulation_fusion else "fused",
     )
     return job, others
@@ -287,4 +314,5 @@ def layout_flags(job: Job) -> str:
     words = [f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if field != "vpp" or job.vpp > 1]
     if job.recompute != "none":
         words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
+    words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
     return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])

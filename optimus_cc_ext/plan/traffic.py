@@ -83,7 +83,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
 
     Its second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
-    group, width = Group.strided(job.dp, job.tp, cluster.gpus_per_node), job.gradient_bytes
+    group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.gradient_bytes
     parameters, embedding = job.stage_parameters, job.embedding_share if with_embedding else 0
     if job.dp == 1:
         return Sent()
@@ -176,12 +176,14 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
         return Sent()
     values: float = job.embedding_share
     per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.dp > 1
-    # First and last stage: on one node only if the job is.
-    group = Group(2, 2 if job.gpus <= per_node else 1, min(job.gpus // job.pp, per_node))
+    # First and last stage: on one node only if the job is, or the pipeline with --use-tp-pp-dp-mapping.
+    together = job.gpus <= per_node or (job.pipeline_before_data and per_node % (job.tp * job.pp) == 0)
+    pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
+    group = Group(2, 2 if together else 1, max(1, pairs))
     if fused and job.distributed_optimizer:
         values /= job.dp
     elif fused:
-        replicas = Group.strided(job.dp, job.tp, per_node)
+        replicas = Group.strided(job.dp, job.replica_stride, per_node)
         group = Group(2 * job.dp, replicas.per_node, replicas.rings)
     form = config.fused_embedding_sync_format if config.fused_embedding_sync else "dense"
     if form == "dense":
@@ -193,7 +195,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 
 def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
     """Return the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
-    group, width = Group.strided(job.dp, job.tp, cluster.gpus_per_node), job.value_bytes
+    group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.value_bytes
     form = config.param_gather_format
     if form == "dense" or job.dp == 1:
         nbytes, coding = width * parameters, 0.0

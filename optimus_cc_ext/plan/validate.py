@@ -142,7 +142,7 @@ def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
     cast = precision == "bf16" and campaign.startswith(DEEPSPEED)  # by its BF16_Optimizer
     return Job(
         model=Model(**{name: sizes[name] for name in _MODEL}),  # type: ignore[arg-type]
-        **{name: size for name, size in sizes.items() if name not in _MODEL},
+        **{name: size for name, size in sizes.items() if name not in _MODEL},  # type: ignore[arg-type]
         recompute=cells["recompute"] or "none",  # type: ignore[arg-type]
         sequence_parallel=cells["sequence_parallel"] == "1",
         precision=precision,  # type: ignore[arg-type]

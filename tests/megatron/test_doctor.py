@@ -160,6 +160,13 @@ def test_what_has_no_effect_is_warned_of(flags: str, says: str) -> None:
     assert found.code == 0 and says in found.output, found.output
 
 
+def test_the_placement_is_that_of_the_launch_line_or_of_the_nodes_that_are_named() -> None:
+    hops = "1 of 1 pipeline hops cross nodes"
+    assert hops in ask_doctor(f"torchrun --nnodes 2 --nproc-per-node 2 -m optimus_cc_ext {PP2}", None).output
+    assert "0 of 1 pipeline hops" in ask_doctor(PP2, 4).output
+    assert hops in ask_doctor(PP2, 4, "--ranks-per-node", "2").output
+
+
 def test_as_json_it_is_for_programs() -> None:
     answer = json.loads(ask_doctor(PP2 + "--optimus-cc --dp-compression-stages 1", 4, "--json").output)
     assert "(rank 128, the first stage)" in answer["verdict"]

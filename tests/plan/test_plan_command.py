@@ -156,3 +156,13 @@ def test_ten_thousand_gpus_and_a_trillion_parameters_are_planned_in_five_seconds
     begin = time.process_time()
     assert main(["--cluster", "h100-ndr400", "--nodes", "1250", "--", *model, "--use-distributed-optimizer"]) == 0
     assert time.process_time() - begin < 5.0
+
+
+def test_the_order_of_ranks_changes_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--global-batch-size", "64"]
+    words = ["--cluster", "a100-100gbe", "--nodes", "4", "--model", "2.5b", "--", *layout]
+    assert main(words) == 0
+    usual = capsys.readouterr().out
+    assert main([*words, "--use-tp-pp-dp-mapping"]) == 0
+    other = capsys.readouterr().out
+    assert usual != other and "--use-tp-pp-dp-mapping" in other and "--use-tp-pp-dp-mapping" not in usual

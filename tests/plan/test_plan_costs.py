@@ -10,6 +10,7 @@ import torch
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
 from optimus_cc_ext.plan.iteration import iteration
@@ -225,3 +226,34 @@ def test_unknown_names_get_the_near_ones() -> None:
         network_of("ndr0")
     with pytest.raises(PlanError, match=r"no_such_file\.json"):
         cluster_of("no_such_file.json")
+
+
+@pytest.mark.parametrize("per_node", [2, 4, 8])
+@pytest.mark.parametrize("before_data", [False, True])
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 4, 4), (1, 2, 4), (2, 2, 2), (4, 2, 4), (1, 8, 2)])
+def test_what_crosses_nodes_in_the_plan_is_what_the_placement_of_ranks_says(
+    tp: int, dp: int, pp: int, before_data: bool, per_node: int
+) -> None:
+    job = Job(model=MODELS["8.3b"], gpus=tp * dp * pp, tp=tp, pp=pp, batch=64, pipeline_before_data=before_data)
+    ranks = Placement(tensor=tp, data=dp, pipeline=pp, ranks_per_node=per_node, pipeline_before_data=before_data)
+    crossing, _ = ranks.crossing_hops()
+    assert sum(job.hop_crosses(stage, per_node) for stage in range(pp - 1)) == crossing
+    replicas = Group.strided(dp, job.replica_stride, per_node)
+    assert replicas.per_node == ranks.members_on_a_node("data")
+    assert (replicas.nodes == 1) == ranks.stays_inside("data")
+
+
+def test_the_order_of_ranks_decides_which_technique_the_plan_finds_worth_its_while() -> None:
+    cluster = CLUSTERS["a100-100gbe"]
+    usual = Job(model=MODELS["2.5b"], gpus=32, tp=2, pp=4, batch=64)
+    other = usual.replace(pipeline_before_data=True)
+    backprop = OptimusConfig(compressed_backprop_format="int8")
+    gradients = OptimusConfig(dp_compression_format="int8")
+
+    def gain(job: Job, config: OptimusConfig) -> float:
+        return iteration(cluster, job).seconds / iteration(cluster, job, config).seconds
+
+    # A node is a stage: all hops cross, no gradient does. A node is a pipeline: the other way round.
+    assert gain(usual, backprop) > gain(other, backprop)
+    assert gain(other, gradients) > gain(usual, gradients)
+    assert iteration(cluster, usual).seconds != iteration(cluster, other).seconds

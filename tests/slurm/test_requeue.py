@@ -161,7 +161,13 @@ def prepare_data(slurm: Slurm, folder: Path) -> dict[str, str]:
         for start in range(200):
             corpus.write(json.dumps({"text": " ".join(words[start : start + 200])}) + "\n")
     slurm.run(
-        *("sbatch", "--wait", "--output=data.log", "--cpus-per-task=2", str(ROOT / "scripts/slurm/prepare_data.sbatch")),
+        *(
+            "sbatch",
+            "--wait",
+            "--output=data.log",
+            "--cpus-per-task=2",
+            str(ROOT / "scripts/slurm/prepare_data.sbatch"),
+        ),
         *("--input", "corpus.jsonl", "--output", str(folder / "corpus"), "--vocab-size", "500", "--workers", "1"),
         cwd=folder,
     )

@@ -122,8 +122,10 @@ def test_preflight_measures_what_the_planner_reads_and_names_an_interface_that_i
     measured = json.loads((tmp_path / "preflight.json").read_text())
     assert measured["gpus_per_node"] == 2 and measured["node_rate"] > 0 and measured["hop"] > 0
     planned = subprocess.run(
-        ["optimus-cc", "plan", "--cluster=preflight.json", "--nodes=2", "--model=2.5b", "--"]
-        + ["--pipeline-model-parallel-size=2", "--global-batch-size=64", "--micro-batch-size=1"],
+        [
+            *("optimus-cc", "plan", "--cluster=preflight.json", "--nodes=2", "--model=2.5b", "--"),
+            *("--pipeline-model-parallel-size=2", "--global-batch-size=64", "--micro-batch-size=1"),
+        ],
         cwd=tmp_path, env=slurm.environment, capture_output=True, text=True,
     )  # fmt: skip
     print(planned.stdout)
