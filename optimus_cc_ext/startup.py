@@ -6,7 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
-from optimus_cc_ext import cpu_runtime, install, parent_death
+from optimus_cc_ext.api import install
+from optimus_cc_ext.devices import cpu_runtime, parent_death
 from optimus_cc_ext.errors import OptimusError, exit_with, require_megatron, require_torch
 
 __all__ = ["launch", "prepare"]

@@ -62,7 +62,7 @@ def _activate() -> str:
         OptimusError: torch is missing or too old, or Megatron is missing; one sentence with the cure.
     """
     require_torch()
-    from optimus_cc_ext import cpu_runtime
+    from optimus_cc_ext.devices import cpu_runtime
 
     require_megatron()
     return cpu_runtime.activate().removeprefix("optimus-cc: ")

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from optimus_cc_ext import cpu_runtime, shared_gpu
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
+from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
 from optimus_cc_ext.hooks.registry import Seam
 

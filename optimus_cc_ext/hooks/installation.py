@@ -62,7 +62,7 @@ class Installation:
 
     def remove(self) -> None:
         """Take every wrap off. Models that were built meanwhile keep their bucket reducers."""
-        self._applied.remove()
+        self._applied.close()
         self.session = None
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:

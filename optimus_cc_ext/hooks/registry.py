@@ -10,10 +10,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.errors import UnsupportedMegatron
+from optimus_cc_ext.patching import Patches
 
 __all__ = [
     "SUPPORTED_MEGATRON",
@@ -81,11 +82,8 @@ class Seam:
         return [module for module in modules if getattr(module, name, None) is value]
 
 
-@dataclass
-class AppliedWraps:
-    """The wraps that are on, so that they can be taken off."""
-
-    _undo: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+class AppliedWraps(Patches):
+    """The wraps that are on Megatron, so that `close` takes them off again."""
 
     def apply(self, wraps: Iterable[tuple[Seam, Callable[[Any], Any]]]) -> None:
         """Wrap every seam: each gets what its factory makes of the current value.
@@ -97,15 +95,7 @@ class AppliedWraps:
         for seam, (owner, name, original), factory in resolved:
             wrapped = factory(original)
             for holder in (owner, *seam.importers(name, original)):
-                setattr(holder, name, wrapped)
-                self._undo.append((holder, name, original, wrapped))
-
-    def remove(self) -> None:
-        """Put every original back, the last wrap first. A seam that somebody wrapped again is left alone."""
-        while self._undo:
-            owner, name, original, wrapped = self._undo.pop()
-            if getattr(owner, name) is wrapped:
-                setattr(owner, name, original)
+                self.replace(holder, name, wrapped)
 
 
 def megatron_version() -> str:

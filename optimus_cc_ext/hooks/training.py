@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext import cpu_runtime
+from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.metrics.alarm import ErrorAlarm
 from optimus_cc_ext.metrics.report import collect

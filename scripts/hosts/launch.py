@@ -13,9 +13,9 @@ from typing import IO
 
 import psutil
 
+from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.report.log_lines import failure_reason
-from optimus_cc_ext.shared_gpu import Device
 from scripts.hosts.network import INTERFACE, Network
 
 __all__ = ["RunFailed", "run_on_hosts", "run_torchrun", "torchrun_command"]

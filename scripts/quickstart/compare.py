@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from optimus_cc_ext.data import PreparedData, prepare
+from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.report.comparison import REQUIRED
 from optimus_cc_ext.report.log_lines import parse_progress, parse_techniques
 from optimus_cc_ext.report.record import read_events
-from optimus_cc_ext.shared_gpu import Device
 from scripts.hosts.launch import RunFailed, run_on_hosts, run_torchrun, torchrun_command
 from scripts.hosts.network import UNSHAPED, bits_per_second, network, why_not
 from scripts.quickstart.display import Display

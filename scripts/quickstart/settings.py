@@ -11,8 +11,8 @@ from typing import cast
 from optimus_cc_ext.config import OptimusConfig, presets
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.data import PreparedData
+from optimus_cc_ext.devices.shared_gpu import Device, device_for
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.shared_gpu import Device, device_for
 
 __all__ = [
     "BALANCED", "RUNS", "TINY", "QuickstartError", "Settings", "check_flags", "check_text", "config_of", "device_here",

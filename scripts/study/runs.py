@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.report.log_lines import parse_progress
-from optimus_cc_ext.shared_gpu import Device
 from scripts.hosts.launch import RunFailed, run_torchrun
 
 __all__ = ["Runs"]

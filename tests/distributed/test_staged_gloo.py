@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.shared_gpu.staged_gloo import NAME, register
+from optimus_cc_ext.devices.staged_gloo import NAME, register
 from tests.forked_ranks import run_ranks
 
 ADDED_UP = (torch.float32, torch.bfloat16, torch.float16, torch.int64)

@@ -358,7 +358,7 @@ def norms_in_fp32() -> None:
 
 def over_the_shared_gpus_backend() -> None:
     """Where the run asks for gloo, it gets the backend of ranks that share a GPU."""
-    from optimus_cc_ext.shared_gpu import staged_gloo
+    from optimus_cc_ext.devices import staged_gloo
 
     staged_gloo.register()
     original = torch.distributed.init_process_group

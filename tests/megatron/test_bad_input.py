@@ -324,7 +324,7 @@ def test_a_device_that_is_none_is_refused() -> None:
 
 
 def no_runtime() -> None:
-    from optimus_cc_ext import cpu_runtime
+    from optimus_cc_ext.devices import cpu_runtime
 
     cpu_runtime.deactivate()
 
@@ -341,7 +341,8 @@ def broken_gpu() -> None:
     """GPUs that PyTorch sees, none of which can be used; the launcher ends nobody: the others' are in order."""
     import torch
 
-    from optimus_cc_ext import cpu_runtime, errors
+    from optimus_cc_ext import errors
+    from optimus_cc_ext.devices import cpu_runtime
 
     cpu_runtime.deactivate()
     errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]

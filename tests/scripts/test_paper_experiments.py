@@ -110,7 +110,7 @@ def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfi
     """In a rank that holds Megatron: each command line through its parser and its validation, and through ours."""
     from megatron.training import arguments
 
-    from optimus_cc_ext import cpu_runtime
+    from optimus_cc_ext.devices import cpu_runtime
     from optimus_cc_ext.hooks.arguments import prepare_parser, resolution_from
 
     cpu_runtime.activate()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc_ext import cpu_runtime
+from optimus_cc_ext.devices import cpu_runtime
 from tests.forked_ranks import run_ranks
 
 DTYPES = {f"{name}Tensor": getattr(torch, name.lower()) for name in ("Float", "Double", "Half", "BFloat16", "Long")}
@@ -207,9 +207,9 @@ def test_what_has_no_meaning_on_a_cpu_raises_an_error_that_names_it() -> None:
 
 @in_a_rank
 def test_every_public_cuda_function_is_answered_or_refused() -> None:
-    from optimus_cc_ext.cpu_runtime import refusals
+    from optimus_cc_ext.devices import torch_cuda
 
-    kept = {"has_half", "has_magma"} | refusals.KEPT  # facts, errors
+    kept = {"has_half", "has_magma"} | torch_cuda.KEPT  # facts, errors
     public = {name: getattr(torch.cuda, name) for name in set(torch.cuda.__all__) - kept}
     now = {name: value for name, value in public.items() if not isinstance(value, types.ModuleType)}
     cpu_runtime.deactivate()
@@ -361,7 +361,7 @@ def test_the_checkpoint_writer_works_on_copies_in_a_process_of_its_own() -> None
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from optimus_cc_ext.cpu_runtime.megatron_patches import checkpoint_writer
+    from optimus_cc_ext.devices.megatron_on_cpu import checkpoint_writer
 
     cpu_runtime.deactivate()  # the writer's process starts without the runtime
     kept = []
@@ -380,7 +380,7 @@ def test_the_checkpoint_writer_works_on_copies_in_a_process_of_its_own() -> None
 
 @in_a_rank
 def test_megatrons_wheel_which_has_no_makefile_is_not_asked_to_run_make_on_a_gpu_either() -> None:
-    from optimus_cc_ext.cpu_runtime.megatron_patches import use_compiled_helpers
+    from optimus_cc_ext.devices.megatron_on_cpu import use_compiled_helpers
 
     cpu_runtime.deactivate()
     datasets = importlib.import_module("megatron.core.datasets.utils")

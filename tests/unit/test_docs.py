@@ -45,7 +45,7 @@ def test_links_modules_files_and_commands_lead_to_what_exists(document: Path) ->
     text = document.read_text()
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
-    folders = "config|hooks|techniques|compressors|cpu_runtime|forecast|checkpoint|metrics"
+    folders = "config|hooks|techniques|compressors|devices|forecast|checkpoint|metrics"
     modules = re.findall(rf"`((?:{folders})/\w+\.py)`", text)
     assert [name for name in modules if not (ROOT / "optimus_cc_ext" / name).exists()] == []
     files = re.findall(r"(?<![\w/*.-])((?:scripts|tests|patches)/[\w./-]*\w)/?(?![\w/*{<-])", text)

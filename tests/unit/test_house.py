@@ -1,7 +1,7 @@
 """The house: who may import what, and how long a file may be. Read from the sources; nothing is imported."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +9,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "optimus_cc_ext"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 MOST_LINES = 450
+TINY = 60
+"""Lines that are too few for a file that only one other imports."""
+
+MOST_FLOORS = 9
+"""Rooms that stand on each other, both entry points (`python -m optimus_cc_ext`, `optimus-cc`) included."""
+
+LONGEST_CHAIN = 24
+"""Files that import each other in a row."""
+
+EXTENSION = {"config", "compressors", "techniques", "hooks", "checkpoint", "metrics", "startup.py", "api.py"}
+TOOLS = {"plan", "report", "doctor", "data"}
+"""The tools stand on the extension, never the other way round: that keeps it thin."""
 
 MEGATRON_AT_ONCE = ("pretrain_gpt.py",)
 """Imported by those only who are about to use Megatron."""
 
-MEGATRON_WHEN_CALLED = ("hooks/", "cpu_runtime/", "doctor/", "startup.py", "data/prepare.py")
+MEGATRON_WHEN_CALLED = ("hooks/", "devices/", "doctor/", "startup.py", "data/prepare.py")
 """Inside of functions only: the CPU runtime has to be there before Megatron, and a help text needs none."""
 
 
@@ -122,3 +134,134 @@ def test_every_hook_names_the_megatron_file_that_it_wraps() -> None:
     for name, path in SOURCES.items():
         if name.startswith("hooks/") and path.stem not in ("__init__", "installation", "registry"):
             assert f"/{path.name}" in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0], name
+
+
+FACE = "optimus_cc_ext"
+MODULES = {
+    f"{FACE}.{name.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__"): name for name in SOURCES
+} | {FACE: "__init__.py"}
+"""File by the name that it is imported by."""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One import from one file of the package to another."""
+
+    importer: str
+    line: int
+    imported: str
+
+    @property
+    def rooms(self) -> tuple[str, str]:
+        return room(self.importer), room(self.imported)
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def room(name: str) -> str:
+    """The folder of a file, or the file itself where it lies directly in the package."""
+    return name.partition("/")[0]
+
+
+def arrows() -> list[Arrow]:
+    """All imports between files of the package, those inside of functions and of TYPE_CHECKING included."""
+    return [
+        Arrow(name, item.line, MODULES[module])
+        for name, path in SOURCES.items()
+        for item in imports(path.read_text())
+        if is_of(item.module, FACE)
+        for module in [item.module if item.module in MODULES else item.module.rpartition(".")[0]]
+        if module in MODULES and MODULES[module] != name
+    ]
+
+
+def floors(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, int], list[set[str]]]:
+    """Each node's floor: 1 where it imports nothing, else one above the highest that it imports; and all circles.
+
+    The nodes of a circle share one floor.
+    """
+    below: dict[str, set[str]] = {}
+    for importer, imported in pairs:
+        below.setdefault(importer, set()).add(imported)
+        below.setdefault(imported, set())
+    reached = {node: _reachable(node, below) for node in below}
+    circles = {node: {other for other in reached[node] if node in reached[other]} for node in below}
+    found: dict[str, int] = {}
+    # Whoever reaches fewer comes first: all that a node imports, its circle apart, reaches less than it does.
+    for node in sorted(below, key=lambda node: len(reached[node] | {node})):
+        together = circles[node] or {node}
+        imported = set().union(*(below[each] for each in together)) - together
+        found[node] = 1 + max((found[other] for other in imported), default=0)
+    distinct = {frozenset(circle) for circle in circles.values() if circle}
+    return found, sorted(map(set, distinct), key=sorted)
+
+
+def _reachable(start: str, below: Mapping[str, set[str]]) -> set[str]:
+    """All that `start` imports, directly or not; itself only where it lies on a circle."""
+    found: set[str] = set()
+    waiting = [*below[start]]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += below[node]
+    return found
+
+
+def test_floors_are_counted_as_they_are_said_to_be() -> None:
+    found, circles = floors([("top", "a"), ("top", "b"), ("a", "b"), ("b", "base")])
+    assert found == {"top": 4, "a": 3, "b": 2, "base": 1} and circles == []
+    found, circles = floors([("top", "a"), ("a", "b"), ("b", "a"), ("b", "base")])
+    assert found == {"top": 3, "a": 2, "b": 2, "base": 1} and circles == [{"a", "b"}]
+
+
+def test_the_house_is_low_and_nothing_imports_upwards() -> None:
+    between_rooms = [arrow for arrow in arrows() if arrow.rooms[0] != arrow.rooms[1]]
+    found, circles = floors(arrow.rooms for arrow in between_rooms)
+    files, circles_of_files = floors((arrow.importer, arrow.imported) for arrow in arrows())
+    for floor in range(max(found.values()), 0, -1):
+        print(f"{floor:2}  {', '.join(sorted(name for name in found if found[name] == floor))}")
+    print(f"longest chain of files: {max(files.values())}")
+    for circle in circles:
+        print("circle:", *(str(arrow) for arrow in between_rooms if set(arrow.rooms) <= circle), sep="\n    ")
+    assert circles == [] and circles_of_files == [], "these import each other; see above"
+    assert max(found.values()) <= MOST_FLOORS
+    assert max(files.values()) <= LONGEST_CHAIN
+
+
+def test_nothing_inside_imports_the_face_of_the_package() -> None:
+    """It loads all that a training loop calls, whatever one name out of it is wanted for."""
+    assert [str(arrow) for arrow in arrows() if arrow.imported == "__init__.py"] == []
+
+
+def test_the_extension_stands_without_the_tools() -> None:
+    upside_down = [str(arrow) for arrow in arrows() if arrow.rooms[0] in EXTENSION and arrow.rooms[1] in TOOLS]
+    assert upside_down == []
+
+
+def test_a_file_that_serves_one_other_is_not_tiny() -> None:
+    """It belongs into that one, unless the two would be long together."""
+    importers: dict[str, set[str]] = {}
+    for arrow in arrows():
+        importers.setdefault(arrow.imported, set()).add(arrow.importer)
+    lines = {name: path.read_text().count("\n") for name, path in SOURCES.items()}
+    tiny = [
+        f"{name} ({lines[name]} lines, for {importer} of {lines[importer]})"
+        for name, (importer, *others) in importers.items()
+        if not others
+        and lines[name] < TINY
+        and not name.endswith(("__init__.py", "__main__.py", "_version.py"))
+        and not importer.endswith("__init__.py")
+        and lines[name] + lines[importer] <= 400
+    ]
+    assert tiny == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

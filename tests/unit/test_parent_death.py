@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optimus_cc_ext import parent_death
+from optimus_cc_ext.devices import parent_death
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 
@@ -55,7 +55,7 @@ STARTS = {
 
 if __name__ == "__main__":
     if sys.argv[2] == "install":
-        from optimus_cc_ext import parent_death
+        from optimus_cc_ext.devices import parent_death
         parent_death.install()
     kept = STARTS[sys.argv[1]]()
     time.sleep(100)
@@ -67,7 +67,7 @@ def started(folder: Path, way: str, children: int = 1, install: str = "install")
     """The running processes: the parent, which leads a group of its own, and its children."""
     script = folder / "parent.py"
     script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(parent_death.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(parent_death.__file__).parents[2])}
     parent = subprocess.Popen(
         [sys.executable, str(script), way, install],
         env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -121,7 +121,7 @@ def test_without_it_a_server_of_multiprocessing_outlives_its_owner(tmp_path: Pat
 
 
 def test_a_child_whose_parent_died_before_it_could_say_so_ends_at_once() -> None:
-    said = "from optimus_cc_ext.parent_death import end_with; end_with({}); print('alive')"
+    said = "from optimus_cc_ext.devices.parent_death import end_with; end_with({}); print('alive')"
     for parent, code in ((os.getpid(), 0), (os.getppid(), -signal.SIGKILL)):
         done = subprocess.run([sys.executable, "-c", said.format(parent)], capture_output=True, timeout=30)
         assert done.returncode == code and (done.stdout == b"alive\n") == (code == 0), done.stderr
@@ -129,7 +129,8 @@ def test_a_child_whose_parent_died_before_it_could_say_so_ends_at_once() -> None
 
 def test_a_command_that_cannot_be_started_is_an_error_as_ever_and_the_tracker_is_left_alone(tmp_path: Path) -> None:
     script = (
-        "import subprocess, sys; from optimus_cc_ext import parent_death as ours; ours.install(); ours.install()\n"
+        "import subprocess, sys\n"
+        "from optimus_cc_ext.devices import parent_death as ours; ours.install(); ours.install()\n"
         "try: subprocess.run(['no-such-command'])\n"
         "except FileNotFoundError as error: print(error.filename)\n"
         "print(subprocess.run(['echo', 'ran'], -1, None, None, subprocess.PIPE, text=True).stdout.strip())\n"

@@ -94,9 +94,9 @@ def test_wraps_are_on_after_applying_even_twice_and_off_after_removing(module: t
     assert module.Class().method(3) == "3!"
     applied.apply([(Seam(FUNCTION), loudly)])
     assert module.function("a", "b") == "a b all!!"
-    applied.remove()
+    applied.close()
     assert module.function is function and module.Class.method is method
-    applied.remove()  # nothing is left to do
+    applied.close()  # nothing is left to do
 
 
 def test_if_one_seam_does_not_hold_none_is_wrapped(module: types.ModuleType) -> None:
@@ -105,7 +105,7 @@ def test_if_one_seam_does_not_hold_none_is_wrapped(module: types.ModuleType) -> 
     assert "gone" in refused(applied.apply, [(Seam(FUNCTION), loudly), (Seam(f"{MODULE}:gone"), loudly)])
     assert module.function is function
     module.function = loudly(function)
-    applied.remove()
+    applied.close()
     assert module.function is not function, "there was nothing to take off"
 
 
@@ -115,7 +115,7 @@ def test_a_seam_that_somebody_wrapped_later_is_left_alone(module: types.ModuleTy
     applied.apply([(Seam(FUNCTION), loudly), (Seam(METHOD), loudly)])
     theirs = loudly(module.function)
     module.function = theirs
-    applied.remove()
+    applied.close()
     assert module.function is theirs and module.function("a", "b") == "a b all!!"
     assert module.Class.method is method, "the others are taken off all the same"
 
@@ -134,7 +134,7 @@ def test_a_wrap_is_put_where_the_target_was_imported_by_name_too(
     applied.apply([(Seam(FUNCTION, imported_by=names), loudly)])
     assert importer.function is module.function and importer.function("a", "b") == "a b all!"
     assert bystander.function is theirs, "it holds something else by that name"
-    applied.remove()
+    applied.close()
     assert importer.function is module.function is function
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from optimus_cc_ext import cpu_runtime, shared_gpu
+from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import OptimusError, is_first_local_rank
 from tests.device import device_of, said_of
 

@@ -1,8 +1,8 @@
-"""Megatron's training loop without a GPU: ``torch.cuda`` answered by the CPU, collectives by gloo.
+"""Choose the device of a rank; on a CPU, let ``torch.cuda`` be answered by the CPU, and collectives by gloo.
 
 :func:`activate` before Megatron is imported, and nothing else. What has no meaning on a CPU raises an error
-that names it (:class:`~optimus_cc_ext.cpu_runtime.refusals.NoCpuMeaningError`); :func:`deactivate` puts
-PyTorch and Megatron back.
+that names it (:class:`~optimus_cc_ext.devices.torch_cuda.NoCpuMeaningError`); :func:`deactivate` puts PyTorch and
+Megatron back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext import shared_gpu
-from optimus_cc_ext.cpu_runtime import collectives, devices, megatron_patches, refusals, torch_cuda
-from optimus_cc_ext.cpu_runtime.megatron_patches import apply_cpu_defaults
-from optimus_cc_ext.cpu_runtime.patching import Patches
+from optimus_cc_ext.devices import cuda_means_cpu, megatron_on_cpu, shared_gpu, torch_cuda
+from optimus_cc_ext.devices.megatron_on_cpu import apply_cpu_defaults
+from optimus_cc_ext.patching import Patches
 
 __all__ = ["DEVICE_VARIABLE", "activate", "apply_cpu_defaults", "deactivate", "device_choice", "is_active"]
 
@@ -74,11 +73,11 @@ def activate() -> str:
     Raises:
         ValueError: as :func:`device_choice`.
         RuntimeError: likewise, or Megatron was imported before, or this rank's GPU cannot be used.
-        OptimusError: as :func:`optimus_cc_ext.shared_gpu.activate`.
+        OptimusError: as :func:`optimus_cc_ext.devices.shared_gpu.activate`.
     """
     choice = device_choice()
     if choice != "cpu":
-        megatron_patches.use_compiled_helpers()
+        megatron_on_cpu.use_compiled_helpers()
     if choice == "shared-gpu":
         return shared_gpu.activate()
     if choice == "cuda":
@@ -133,10 +132,9 @@ def _install(patches: Patches) -> None:
         patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     torch_cuda.install(patches)
-    devices.install(patches)
-    collectives.install(patches)
-    refusals.install(patches)
-    megatron_patches.install(patches)
+    cuda_means_cpu.install(patches)
+    torch_cuda.refuse_the_rest(patches)
+    megatron_on_cpu.install(patches)
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:

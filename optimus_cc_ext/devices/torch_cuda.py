@@ -1,12 +1,13 @@
-"""What ``torch.cuda`` answers where every device is the same CPU: queries, memory, random numbers, streams.
+"""``torch.cuda`` where every device is the same CPU: its answers to queries, memory, random numbers, streams.
 
-One table, from name to answer. CUDA's generator is the CPU's default generator: one stream of numbers, really seeded,
-saved and restored, that Megatron's ``CudaRNGStatesTracker`` (core/tensor_parallel/random.py) forks and that dropout
-and initialisation draw from.
+One table, from name to answer; everything else that means nothing on a CPU raises an error that names it. CUDA's
+generator is the CPU's default generator: one stream of numbers, really seeded, saved and restored, that Megatron's
+``CudaRNGStatesTracker`` (core/tensor_parallel/random.py) forks and that dropout and initialisation draw from.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import defaultdict
@@ -18,13 +19,26 @@ from typing import Any
 import torch
 import torch.utils.data.dataloader
 
-from optimus_cc_ext.cpu_runtime.patching import Patches
-from optimus_cc_ext.cpu_runtime.refusals import NoCpuMeaningError
+from optimus_cc_ext.patching import Patches
 
-__all__ = ["HostEvent", "HostStream", "install"]
+__all__ = ["HostEvent", "HostStream", "NoCpuMeaningError", "install", "refuse_the_rest"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+# Names with a meaning of their own where no GPU is: exceptions, submodules and facts about the build.
+KEPT = frozenset(("CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "get_gencode_flags"))
+# Private, but the usual way to ask for a memory profile, or used by Megatron.
+PRIVATE = {torch.cuda: ("_sleep",), torch.cuda.memory: ("_snapshot", "_dump_snapshot", "_record_memory_history")}
 _RESETS = ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached")
+
+
+class NoCpuMeaningError(RuntimeError):
+    """A CUDA function was called that has no counterpart on a CPU."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} has no meaning on a CPU, on which optimus-cc runs Megatron here. Leave out the option "
+            "that asks for it, or run on a machine with a GPU (OPTIMUS_CC_DEVICE=cuda)."
+        )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -197,3 +211,24 @@ def install(patches: Patches) -> None:
     patches.replace(torch.accelerator, "device_count", lambda: 0)
     patches.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     patches.wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__init__", _without_a_draw)
+
+
+def _refusing(name: str, original: Any) -> Any:
+    """A stand-in for ``original`` that raises NoCpuMeaningError; of a class, a subclass that does so."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NoCpuMeaningError(name)
+
+    if isinstance(original, type):
+        return type(original.__name__, (original,), {"__new__": refuse, "__module__": original.__module__})
+    # With its attributes: from 2.15 on, torch._dynamo takes `use_mem_pool.__wrapped__` when it is imported.
+    return functools.wraps(original)(refuse)
+
+
+def refuse_the_rest(patches: Patches) -> None:
+    """Refuse all of ``torch.cuda`` that no other module has replaced: to be called after they have."""
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs, torch.cuda.profiler):
+        for name in (*getattr(module, "__all__", ()), *PRIVATE.get(module, ())):
+            original = getattr(module, name, None)
+            if not patches.has_replaced(module, name) and name not in KEPT and callable(original):
+                patches.replace(module, name, _refusing(f"{module.__name__}.{name}", original))

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from optimus_cc_ext.patching import Patches
+
 __all__ = ["end_with", "install"]
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,8 +41,9 @@ def install() -> None:
         return
     os.register_at_fork(before=_remember_forker, after_in_child=_keep_forker)
     multiprocessing.util.register_after_fork(_forking, lambda _: _end_with_forker())
-    _wrap(multiprocessing.util, "spawnv_passfds", _spawn)
-    _wrap(subprocess.Popen, "__init__", _start_subprocess)
+    patches = Patches()  # for the life of this process
+    patches.wrap(multiprocessing.util, "spawnv_passfds", _spawn)
+    patches.wrap(subprocess.Popen, "__init__", _start_subprocess)
 
 
 def end_with(parent: int) -> None:
@@ -83,7 +86,7 @@ def _spawn(spawn: Callable[..., int], path: str | bytes, args: list[Any], passfd
 def _first_words() -> str:
     # This very file, wherever the child looks first; its folder is taken off again, lest it hide a module of Python's.
     return (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
         f"from {__name__} import end_with, install; "
         f"del sys.path[0]; end_with({os.getpid()}); install(); "
     )
@@ -101,13 +104,3 @@ def _start_subprocess(start: Callable[..., None], *args: Any, **kwargs: Any) -> 
 
         given.arguments["preexec_fn"] = before_exec
     start(*given.args, **given.kwargs)
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapper)

@@ -1,4 +1,4 @@
-"""The CPU in the place of ``cuda``: tensor factories, conversions, tensor types.
+"""The CPU in the place of ``cuda``: tensor factories, conversions, tensor types, and gloo's all-gathers.
 
 A device that says ``cuda`` (a string, a ``torch.device`` or an index) means the CPU wherever PyTorch's Python
 functions take a device. Nothing is intercepted per operator: only functions that accept a ``device`` are
@@ -7,13 +7,15 @@ wrapped. What reaches PyTorch's C++ with a CUDA device by another road still fai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _device as torch_device_mode
 
-from optimus_cc_ext.cpu_runtime.patching import Patches
+from optimus_cc_ext.patching import Patches
 
 __all__ = ["install"]
 
@@ -22,6 +24,9 @@ CPU = torch.device("cpu")
 # Megatron tells precisions apart by these: isinstance(x, torch.cuda.BFloat16Tensor) (core/transformer/module.py) and
 # x.type() == "torch.cuda.FloatTensor" (core/optimizer).
 TENSOR_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+
+# What `torch.distributed._coalescing_manager` calls; until PyTorch 2.12 under the older name.
+COALESCED = {"all_gather_single_coalesced": "all_gather_single", "allgather_into_tensor_coalesced": "_allgather_base"}
 
 
 def _host_device(device: Any) -> Any:
@@ -69,6 +74,24 @@ def _autocast(
     begin(self, device_type, dtype, *args, **kw)
 
 
+def _one_by_one(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """A coalesced all-gather over gloo that gathers one tensor at a time.
+
+    In PyTorch 2.13 two coalesced ones under way in one process group corrupt memory: gloo's threads, in
+    `AsyncAllgatherCoalescedWork`, end the process with "malloc(): unaligned tcache chunk" or a segmentation fault, once
+    in a few minutes, or wait for ever. Megatron has several under way with --overlap-param-gather: one per bucket. The
+    plain all-gather does the same without that, and on a CPU there is nothing to gain from coalescing.
+    """
+
+    def all_gather_coalesced(
+        group: dist.ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *options: Any
+    ) -> Any:
+        works = [gather(group, into, tensor, *options) for into, tensor in zip(outputs, inputs, strict=True)]
+        return SimpleNamespace(wait=lambda *timeout: all([work.wait(*timeout) for work in works]))
+
+    return all_gather_coalesced
+
+
 def install(patches: Patches) -> None:
     """Make ``cuda`` mean the CPU in PyTorch's Python interface."""
     # The mode behind `with torch.device(...)` recognises factories by identity: let it collect the originals first.
@@ -93,3 +116,7 @@ def install(patches: Patches) -> None:
     for name in TENSOR_TYPES:
         patches.replace(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     patches.wrap(torch.Tensor, "type", _type)
+
+    for coalesced, single in COALESCED.items():
+        if hasattr(dist.ProcessGroup, coalesced) and hasattr(dist.ProcessGroup, single):
+            patches.replace(dist.ProcessGroup, coalesced, _one_by_one(getattr(dist.ProcessGroup, single)))

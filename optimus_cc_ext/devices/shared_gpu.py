@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from optimus_cc_ext.devices.staged_gloo import NAME, register
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.shared_gpu.staged_gloo import NAME, register
 
 __all__ = ["NAME", "Device", "activate", "check_one_machine", "device_for", "is_active", "memory_share", "ranks_on"]
 

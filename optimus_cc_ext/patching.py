@@ -1,0 +1,65 @@
+"""Replace attributes of other packages, or of one object, and undo it in reverse."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+__all__ = ["Patches"]
+
+_ABSENT = object()
+
+
+class Patches(ExitStack):
+    """Replaced attributes and environment variables; leaving it, or `close`, restores them in reverse order.
+
+    An attribute that somebody else has replaced again since is left alone: the original behind that wrap would be lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replaced: set[tuple[int, str]] = set()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`. What the owner itself holds is restored, not what it inherits from a class."""
+        self.callback(_restore, owner, name, value, vars(owner).get(name, _ABSENT))
+        setattr(owner, name, value)
+        self._replaced.add((id(owner), name))
+
+    def has_replaced(self, owner: Any, name: str) -> bool:
+        """Return whether `owner.name` was replaced or wrapped by this object."""
+        return (id(owner), name) in self._replaced
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Make every call of `owner.name` a call of `around(original, *args, **kwargs)`.
+
+        Args:
+            owner: a module, a class, or an object, whose method is then wrapped for this object only.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
+        self.replace(owner, name, staticmethod(wrapper) if is_static else wrapper)
+
+    def setenv(self, name: str, value: str) -> None:
+        """Set an environment variable."""
+        if name in os.environ:
+            self.callback(os.environ.__setitem__, name, os.environ[name])
+        else:
+            self.callback(os.environ.pop, name, None)
+        os.environ[name] = value
+
+
+def _restore(owner: Any, name: str, value: Any, previous: Any) -> None:
+    if vars(owner).get(name, _ABSENT) is not value:
+        return
+    if previous is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, previous)
