@@ -36,8 +36,6 @@ __all__ = [
 
 _installation: "Installation | None" = None
 _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
-_reported: tuple[list[int], int] | None = None
-"""Traffic and completed steps at the last call of `collect_metrics`."""
 
 
 def install(config: OptimusConfig | None = None, *, train_iters: int | None = None) -> None:
@@ -54,7 +52,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
         OptimusError: installed already, with other settings; or torch is too old.
         UnsupportedMegatron: Megatron is missing, of an untested version, or a seam has moved.
     """
-    global _installation, _asked_for, _reported
+    global _installation, _asked_for
     if config is not None and not isinstance(config, OptimusConfig):
         example = "OptimusConfig(compressed_backprop=True) or preset('paper', stages=4, data_parallel=2)"
         raise TypeError(f"install() takes an OptimusConfig, not a {type(config).__name__}: {example}")
@@ -71,7 +69,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
 
     installation = Installation()
     installation.start(config, train_iters)
-    _installation, _asked_for, _reported = installation, (config, train_iters), None
+    _installation, _asked_for = installation, (config, train_iters)
 
 
 def uninstall() -> None:
@@ -148,17 +146,11 @@ def collect_metrics() -> dict[str, float]:
         OptimusError: no forward-backward pass has run yet.
     """
     from optimus_cc_ext.hooks.training import training_device
-    from optimus_cc_ext.metrics.report import collect
 
-    global _reported
     session = _session()
     if session.grid is None:
         raise OptimusError("there is nothing to report before the first training step")
-    counts, steps = session.traffic.as_list(), session.completed_steps
-    before, steps_before = _reported or ([0] * len(counts), 0)
-    _reported = counts, steps
-    fresh = [now - then for now, then in zip(counts, before, strict=True)]
-    return collect(session, fresh, max(1, steps - steps_before), training_device()).scalars()
+    return session.report(training_device()).scalars()
 
 
 def state_dict() -> dict[str, Any]:

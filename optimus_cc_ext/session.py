@@ -20,8 +20,10 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
@@ -103,6 +105,7 @@ class Session:
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
         # By gradient-norm group; equal on all ranks, because the norms are.
         self._preallocated = False
+        self._unreported_steps = 0
         self._step = _Step()
 
     def new_codec(self, chosen: str) -> Codec | None:
@@ -129,6 +132,37 @@ class Session:
     def states(self) -> dict[str, FactorStates]:
         """By technique: what it remembers on this rank."""
         return {technique.name: technique.states for technique in self.techniques}
+
+    def report(self, device: torch.device, iterations: int | None = None) -> Report:
+        """Add up over all ranks the traffic since the last report, and what the last pass measured.
+
+        Collective over all ranks of the model; reads from the device.
+
+        Args:
+            device: where collectives of the default group take their tensors.
+            iterations: how many the report covers; None: the applied steps since the last report.
+        """
+        assert self.grid is not None, "the session has no place in the grid yet"
+        gauges, states = self.gauges, self.states
+        mine = StageMetrics(
+            ranks=1,
+            techniques={
+                each.title: technique_metrics(
+                    gauges[each.name], states[each.name].residuals() if each.name in states else (), self.loss_scale
+                )
+                if each.name in gauges
+                else TechniqueMetrics()
+                for each in CLASSES
+            },
+            statistics=self.backprop.statistics.sums(),
+        )
+        steps = self._unreported_steps if iterations is None else iterations
+        self._unreported_steps = 0
+        return collect(
+            mine, self.grid.place.stage, self.grid.stages,
+            {each.title: self.config.format_of(each) for each in CLASSES},
+            self.traffic.since_last_report(), max(1, steps), self.grid.sum, device,
+        )  # fmt: skip
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
         """See `CompressedBackprop.transfers`; of activations, too."""
@@ -289,6 +323,7 @@ class Session:
             for technique in self.techniques:
                 technique.commit(shrinkage)
             self._step.iteration += 1
+            self._unreported_steps += 1
         else:
             for technique in self.techniques:
                 technique.states.rollback()

@@ -9,8 +9,7 @@ import torch
 
 from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.metrics.alarm import ErrorAlarm
-from optimus_cc_ext.metrics.report import collect
+from optimus_cc_ext.metrics.report import ErrorAlarm
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
@@ -89,7 +88,6 @@ class _Reporter:
 
     def __init__(self, session: Session) -> None:
         self._session, self._alarm = session, ErrorAlarm()
-        self._reported = [0] * len(session.traffic.as_list())
         self._last_iteration: int | None = None
 
     def log(self, iteration: int) -> None:
@@ -99,10 +97,8 @@ class _Reporter:
             self._last_iteration = iteration - 1
         if not _due(iteration) or iteration == self._last_iteration:
             return
-        counts = self._session.traffic.as_list()
-        fresh = [now - before for now, before in zip(counts, self._reported, strict=True)]
-        report = collect(self._session, fresh, iteration - self._last_iteration, training_device())
-        self._reported, self._last_iteration = counts, iteration
+        report = self._session.report(training_device(), iteration - self._last_iteration)
+        self._last_iteration = iteration
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
         for line in (*report.lines(), *self._alarm.lines(report)):

@@ -1,23 +1,29 @@
-"""What is reported at the logging interval: traffic, errors, residuals and time, of all stages together.
+"""The report at the logging interval: traffic, errors, residuals and time, of all stages together.
 
 Each rank contributes one row of sums to a table of stages, one all-reduce adds the tables up, and every rank reads
 the same report from it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from itertools import islice
-from math import sqrt
+from math import isfinite, sqrt
+from typing import Self
 
 import torch
 
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
-from optimus_cc_ext.metrics.gauge import norm
-from optimus_cc_ext.session import Session
+from optimus_cc_ext.metrics.gauge import Gauge, norm
 
-__all__ = ["Report", "StageMetrics", "TechniqueMetrics", "collect"]
+__all__ = ["ErrorAlarm", "Report", "StageMetrics", "TechniqueMetrics", "collect", "technique_metrics"]
+
+FACTOR = 3.0
+"""How far above its running mean an error may be before `ErrorAlarm` names it."""
+
+_WEIGHT = 0.1
+"""Weight of one report in the running mean of errors."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,19 @@ class StageMetrics:
     """By title."""
 
     statistics: StatisticsSums
+
+    def as_list(self) -> list[float]:
+        """The sums as numbers, which ranks add up; `from_list` reads them."""
+        techniques = (value for each in CLASSES for value in astuple(self.techniques[each.title]))
+        return [self.ranks, *techniques, *astuple(self.statistics)]
+
+    @classmethod
+    def from_list(cls, values: Iterable[float]) -> Self:
+        """Read the sums of `as_list`; numbers behind them in `values` are not looked at."""
+        row = iter(values)
+        ranks, width = int(next(row)), len(fields(TechniqueMetrics))
+        techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
+        return cls(ranks, techniques, StatisticsSums(int(next(row)), *islice(row, len(fields(StatisticsSums)) - 1)))
 
 
 @dataclass(frozen=True)
@@ -124,48 +143,66 @@ class Report:
         return f"{title} {self.formats[title]}: error {100 * error:.2f} %{remembered}, {milliseconds:.2f} ms"
 
 
-def collect(session: Session, traffic: Sequence[int], iterations: int, device: torch.device) -> Report:
+def collect(
+    mine: StageMetrics, stage: int, stages: int, formats: Mapping[str, str], traffic: Sequence[int], iterations: int,
+    add_up: Callable[[torch.Tensor], None], device: torch.device,
+) -> Report:  # fmt: skip
     """Add up what all ranks measured. Collective over all ranks of the model; reads from the device.
 
     Args:
-        session: this rank's, placed in the grid.
+        mine: the measurements of this rank, which is of this `stage` of so many `stages`.
+        formats: by title, the format of each class of traffic.
         traffic: this rank's traffic since the last report, in the order of `Traffic.as_list`.
         iterations: how many iterations that covers.
-        device: where collectives take their tensors.
+        add_up: sums a tensor over all ranks of the model, in place.
+        device: where `add_up` takes its tensors.
     """
-    assert session.grid is not None, "the session has no place in the grid yet"
-    statistics = session.backprop.statistics.sums()
-    row = [
-        1.0,
-        *(value for each in CLASSES for value in _sums(session, each.name)),
-        *(statistics.pairs, statistics.cosine, statistics.error_mean, statistics.difference_mean),
-        *traffic,
-    ]
-    table = torch.zeros(session.grid.stages, len(row), dtype=torch.float64)
-    table[session.grid.place.stage] = torch.tensor(row, dtype=torch.float64)
+    row = [*mine.as_list(), *traffic]
+    table = torch.zeros(stages, len(row), dtype=torch.float64)
+    table[stage] = torch.tensor(row, dtype=torch.float64)
     table = table.to(device)
-    session.grid.sum(table)
+    add_up(table)
     sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
     return Report(
         dict(zip(CLASSES, zip(sums[::2], sums[1::2], strict=True), strict=True)),
-        tuple(_stage(iter(values)) for values in table.tolist()),
-        {each.title: session.config.format_of(each) for each in CLASSES},
+        tuple(StageMetrics.from_list(values) for values in table.tolist()),
+        formats,
     )
 
 
-def _stage(row: Iterator[float]) -> StageMetrics:
-    """Read a stage's sums from its row of the table, in the order in which `collect` wrote them."""
-    ranks, width = int(next(row)), len(fields(TechniqueMetrics))
-    techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
-    return StageMetrics(ranks, techniques, StatisticsSums(int(next(row)), *islice(row, 3)))
+def technique_metrics(gauge: Gauge, residuals: Iterable[torch.Tensor], loss_scale: float) -> TechniqueMetrics:
+    """Return what one technique measured on this rank; reads from the device.
 
-
-def _sums(session: Session, name: str) -> tuple[float, ...]:
-    """The fields of `TechniqueMetrics`."""
-    gauge, states = session.gauges.get(name), session.states.get(name)
-    if gauge is None:
-        return (0.0,) * len(fields(TechniqueMetrics))
+    Args:
+        residuals: all that it keeps here, in units of the loss multiplied by `loss_scale`.
+    """
     scratch = Scratch()
-    norms = (float(norm(residual, scratch)) for residual in (states.residuals() if states else ()))
-    residual = sum(norm**2 for norm in norms) / session.loss_scale**2
-    return (*gauge.squares(), residual, gauge.seconds())
+    residual = sum(float(norm(tensor, scratch)) ** 2 for tensor in residuals) / loss_scale**2
+    error, compressed = gauge.squares()
+    return TechniqueMetrics(error, compressed, residual, gauge.seconds())
+
+
+class ErrorAlarm:
+    """Running means of relative errors, by technique, of this process.
+
+    It says when compression's error leaves the range that it had, and which flag turns that class dense.
+    """
+
+    def __init__(self) -> None:
+        self._usual: dict[str, float] = {}
+
+    def lines(self, report: Report) -> Iterator[str]:
+        """For the terminal: one per technique whose error is NaN or infinite, or `FACTOR` times what it usually is."""
+        errors = report.errors()
+        for traffic in CLASSES:
+            if (title := traffic.title) not in errors:
+                continue
+            error, usual = errors[title], self._usual.get(title, errors[title])
+            if isfinite(error) and error <= FACTOR * usual:
+                self._usual[title] = usual + _WEIGHT * (error - usual)
+                continue
+            than = f", usually {100 * usual:.2f} %" if isfinite(usual) else ""
+            yield (
+                f"warning | {title}: error {100 * error:.2f} %{than}. If that stays so: {traffic.format_flag} dense "
+                "turns it dense on resume, and nothing is lost"
+            )

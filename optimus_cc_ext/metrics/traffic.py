@@ -30,6 +30,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._counts = {traffic: [0, 0] for traffic in CLASSES}
+        self._reported = self.as_list()
 
     def add(self, traffic: TrafficClass, *, raw: int, sent: int) -> None:
         """Count one transfer: `raw` bytes as vanilla Megatron would send it, `sent` bytes as it was sent."""
@@ -42,5 +43,10 @@ class Traffic:
         return {traffic: (raw, sent) for traffic, (raw, sent) in self._counts.items()}
 
     def as_list(self) -> list[int]:
-        """The counters in the order of `CLASSES`, raw before sent; what ranks sum up for a report."""
+        """The counters in the order of `CLASSES`, raw before sent."""
         return [value for count in self._counts.values() for value in count]
+
+    def since_last_report(self) -> list[int]:
+        """Return the counters' increments since the last call, in the order of `as_list`."""
+        before, self._reported = self._reported, self.as_list()
+        return [now - then for now, then in zip(self._reported, before, strict=True)]

@@ -214,12 +214,10 @@ _reported: dict[str, Any] = {"reports": [], "links": {}, "residuals": {}, "stati
 
 def watch_reports() -> None:
     """Measure what a report says another way: from the message that is sent, and from what it was made of."""
-    from optimus_cc_ext.hooks import training
+    report_of, compress, keep = Session.report, SendingLink._compress, ErrorStatistics.error
 
-    collect, compress, keep = training.collect, SendingLink._compress, ErrorStatistics.error
-
-    def collecting(session: Session, *args: Any) -> Any:
-        report = collect(session, *args)
+    def reporting(session: Session, *args: Any) -> Any:
+        report = report_of(session, *args)
         _reported["reports"].append(report)
         _reported["residuals"][iteration_of(session)] = [float(r.norm()) for r in residuals(session)]
         return report
@@ -240,7 +238,7 @@ def watch_reports() -> None:
         _reported["statistics"] += self.on
         keep(self, *args)
 
-    training.collect, SendingLink._compress, ErrorStatistics.error = collecting, compressing, keeping
+    Session.report, SendingLink._compress, ErrorStatistics.error = reporting, compressing, keeping
 
 
 def what_was_reported(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 import pytest
 
 from optimus_cc_ext.config.classes import CLASSES
-from optimus_cc_ext.metrics.alarm import FACTOR, ErrorAlarm
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
-from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
+from optimus_cc_ext.metrics.report import FACTOR, ErrorAlarm, Report, StageMetrics, TechniqueMetrics
 
 
 def report(error: float) -> Report:

@@ -68,4 +68,7 @@ def test_counters_add_up_by_class_raw_and_sent() -> None:
         EMBEDDING: (20, 14),
         PARAM_GATHER: (0, 0),
     }
-    assert traffic.as_list() == [3, 3, 0, 0, 0, 0, 20, 14, 0, 0]
+    assert traffic.as_list() == traffic.since_last_report() == [3, 3, 0, 0, 0, 0, 20, 14, 0, 0]
+    traffic.add(EMBEDDING, raw=1, sent=0)
+    assert traffic.since_last_report() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    assert traffic.total()[EMBEDDING] == (21, 14)
