@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from optimus_cc_ext import api
+from optimus_cc_ext.api import begin_step, collect_metrics, current_session, end_step, install, preset
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
@@ -51,7 +51,7 @@ class Compression:
         model = config.model
         parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
         if isinstance(compression, str):
-            compression = api.preset(
+            compression = preset(
                 compression,
                 stages=model.pipeline_model_parallel_size,
                 data_parallel=int(os.environ.get("WORLD_SIZE", "1")) // parallel,
@@ -59,31 +59,31 @@ class Compression:
                 distributed_optimizer=_gathers(config),
                 **changes,  # type: ignore[arg-type]
             )
-        api.install(compression, train_iters=config.train.train_iters)
+        install(compression, train_iters=config.train.train_iters)
 
     def on_train_start(self, context: Any) -> None:
         """The model and a checkpoint are loaded: take the compressors' state beside it."""
         from optimus_cc_ext.hooks.checkpointing import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        session = api.current_session()
+        session = current_session()
         if config.checkpoint.load and step and session is not None:
             resume_beside(session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 
     def on_train_step_start(self, context: Any) -> None:
         """See `api.begin_step`."""
         step = context.state.train_state.step
-        api.begin_step(step, measured=_due(context, step + 1))
+        begin_step(step, measured=_due(context, step + 1))
 
     def on_train_step_end(self, context: Any) -> None:
         """See `api.end_step`; at Bridge's logging interval, our lines and scalars go where its own go."""
         clip_grad = context.state.cfg.optimizer.clip_grad
-        api.end_step(applied=not context.skipped_iter, grad_norm=context.grad_norm, clip_grad=clip_grad)
+        end_step(applied=not context.skipped_iter, grad_norm=context.grad_norm, clip_grad=clip_grad)
         # Bridge counts the step after this callback.
         step = context.state.train_state.step + 1
         if not _due(context, step):
             return
-        metrics = api.collect_metrics()
+        metrics = collect_metrics()
         state = context.state
         if state.tensorboard_logger is not None:
             for name, value in metrics.items():
@@ -99,7 +99,7 @@ class Compression:
         from optimus_cc_ext.hooks.checkpointing import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        session = api.current_session()
+        session = current_session()
         if session is not None:
             save_beside(session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
 

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from optimus_cc_ext import __version__
+from optimus_cc_ext._version import __version__
 from optimus_cc_ext.completion import completion
-from optimus_cc_ext.doctor.findings import Report
+from optimus_cc_ext.doctor.findings import Diagnosis
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.plan.command import run as run_plan
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.exit_code
 
 
-def _examine(options: argparse.Namespace) -> Report:
+def _examine(options: argparse.Namespace) -> Diagnosis:
     if options.gpu:
         from optimus_cc_ext.doctor.gpu import examine_gpu
 

@@ -54,7 +54,7 @@ def prepare() -> None:
 
 def _run_own_entry(argv: list[str]) -> None:
     try:
-        from optimus_cc_ext import pretrain_gpt
+        import optimus_cc_ext.pretrain_gpt as own_entry
     except ImportError as error:
         from optimus_cc_ext.hooks.registry import megatron_version
 
@@ -62,8 +62,8 @@ def _run_own_entry(argv: list[str]) -> None:
             f"the built-in pretrain_gpt cannot run on megatron-core {megatron_version()} ({error}). "
             "Give the script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
         )
-    sys.argv = [pretrain_gpt.__file__, *argv]
-    pretrain_gpt.main()
+    sys.argv = [own_entry.__file__, *argv]
+    own_entry.main()
 
 
 def _which_megatron() -> str:

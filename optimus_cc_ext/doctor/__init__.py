@@ -9,7 +9,7 @@ from typing import Any
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, describe
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
-from optimus_cc_ext.doctor.findings import Finding, Report
+from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.placement import Placement, placement_line
@@ -20,7 +20,7 @@ REFUSED = 2
 """The exit status of training for what we refuse, and for what Megatron's parser does not know."""
 
 
-def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Report:
+def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Diagnosis:
     """Look at this machine and, where `words` has any, at a command line.
 
     Args:
@@ -34,16 +34,16 @@ def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node:
         find_checkout(line.script)
         device = _activate()
     except FlagError as error:
-        return Report(Finding("flags", str(error), "FAIL"), REFUSED, packages())
+        return Diagnosis(Finding("flags", str(error), "FAIL"), REFUSED, packages())
     except (OptimusError, RuntimeError, ValueError) as error:
-        return Report(Finding("this machine", str(error), "FAIL"), broken, packages())
+        return Diagnosis(Finding("this machine", str(error), "FAIL"), broken, packages())
     machine = [*packages(), Finding("device", device, "ok"), kernels(), *seams()]
     for finding in machine:
         if finding.mark == "FAIL":
             verdict = Finding("this machine", f"{finding.subject}: {finding.state}", "FAIL")
-            return Report(verdict, broken, [other for other in machine if other is not finding])
+            return Diagnosis(verdict, broken, [other for other in machine if other is not finding])
     if not words:
-        return Report(Finding("this machine", f"would train: {device}", "ok"), 0, machine)
+        return Diagnosis(Finding("this machine", f"would train: {device}", "ok"), 0, machine)
     report = _examine_line(
         line,
         world_size if world_size is not None else line.world_size,
@@ -68,8 +68,8 @@ def _activate() -> str:
     return cpu_runtime.activate().removeprefix("optimus-cc: ")
 
 
-def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int) -> Report:
-    from optimus_cc_ext import current_session
+def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int) -> Diagnosis:
+    from optimus_cc_ext.api import current_session
     from optimus_cc_ext.doctor.verdict import validate
 
     verdict = validate(line, 1 if world_size is None else world_size)
@@ -84,12 +84,12 @@ def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int
             reason += "\n(for one process: give --world-size N, or the whole torchrun or srun line)"
         if line.script is not None and "unrecognized arguments" in reason:
             reason += "\n(flags that the script itself adds to Megatron's are not known here)"
-        return Report(Finding("flags", reason, "FAIL"), verdict.exit_code, notes)
+        return Diagnosis(Finding("flags", reason, "FAIL"), verdict.exit_code, notes)
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
     numbers, estimates = _estimated(args, layout, config)
-    return Report(
+    return Diagnosis(
         Finding("flags", describe(config), "ok"),
         findings=[Finding("layout", _layout(args)), *_placement(args, ranks_per_node), *notes, *estimates],
         facts={

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Finding", "Report"]
+__all__ = ["Diagnosis", "Finding"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """All that is said, the verdict first."""
 
     verdict: Finding

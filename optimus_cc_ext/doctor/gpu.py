@@ -6,10 +6,10 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from optimus_cc_ext.doctor.findings import Finding, Report
+from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import kernels, packages
 
-__all__ = ["Gpu", "examine_gpu", "problem"]
+__all__ = ["FoundGpu", "examine_gpu", "problem"]
 
 NEEDED_BYTES = 8 << 30
 """What `scripts/gpu_check.sh` takes of the GPU's memory at most."""
@@ -18,7 +18,7 @@ REFUSED = 2
 
 
 @dataclass(frozen=True)
-class Gpu:
+class FoundGpu:
     """What there is."""
 
     built_for: str | None
@@ -35,7 +35,7 @@ class Gpu:
     """The C compiler that Triton would call."""
 
 
-def problem(gpu: Gpu) -> str | None:
+def problem(gpu: FoundGpu) -> str | None:
     """Why nothing can run there, and the cure, in one sentence; None: nothing is in the way."""
     if gpu.built_for is None:
         return "this PyTorch is made for CPUs only: install one for CUDA"
@@ -59,7 +59,7 @@ def problem(gpu: Gpu) -> str | None:
     return None
 
 
-def find_gpu() -> Gpu:
+def find_gpu() -> FoundGpu:
     """What is here; does not raise."""
     import torch
 
@@ -67,14 +67,14 @@ def find_gpu() -> Gpu:
     # As triton/runtime/build.py looks for it.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     free = torch.cuda.mem_get_info(0)[0] if devices else 0
-    return Gpu(torch.version.cuda, _driver(), devices, free, compiler)
+    return FoundGpu(torch.version.cuda, _driver(), devices, free, compiler)
 
 
-def examine_gpu() -> Report:
+def examine_gpu() -> Diagnosis:
     """Look at the GPU, compile one kernel and hold its result against the reference; a minute at most."""
     why = problem(find_gpu())
     if why is not None:
-        return Report(Finding("this machine", why, "FAIL"), REFUSED, packages())
+        return Diagnosis(Finding("this machine", why, "FAIL"), REFUSED, packages())
     import torch
 
     properties, nccl = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
@@ -90,13 +90,13 @@ def examine_gpu() -> Report:
     except Exception as error:  # what a compiler says has no class of its own
         said = (str(error).splitlines() or [repr(error)])[-1]
         reason = f"a kernel cannot be compiled or run ({said}): see docs/gpu.md"
-        return Report(Finding("this machine", reason, "FAIL"), REFUSED, [*findings, *packages()])
+        return Diagnosis(Finding("this machine", reason, "FAIL"), REFUSED, [*findings, *packages()])
     seconds = time.monotonic() - started
     findings.append(Finding("first kernel", f"compiled and run in {seconds:.1f} s, {lost:.1e} off", "ok"))
     if not lost < 1e-5:
         verdict = Finding("this machine", f"a kernel's product is {lost:.1e} off: see docs/gpu.md", "FAIL")
-        return Report(verdict, REFUSED, [*findings, *packages()])
-    return Report(Finding("this machine", "its GPU runs the kernels", "ok"), 0, [*findings, *packages()])
+        return Diagnosis(verdict, REFUSED, [*findings, *packages()])
+    return Diagnosis(Finding("this machine", "its GPU runs the kernels", "ok"), 0, [*findings, *packages()])
 
 
 def _one_kernel() -> float:

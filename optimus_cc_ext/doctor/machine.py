@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from optimus_cc_ext import __version__
+from optimus_cc_ext._version import __version__
 from optimus_cc_ext.doctor.findings import Finding
 from optimus_cc_ext.errors import UnsupportedMegatron
 

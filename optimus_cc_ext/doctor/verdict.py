@@ -44,14 +44,14 @@ def validate(line: CommandLine, world_size: int) -> Verdict:
     """
     from megatron.training import arguments
 
-    import optimus_cc_ext
+    from optimus_cc_ext.api import install
 
     if refusal := _not_launched_by_us(line):
         return Verdict(2, str(refusal))
     sys.argv = [line.script or "pretrain_gpt.py", *line.flags]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
     output, verdict = io.StringIO(), Verdict()
-    optimus_cc_ext.install()
+    install()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             args = arguments.parse_args()

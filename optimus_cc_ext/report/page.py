@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from optimus_cc_ext import __version__
+from optimus_cc_ext._version import __version__
 
 __all__ = ["alarm", "card", "document", "folded", "grid", "listed", "machine", "number", "picture", "points"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext import OptimusConfig, api
+from optimus_cc_ext import OptimusConfig, bridge
 from optimus_cc_ext.bridge import Compression
 from optimus_cc_ext.errors import FlagError
 from tests.forked_ranks import run_ranks
@@ -116,7 +116,7 @@ def test_the_balanced_preset_compresses_the_gather_where_bridge_has_one_and_fp32
     monkeypatch: pytest.MonkeyPatch, sharded: bool, in_bf16: bool
 ) -> None:
     installed: list[OptimusConfig] = []
-    monkeypatch.setattr(api, "install", lambda config, train_iters: installed.append(config))
+    monkeypatch.setattr(bridge, "install", lambda config, train_iters: installed.append(config))
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = configuration(bf16=in_bf16)
     config.ddp.use_distributed_optimizer = sharded

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus_cc_ext.doctor.gpu import NEEDED_BYTES, Gpu, problem
+from optimus_cc_ext.doctor.gpu import NEEDED_BYTES, FoundGpu, problem
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import world_of_one
 from scripts.gpu_check.checks import CHECKS, Check, Setting
 from tests.shell_scripts import ROOT
 
-GOOD = Gpu(built_for="13.0", driver=13010, devices=1, free=NEEDED_BYTES, compiler="/usr/bin/gcc")
+GOOD = FoundGpu(built_for="13.0", driver=13010, devices=1, free=NEEDED_BYTES, compiler="/usr/bin/gcc")
 
 
 @pytest.mark.parametrize(
