@@ -6,19 +6,36 @@
 """
 
 import argparse
+import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from optimus_cc_ext._version import __version__
-from optimus_cc_ext.completion import completion
+from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.doctor.findings import Diagnosis
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.plan.command import run as run_plan
 
 __all__ = ["build_parser", "main", "shared_folder"]
+
+_SCRIPT = """\
+_optimus_cc() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words="{commands}" flags="{flags}" before
+  case $command in
+{cases}
+  esac
+  [[ ${{COMP_WORDS[COMP_CWORD-1]}} != --optimus-cc ]] || flags="{presets}"
+  [[ $command != doctor ]] || for before in "${{COMP_WORDS[@]:2:COMP_CWORD-2}}"; do
+    # A launch line: our flags, and files, its script for one.
+    [[ $before != -- ]] || {{ COMPREPLY=($(compgen -f -W "$flags" -- "$word")); return; }}
+  done
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -F _optimus_cc optimus-cc"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shared_folder())
         return 0
     if options.command == "completion":
-        print(completion(build_parser(), options.shell))
+        print(_completion(build_parser(), options.shell))
         return 0
     # Megatron's, about fused kernels that are not there: the verdict comes first.
     warnings.simplefilter("ignore")
@@ -103,6 +120,22 @@ def _report(options: argparse.Namespace) -> None:
     from optimus_cc_ext.report.command import write_report
 
     write_report(options.folders, options.output)
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return a script that completes our commands, and our training flags after `doctor --`; zsh takes bash's."""
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    cases = "\n".join(f'    {name}) words="{_words(sub)}" ;;' for name, sub in commands.choices.items())
+    flags = " ".join(
+        ["--optimus-cc", *(flag_of(f.name) for f in dataclasses.fields(OptimusConfig) if f.metadata["help"])]
+    )
+    script = _SCRIPT.format(commands=_words(parser), cases=cases, flags=flags, presets=" ".join(PRESETS))
+    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+
+
+def _words(parser: argparse.ArgumentParser) -> str:
+    words = [word for action in parser._actions for word in (*action.option_strings, *(action.choices or ()))]
+    return " ".join(words)
 
 
 def shared_folder(package: Path = Path(__file__).parent) -> Path:

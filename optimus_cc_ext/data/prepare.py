@@ -17,7 +17,6 @@ from typing import Any
 
 from optimus_cc_ext.data.documents import Corpus, DataError, Document, find_corpus
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
-from optimus_cc_ext.data.tokenizer import END_OF_DOCUMENT, MIN_VOCAB_SIZE, train_tokenizer
 from optimus_cc_ext.errors import require_extra
 
 __all__ = ["PreparedData", "prepare"]
@@ -28,6 +27,10 @@ _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
 _REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
 # Tokenized at once: large enough for all threads to have work, small enough for the bar to move.
 _BATCH_BYTES = 4 * 1024 * 1024
+
+_END_OF_DOCUMENT = "<|endoftext|>"
+# One token for each byte, so that any text can be written, and the end of a document.
+_MIN_VOCAB_SIZE = 256 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ def prepare(
     once. `progress` draws bars on a terminal.
     Raises DataError for what is wrong with the input or the arguments, OSError if `output` cannot be written.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
+    if vocab_size < _MIN_VOCAB_SIZE:
         raise DataError(
-            f"--vocab-size {vocab_size}: too small, a byte-level vocabulary has at least {MIN_VOCAB_SIZE}"
+            f"--vocab-size {vocab_size}: too small, a byte-level vocabulary has at least {_MIN_VOCAB_SIZE}"
             " tokens (256 bytes and the end of a document). Give a larger one"
         )
     if workers is not None and workers < 1:
@@ -135,7 +138,7 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
                 yield text
 
         # This first reading also finds everything that is wrong with the text.
-        tokenizer = train_tokenizer(texts(), vocab_size, folder / "tokenizer")
+        tokenizer = _train_tokenizer(texts(), vocab_size, folder / "tokenizer")
     if text_bytes == 0:
         raise DataError(f"{corpus.root}: no text in it, nothing but white space. Give --input something with text")
     with bar("tokenizing", text_bytes) as tokenizing:
@@ -143,10 +146,41 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
     return {"vocab_size": tokenizer.get_vocab_size(), "text_bytes": text_bytes, **counts}
 
 
+def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any:
+    """Train a byte-level BPE (GPT-2's word boundaries) on `texts`, in the folder format that Megatron's
+    HuggingFaceTokenizer reads without a network; the same texts give the same tokenizer.
+
+    Makes `folder` with tokenizer.json and tokenizer_config.json, and returns the tokenizers.Tokenizer. A short text
+    may fill less than `vocab_size`: ask its get_vocab_size(). _END_OF_DOCUMENT is token 0, the config's eos.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[_END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END_OF_DOCUMENT,
+        # Otherwise decoding may join "a ," into "a,".
+        "clean_up_tokenization_spaces": False,
+        # No limit of its own: Megatron cuts documents into sequences. Larger numbers lose digits in JSON.
+        "model_max_length": 2**53,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return tokenizer
+
+
 def _write_indexed(
     documents: Iterator[Document], tokenizer: Any, prefix: Path, advance: Callable[[int], Any]
 ) -> dict[str, int]:
-    """Write one sequence per document, END_OF_DOCUMENT behind it, of uint16 where the vocabulary fits, else int32."""
+    """Write one sequence per document, _END_OF_DOCUMENT behind it, of uint16 where the vocabulary fits, else int32."""
     # Here, not above: importing Megatron takes seconds, which bad input and finished data need not wait for.
     with warnings.catch_warnings():
         # About kernels that are not installed, which writing files has no use for.
@@ -155,7 +189,7 @@ def _write_indexed(
 
     # A text that spells out the special token is text, not the end of a document.
     tokenizer.encode_special_tokens = True
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    end = tokenizer.token_to_id(_END_OF_DOCUMENT)
     builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), DType.optimal_dtype(tokenizer.get_vocab_size()))
     for batch in _batches(documents):
         for encoding in tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False):
