@@ -77,15 +77,11 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     Raises:
         FlagError: a flag that was given one by one cannot work, or is out of range.
     """
-    fields: dict[str, Any] = {"compression_seed": layout.seed}
-    notes: list[str] = []
-    if request.preset:
-        preset, notes = _preset(request.preset, request.explicit, layout)
-        fields |= preset
-    fields |= request.explicit
-    written = request.spelling.get("dp_compression_stages", "")
+    preset, notes = _preset(request.preset, request.explicit, layout) if request.preset else ({}, [])
+    fields = {"compression_seed": layout.seed, **preset, **request.explicit}
     stages = fields.get("dp_compression_stages")
-    if written.startswith("--selective_grad_comp") and isinstance(stages, int) and stages > layout.stages:
+    in_artifacts_spelling = request.spelling.get("dp_compression_stages", "").startswith("--selective_grad_comp")
+    if in_artifacts_spelling and isinstance(stages, int) and stages > layout.stages:
         # The artifact's own 335M scripts ask for 3 compressed stages of 2; there it meant all of them.
         fields["dp_compression_stages"] = layout.stages
         notes.append(f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are")
@@ -155,7 +151,8 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
         reason = f"{stages} stages are to be compressed but there are only {layout.stages}"
         raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
     for traffic in filter(config.is_on, CLASSES_BY_FLAG):
-        if getattr(config, warmup := f"{traffic.name}_warmup", 0) and layout.train_iters is None:
+        warmup = f"{traffic.name}_warmup"
+        if getattr(config, warmup, 0) and layout.train_iters is None:
             reason = "a fraction of the training iterations means nothing where their number is not known"
             raise FlagError(flag_of(warmup), reason, "Give --train-iters, or a warm-up of 0")
 

@@ -148,7 +148,7 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
     """(what both ends of a link know, the receiver), receiver by receiver."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
-            codec, factor_codec = (_codec(name) for name in (config.compressed_backprop_format, config.low_rank_wire))
+            codec, factor_codec = (_codec(name) for name in (config.format_of(PIPELINE_BACKWARD), config.low_rank_wire))
             yield LinkPlan(
                 config=config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage, seed=0, codec=codec,
                 factor_codec=factor_codec,
@@ -167,7 +167,7 @@ def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: b
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
         if not forward and not (config.compressed_backprop and plan.compresses(message, gpt.message)):
             return dense
-        if isinstance(codec := _codec(config.pipeline_forward_format) if forward else plan.codec, Codec):
+        if isinstance(codec := _codec(config.format_of(PIPELINE_FORWARD)) if forward else plan.codec, Codec):
             return codec.message_bytes(blocks, dtype)
         return dense if forward else plan.factor_bytes(gpt.message, dtype)
 
@@ -190,7 +190,7 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> di
         raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
         embedding = raw, raw - saved
         if config.fused_embedding_sync:
-            formats, dtype = Formats.of(config.fused_embedding_sync_format), gpt.gradient_dtype
+            formats, dtype = Formats.of(config.format_of(EMBEDDING)), gpt.gradient_dtype
             fused = fused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=dtype)
             embedding = raw, fused
     gathers = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
@@ -258,7 +258,7 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
 
 def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> int:
     """Memory of a rank for messages of all shards, the own one before the step, and what changed in one."""
-    if (codec := _codec(config.param_gather_format)) is None:
+    if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
         return 0
     buckets = _plan(gpt, layout, config, stage).buckets
     values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)

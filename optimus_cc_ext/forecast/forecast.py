@@ -261,7 +261,7 @@ class Forecaster:
 def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
     dense = compressed = link.sent(like.nbytes if like is not None else 0)
     if like is not None and session.forward.messages is not None:
-        codec = session.new_codec(session.config.pipeline_forward_format)
+        codec = session.new_codec(session.config.format_of(classes.PIPELINE_FORWARD))
         assert codec is not None
         encode, decode = time_activation(BlockMessages(codec), like)
         compressed = link.sent(session.forward.messages.nbytes(like), encode=encode, decode=decode)
@@ -272,7 +272,7 @@ def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassC
     dense = compressed = link.sent(like.nbytes if like is not None else 0)
     ends = session.backprop.sending or session.backprop.receiving
     if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
-        of_blocks, of_factors = session.config.compressed_backprop_format, session.config.low_rank_wire
+        of_blocks, of_factors = session.config.format_of(classes.PIPELINE_BACKWARD), session.config.low_rank_wire
         plan = replace(ends.plan, codec=session.new_codec(of_blocks), factor_codec=session.new_codec(of_factors))
         compress, decompress, remember = time_message(plan, like, fast_compressor())
         compressed = link.sent(ends.message_bytes(like), encode=compress, decode=decompress, remember=remember)
@@ -288,7 +288,7 @@ def _gradients(session: Session, dense_sum: Rate, replicas: Rate, sharded: bool)
             compressor=fast_compressor(),
             config=config,
             state_dtype=gradients.state_dtype,
-            codecs=session.new_codecs(config.dp_compression_format),
+            codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
             wire=session.new_codec(config.low_rank_wire),
             sharded=sharded,
         )
@@ -337,8 +337,8 @@ def _embedding(session: Session, dense_sum: Rate, pair: Rate, sharded: bool) -> 
 
 
 def _gather(session: Session, replicas: Rate) -> ClassCost:
-    coding = 0.0
-    if (codec := session.new_codec(session.config.param_gather_format)) is not None and session.alone is not None:
+    coding, codec = 0.0, session.new_codec(session.config.format_of(classes.PARAM_GATHER))
+    if codec is not None and session.alone is not None:
         coding = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
     dense = replicas.sent(sum(buckets.plan.gather_bytes for buckets in session.gradients.buckets))
     compressed = replicas.sent(session.parameters.sent_bytes, encode=coding)

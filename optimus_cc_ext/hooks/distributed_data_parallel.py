@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
@@ -133,7 +134,8 @@ def _grid(session: Session, model: Any) -> Grid:
             (tensor, "tensor-parallel", "tp"), (pipeline, "pipeline", "pp"), (replicas, "data-parallel", "dp_cp")
         ):  # fmt: skip
             if group is None:
-                raise _missing(f"--optimus-cc ({', '.join(_switched_on(session))})", name, attribute)
+                on = [each.switch for each in CLASSES_BY_FLAG if session.config.is_on(each)]
+                raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
     rank = dist.get_rank()
     embedding = _group(model, "embd_group", lambda: parallel_state.get_embedding_group(check_initialized=False))
     if embedding is not None and rank not in dist.get_process_group_ranks(embedding):
@@ -180,14 +182,6 @@ def _only(group: Any) -> dist.ProcessGroup | None:
 def _missing(flag: str, name: str, attribute: str) -> FlagError:
     reason = f"the model has no {name} process group of its own"
     return FlagError(flag, reason, f"Give its ProcessGroupCollection one process group as `{attribute}`")
-
-
-def _switched_on(session: Session) -> list[str]:
-    config = session.config
-    switches = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
-    formats = ("pipeline_forward_format", "param_gather_format")
-    on = [name for name in switches if getattr(config, name)]
-    return [*on, *(name for name in formats if getattr(config, name) != "dense")]
 
 
 def _timeout() -> timedelta | None:

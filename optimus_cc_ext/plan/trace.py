@@ -7,6 +7,7 @@ threads are its computation, its messages and its reductions.
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS
 from optimus_cc_ext.forecast.timeline import last_backward_ends
 from optimus_cc_ext.plan.iteration import PlannedIteration, schedule_of
 from optimus_cc_ext.plan.model import Job
@@ -47,7 +48,7 @@ def trace(job: Job, config: OptimusConfig, result: PlannedIteration) -> dict[str
     ends = last_backward_ends(schedule_of(job.pp, job.vpp, count), times.costs, observe)
     reduced = [end + left for end, left in zip(ends, times.reductions, strict=True)]
     for stage, (end, left) in enumerate(zip(ends, times.reductions, strict=True)):
-        form = config.dp_compression_format if stage in result.compressed_stages else "dense"
+        form = config.format_of(DP_GRADIENTS) if stage in result.compressed_stages else "dense"
         add(stage + 1, 2, f"gradients, {form}", end, left)
     for stage in {0, job.pp - 1}:
         add(stage + 1, 2, "embedding", max(reduced[0], reduced[-1]), times.embedding)

@@ -9,6 +9,13 @@ from functools import lru_cache
 
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import (
+    DP_GRADIENTS,
+    EMBEDDING,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+)
 from optimus_cc_ext.forecast.timeline import Sent
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, Constant, Gpu
@@ -52,14 +59,14 @@ def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, f
 def activation_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return one activation's message, (rows, hidden), on one rank; its transfer takes no time yet."""
     numel = job.message_rows * job.model.hidden
-    nbytes, coding = _in_blocks(cluster.gpu, numel, job.value_bytes, config.pipeline_forward_format)
+    nbytes, coding = _in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(PIPELINE_FORWARD))
     return Sent(nbytes=nbytes, encode=cluster.coding_scale * coding, decode=cluster.coding_scale * coding)
 
 
 def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the message of an activation's gradient, like `activation_message`."""
     gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
-    width, form = job.value_bytes, config.compressed_backprop_format if config.compressed_backprop else "dense"
+    width, form = job.value_bytes, config.format_of(PIPELINE_BACKWARD)
     small, compress = _in_blocks(gpu, n * m, width, form)
     # The residual: added to the next gradient before it is encoded, found by decoding what was sent.
     residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
@@ -95,7 +102,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
         nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
-    form = config.dp_compression_format if config.dp_compression else "dense"
+    form = config.format_of(DP_GRADIENTS)
     if form == "dense":
         return dense(parameters + embedding)
     if form == "low-rank":
@@ -185,7 +192,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     elif fused:
         replicas = Group.strided(job.dp, job.replica_stride, per_node)
         group = Group(2 * job.dp, replicas.per_node, replicas.rings)
-    form = config.fused_embedding_sync_format if config.fused_embedding_sync else "dense"
+    form = config.format_of(EMBEDDING)
     if form == "dense":
         nbytes = job.gradient_bytes * values
         return Sent(nbytes=_ring(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
@@ -196,7 +203,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
     """Return the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
     group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.value_bytes
-    form = config.param_gather_format
+    form = config.format_of(PARAM_GATHER)
     if form == "dense" or job.dp == 1:
         nbytes, coding = width * parameters, 0.0
     else:
@@ -211,22 +218,21 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     """Return the bytes that a rank of the first stage, the fullest, needs, by their purpose."""
     parameters = job.stage_parameters + job.embedding_share
     width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
-    if config.dp_compression and config.dp_compression_format == "low-rank":
+    gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
+    if gradients == "low-rank":
         small, covered = low_rank_values(job, config)
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
-    elif config.dp_compression and block_format(config.dp_compression_format):
+    elif block_format(gradients):
         # Messages of gradients for both ways; sums go where these lay.
-        ours += 2 * format_named(config.dp_compression_format).bits_per_value / 8 * job.stage_parameters
-    if config.compressed_backprop and block_format(config.compressed_backprop_format) and config.lazy_error_propagation:
+        ours += 2 * format_named(gradients).bits_per_value / 8 * job.stage_parameters
+    if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
     if config.backprop_remembers:
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
-    if block_format(config.param_gather_format):
+    if block_format(gathered):
         # Messages of all shards; the own one before the step, and what changed in one.
-        ours += (
-            format_named(config.param_gather_format).bits_per_value / 8 + 2 * job.value_bytes / job.dp
-        ) * parameters
+        ours += (format_named(gathered).bits_per_value / 8 + 2 * job.value_bytes / job.dp) * parameters
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),

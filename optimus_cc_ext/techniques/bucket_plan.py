@@ -19,6 +19,7 @@ import torch
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
@@ -123,13 +124,14 @@ class BucketRules:
             """The name of a block format, or of the one that passes values through (tests)."""
             return None if block_format(chosen) is None else "exact" if config.exact_blocks else chosen
 
+        gradients = config.format_of(DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, rank=config.dp_compression_rank, force=config.force_compression,
-            format=(blocks(config.dp_compression_format) or "low-rank") if config.dp_compression else "dense",
+            format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
             wire=blocks(config.low_rank_wire),
-            fused=(blocks(config.fused_embedding_sync_format) or "dense") if fused else None,
-            gathered=blocks(config.param_gather_format),
+            fused=(blocks(config.format_of(EMBEDDING)) or "dense") if fused else None,
+            gathered=blocks(config.format_of(PARAM_GATHER)),
         )  # fmt: skip
 
     @property
