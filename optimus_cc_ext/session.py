@@ -27,15 +27,15 @@ from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
-from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.compressed_forward import CompressedForward
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.exchange import BlockCodecs
-from optimus_cc_ext.techniques.factor_state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
 from optimus_cc_ext.techniques.grid import Grid, NewGroups, RankPlace
+from optimus_cc_ext.techniques.messages import coded_in
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
+from optimus_cc_ext.techniques.state import FactorStates, state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
@@ -82,12 +82,7 @@ class Session:
         # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(self.new_codec(config.pipeline_forward_format))
-        self.backprop = CompressedBackprop(
-            config, fast_compressor(), codec=self.new_codec(config.compressed_backprop_format),
-            factor_codec=self.new_codec(config.low_rank_wire),
-            seed=config.compression_seed, state_dtype=dtype, force=config.force_compression,
-            error_statistics=config.compression_error_statistics,
-        )  # fmt: skip
+        self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
             codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),

@@ -25,8 +25,8 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
-from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["Gpt", "bytes_by_class", "gpt_from", "state_bytes", "without_gain"]
@@ -148,11 +148,7 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
     """(what both ends of a link know, the receiver), receiver by receiver."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
-            codec, factor_codec = (_codec(name) for name in (config.format_of(PIPELINE_BACKWARD), config.low_rank_wire))
-            yield LinkPlan(
-                config=config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage, seed=0, codec=codec,
-                factor_codec=factor_codec,
-            ), stage  # fmt: skip
+            yield LinkPlan(config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage), stage
 
 
 def _codec(chosen: str) -> Codec | None:
@@ -162,14 +158,13 @@ def _codec(chosen: str) -> Codec | None:
 
 def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: bool) -> tuple[int, int]:
     dtype = gpt.pipeline_dtype
-    dense, blocks = gpt.message.numel() * dtype.itemsize, BlockLayout.of_one(gpt.message.numel())
+    dense = gpt.message.numel() * dtype.itemsize
 
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
-        if not forward and not (config.compressed_backprop and plan.compresses(message, gpt.message)):
-            return dense
-        if isinstance(codec := _codec(config.format_of(PIPELINE_FORWARD)) if forward else plan.codec, Codec):
-            return codec.message_bytes(blocks, dtype)
-        return dense if forward else plan.factor_bytes(gpt.message, dtype)
+        if forward:
+            return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
+        compressed = config.compressed_backprop and plan.compresses(message, gpt.message)
+        return plan.message_bytes(gpt.message, dtype) if compressed else dense
 
     found = [
         sent_bytes(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)

@@ -6,7 +6,7 @@ they found, and reach the same forecast from it. With `--dp-compression-stages a
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -17,7 +17,7 @@ from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.options import flag_of
-from optimus_cc_ext.forecast.microbenchmark import time_activation, time_gradients, time_message, time_parameters
+from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import (
     FREE,
@@ -33,12 +33,14 @@ from optimus_cc_ext.forecast.timeline import (
     reduction,
     useful_stages,
 )
+from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
 __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
@@ -261,10 +263,11 @@ class Forecaster:
 def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
     dense = compressed = link.sent(like.nbytes if like is not None else 0)
     if like is not None and session.forward.messages is not None:
-        codec = session.new_codec(session.config.format_of(classes.PIPELINE_FORWARD))
+        format = session.config.format_of(classes.PIPELINE_FORWARD)
+        codec = session.new_codec(format)
         assert codec is not None
-        encode, decode = time_activation(BlockMessages(codec), like)
-        compressed = link.sent(session.forward.messages.nbytes(like), encode=encode, decode=decode)
+        encode, decode, _ = time_message(BlockMessages(codec, Gauge()), like)
+        compressed = link.sent(message_bytes(format, like.numel(), like.dtype), encode=encode, decode=decode)
     return ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, dense, compressed)
 
 
@@ -272,10 +275,10 @@ def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassC
     dense = compressed = link.sent(like.nbytes if like is not None else 0)
     ends = session.backprop.sending or session.backprop.receiving
     if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
-        of_blocks, of_factors = session.config.format_of(classes.PIPELINE_BACKWARD), session.config.low_rank_wire
-        plan = replace(ends.plan, codec=session.new_codec(of_blocks), factor_codec=session.new_codec(of_factors))
-        compress, decompress, remember = time_message(plan, like, fast_compressor())
-        compressed = link.sent(ends.message_bytes(like), encode=compress, decode=decompress, remember=remember)
+        tried = CompressedBackprop(session.config, fast_compressor(), session.new_codec(coded_in(session.config)))
+        compress, decompress, remember = time_message(tried.messages(ends.plan), like)
+        nbytes = ends.plan.message_bytes(like.shape, like.dtype)
+        compressed = link.sent(nbytes, encode=compress, decode=decompress, remember=remember)
     return ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, dense, compressed)
 
 

@@ -15,16 +15,13 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
-from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
-from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
-from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.messages import DenseMessages
 from optimus_cc_ext.techniques.param_gather import Shards
-from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 
-__all__ = ["extrapolated", "time_activation", "time_gradients", "time_message", "time_parameters"]
+__all__ = ["extrapolated", "time_gradients", "time_message", "time_parameters"]
 
 _SAMPLE_BYTES = 1 << 26
 """Gradients that a microbenchmark copies at most, unless one matrix is larger."""
@@ -34,40 +31,25 @@ _TRIES = 2
 
 
 @torch.no_grad()
-def time_message(plan: LinkPlan, like: torch.Tensor, compressor: LowRank) -> tuple[float, float, float]:
-    """Seconds to compress, to decompress and to remember a gradient of the shape, dtype and device of `like`."""
-    sending, receiving = SendingLink(plan, compressor, 0, 0), ReceivingLink(plan, compressor, 0, 0)
-    gradient, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
+def time_message(messages: DenseMessages, like: torch.Tensor) -> tuple[float, float, float]:
+    """Measure the seconds to compress, to decompress and to remember a tensor of the shape, dtype and device of `like`.
+
+    Args:
+        messages: both ends of a link, which nothing else uses.
+    """
+    tensor, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
     for _ in range(2):  # the first time allocates
         stopwatch.clear()
-        for link in (sending, receiving):
-            link.begin(NonInterleaved(plan.receiving_stage + 2, 1))
         with stopwatch.timed("compress", like.device):
-            sent = sending.send(gradient)
+            sent = messages.send(tensor)
         with stopwatch.timed("remember", like.device):
             sent.after_post()
+        arriving = messages.receive(torch.empty_like(tensor))
+        arriving.tensor.copy_(sent.tensor)
         sent.after_wait()
-        arriving = receiving.receive(torch.empty_like(gradient))
-        arriving.tensor.zero_()
         with stopwatch.timed("decompress", like.device):
             arriving.after_wait()
     return stopwatch.total("compress"), stopwatch.total("decompress"), stopwatch.total("remember")
-
-
-@torch.no_grad()
-def time_activation(messages: BlockMessages, like: torch.Tensor) -> tuple[float, float]:
-    """Seconds to encode and to decode an activation of the shape, dtype and device of `like`."""
-    activation, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
-    for _ in range(2):  # the first time allocates
-        stopwatch.clear()
-        with stopwatch.timed("encode", like.device):
-            sent = messages.send(activation)
-        arriving = messages.receive(torch.empty_like(activation))
-        arriving.tensor.copy_(sent.tensor)
-        sent.after_wait()
-        with stopwatch.timed("decode", like.device):
-            arriving.after_wait()
-    return stopwatch.total("encode"), stopwatch.total("decode")
 
 
 @torch.no_grad()

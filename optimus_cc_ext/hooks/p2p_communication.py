@@ -32,25 +32,15 @@ class _Request(Protocol):
 
 
 class _Then:
-    """A request that, once waited for, finishes what our side of the exchange left to do."""
+    """A request whose first wait takes these steps; without any, Megatron has nothing to wait for."""
 
-    def __init__(self, request: _Request | None, finish: Callable[[], None]) -> None:
-        self._request = request
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        if self._request is not None:
-            self._request.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-
-class _Parked:
-    """A request that Megatron has no reason to wait for: the message buffers wait for it when they need the buffer."""
+    def __init__(self, *steps: Callable[[], Any]) -> None:
+        self._steps = steps
 
     def wait(self) -> None:
-        return None
+        steps, self._steps = self._steps, ()
+        for step in steps:
+            step()
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
@@ -73,10 +63,11 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
                     role: _then(request, transfers.get(role), peers.get(role)) for role, request in requests.items()
                 }
             roles = [role for role in _ROLES if tensors[role] is not None]
-            if len(roles) == 1 and roles[0] in peers:
-                # NCCL makes one request of all that a batched call posts. Only one that does nothing else is parked.
-                return [_then(request, transfers.get(roles[0]), peers[roles[0]]) for request in requests]
-            return [*requests, *(_Then(None, transfer.after_wait) for transfer in transfers.values())]
+            if len(roles) != 1:
+                # NCCL makes one request of all that a batched call posts: it is waited for, and then all is finished.
+                return [*requests, *(_Then(transfer.after_wait) for transfer in transfers.values())]
+            (role,) = roles
+            return [_then(request, transfers.get(role), peers.get(role)) for request in requests]
 
         return p2p_ops
 
@@ -89,9 +80,9 @@ def _then(request: _Request, transfer: Transfer | None, receiver: int | None) ->
     if transfer is None:
         return request
     if transfer.park is None or receiver is None:
-        return _Then(request, transfer.after_wait)
+        return _Then(request.wait, transfer.after_wait)
     transfer.park(lambda: _wait_for(request, receiver))
-    return _Parked()
+    return _Then()
 
 
 def _wait_for(request: _Request, receiver: int) -> None:

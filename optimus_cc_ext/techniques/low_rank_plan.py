@@ -17,8 +17,8 @@ from optimus_cc_ext.compressors.low_rank import effective_rank
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
-from optimus_cc_ext.techniques.factor_state import state_bytes
 from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.state import state_bytes
 from optimus_cc_ext.techniques.strided import Progression, progressions
 
 __all__ = ["DenseRuns", "EqualMatrices", "LowRankPlan", "PackPlan"]

@@ -32,10 +32,10 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
-from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.low_rank_plan import DenseRuns, LowRankPlan, PackPlan
 from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
+from optimus_cc_ext.techniques.state import FactorStates
 
 __all__ = ["LowRankReducer"]
 

@@ -24,7 +24,7 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
-from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
 __all__ = ["Gather", "ParamGather", "Shards"]

@@ -18,11 +18,11 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
-from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer, Reduction, SideStream
+from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]

@@ -16,8 +16,8 @@ from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.factor_state import FactorState, FactorStates
 from optimus_cc_ext.techniques.low_rank_plan import EqualMatrices
+from optimus_cc_ext.techniques.state import FactorState, FactorStates
 from optimus_cc_ext.techniques.strided import progressions
 
 __all__ = ["ShapeGroup", "copy_if_cast"]

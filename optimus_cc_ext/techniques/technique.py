@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.factor_state import FactorStates
 from optimus_cc_ext.techniques.schedule import Schedule
+from optimus_cc_ext.techniques.state import FactorStates
 
 __all__ = ["Iteration", "Technique"]
 

@@ -1,8 +1,9 @@
-"""One tensor of a point-to-point call, what a technique does around it, and the memory for what is in flight."""
+"""The transfer of one tensor in a point-to-point call, what is done around it, and buffers for what is in flight."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What takes a tensor's place in a send or a receive."""
+    """One tensor that is sent or received, and what is done around that."""
 
     tensor: torch.Tensor
     """What is posted: the tensor itself, or a compressed message in its place."""
@@ -32,7 +33,7 @@ class Transfer:
     caller has to wait, because the tensor is written by the transfer, or its owner may free it after the wait."""
 
     def then(self, after_wait: Callable[[], None]) -> "Transfer":
-        """The same, and then `after_wait`."""
+        """Return the same transfer with `after_wait` behind its own."""
 
         def both() -> None:
             self.after_wait()
@@ -64,6 +65,10 @@ class MessageBuffers:
             self._wait_for_the_oldest(key)
         free = self._free[key]
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def sending(self, message: torch.Tensor) -> Transfer:
+        """Make the transfer that sends `message`, which lies in one of these buffers, and returns the buffer."""
+        return Transfer(message, after_wait=partial(self.give_back, message), park=partial(self.park, message))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Return the buffer of a message that has arrived or left."""

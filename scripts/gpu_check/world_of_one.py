@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.compressors.fast import fast_compressor
-from optimus_cc_ext.config import CompressedBackpropConfig
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
-from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.reducers import Reduction, SideStream
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer
@@ -59,11 +58,15 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
     """Messages of a link to itself, in bf16: what was sent and what was carried, less what arrived, is the residual."""
     on_gpu = device.type == "cuda"
     shape = (1024, 2, 1024) if on_gpu else (16, 2, 48)
-    config = CompressedBackpropConfig(
+    config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=16 if on_gpu else 4, compressed_backprop_messages="all",
+        compression_seed=18,
     )  # fmt: skip
-    plan = LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=18)
-    sender, receiver = SendingLink(plan, fast_compressor(), 0, 0), ReceivingLink(plan, fast_compressor(), 0, 0)
+    ours, others = (CompressedBackprop(config, fast_compressor(), None) for _ in range(2))
+    for technique in (ours, others):
+        technique.connect_to(0, 1, rank=0, peer_rank=0)
+    sender, receiver = ours.sending, others.sending
+    assert sender is not None and receiver is not None
     generator, carried = torch.Generator().manual_seed(18), torch.zeros(shape, device=device)
     with one_process(device):
         for number in range(MESSAGES):
@@ -83,8 +86,8 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
                 step()
             for transfer in (sending, receiving):
                 transfer.after_wait()
-            sender.states.commit({})
-            (residual,) = sender.states.residuals()
+            ours.states.commit({})
+            (residual,) = ours.states.residuals()
             if not torch.equal(residual.view(shape), (sent.float() + carried) - arrived.float()):
                 raise SystemExit(f"message {number}: the sender remembers something else than the receiver lacks")
             carried.copy_(residual.view(shape))

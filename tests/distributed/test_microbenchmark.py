@@ -18,11 +18,11 @@ from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.forecast.timeline import Link, When
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.block_messages import BlockMessages
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.messages import BlockMessages, LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards
 from tests.forked_ranks import run_ranks
 
@@ -52,11 +52,13 @@ def _measure() -> list[float]:
     microbenchmark._SAMPLE_BYTES = 1  # one matrix stands for all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
     for wire in (None, int8):
-        plan = LinkPlan(config=CONFIG, sending_stage=1, receiving_stage=0, seed=1, factor_codec=wire)
-        seconds += microbenchmark.time_message(plan, torch.empty(64, 2, 32), FastLowRank())
+        messages = CompressedBackprop(CONFIG, FastLowRank(), wire).messages(LinkPlan(CONFIG, 1, 0))
+        seconds += microbenchmark.time_message(messages, torch.empty(64, 2, 32))
     seconds.append(microbenchmark.time_gradients(matrices, **keep | {"wire": int8}))
-    blocks = BlockMessages(fast_codec("fp8", seed=1, rotated=False))
-    seconds += microbenchmark.time_activation(blocks, torch.empty(64, 2, 32))
+    blocks = BlockMessages(fast_codec("fp8", seed=1, rotated=False), Gauge())
+    *coding, nothing = microbenchmark.time_message(blocks, torch.empty(64, 2, 32))
+    assert nothing < min(coding), "an activation leaves no residual"
+    seconds += coding
     codecs = BlockCodecs(*(fast_codec(chosen, seed=1, rotated=True) for chosen in ("int4", "int8")))
     seconds += [
         microbenchmark.time_gradients(matrices, **keep | {"codecs": codecs, "sharded": s}) for s in (True, False)

@@ -11,7 +11,7 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.techniques.compressed_forward import CompressedForward
+from optimus_cc_ext.techniques.compressed_backprop import CompressedForward
 from tests.forked_ranks import run_ranks
 
 LARGE = (64, 2**20)

@@ -13,13 +13,13 @@ import torch
 import optimus_cc_ext
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.block_messages import BlockMessages
-from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Link, ReceivingLink, SendingLink
-from optimus_cc_ext.techniques.factor_state import FactorStates
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.messages import BlockMessages, LowRankMessages
 from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.reducers import BlockReducer
+from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.allocations import Watch
 
@@ -79,10 +79,10 @@ def observe_links() -> dict[str, Messages]:
     """Watch the links of this rank; "sent" and "received" appear once there are such links."""
     seen: dict[str, Messages] = {}
     begin, end = CompressedBackprop.begin, CompressedBackprop.end
-    send, receive = SendingLink.send, ReceivingLink.receive
+    send, receive = PipelineLink.send, PipelineLink.receive
 
-    def messages(link: Link) -> Messages:
-        return seen.setdefault("sent" if isinstance(link, SendingLink) else "received", Messages())
+    def messages(end: str) -> Messages:
+        return seen.setdefault(end, Messages())
 
     def residual(technique: CompressedBackprop) -> torch.Tensor | float:
         return sum((residual[0].double() for residual in technique.states.residuals()), start=0.0)
@@ -90,36 +90,36 @@ def observe_links() -> dict[str, Messages]:
     def noting_begin(self: CompressedBackprop, *args: Any) -> None:
         begin(self, *args)
         if self.sending is not None:
-            messages(self.sending).left = messages(self.sending).left - residual(self)
+            messages("sent").left = messages("sent").left - residual(self)
 
     def noting_end(self: CompressedBackprop) -> None:
         end(self)
-        for link in (self.sending, self.receiving):
+        for name, link in (("sent", self.sending), ("received", self.receiving)):
             if link is not None:
-                messages(link).history.append(list(link.compressed))
+                messages(name).history.append(list(link.compressed))
         if self.sending is not None:
-            messages(self.sending).left = messages(self.sending).left + residual(self)
+            messages("sent").left = messages("sent").left + residual(self)
 
-    def sending(self: SendingLink, gradient: torch.Tensor) -> Transfer:
+    def sending(self: PipelineLink, gradient: torch.Tensor) -> Transfer:
         offered = gradient.detach().double().flatten(0, 1)
         result = send(self, gradient)
         if self.compressed[-1]:
-            messages(self).total = messages(self).total + offered
+            messages("sent").total = messages("sent").total + offered
         return result
 
-    def receiving(self: ReceivingLink, gradient: torch.Tensor) -> Transfer:
+    def receiving(self: PipelineLink, gradient: torch.Tensor) -> Transfer:
         arriving = receive(self, gradient)
         if not self.compressed[-1]:
             return arriving
 
         def finish_and_add() -> None:
             arriving.after_wait()
-            messages(self).total = messages(self).total + gradient.detach().double().flatten(0, 1)
+            messages("received").total = messages("received").total + gradient.detach().double().flatten(0, 1)
 
         return replace(arriving, after_wait=finish_and_add)
 
     CompressedBackprop.begin, CompressedBackprop.end = noting_begin, noting_end  # type: ignore[method-assign]
-    SendingLink.send, ReceivingLink.receive = sending, receiving  # type: ignore[method-assign]
+    PipelineLink.send, PipelineLink.receive = sending, receiving  # type: ignore[method-assign]
     return seen
 
 
@@ -170,8 +170,7 @@ def _hashed(value: Any) -> Any:
 
 HOT_PATH = {
     CompressedBackprop: ("begin", "end"),
-    SendingLink: ("send",),
-    ReceivingLink: ("receive",),
+    PipelineLink: ("send", "receive"),
     LowRankReducer: ("start", "second_phase", "finish"),
     BlockMessages: ("send", "receive"),
     BlockReducer: ("start", "second_phase", "finish"),
@@ -214,7 +213,7 @@ _reported: dict[str, Any] = {"reports": [], "links": {}, "residuals": {}, "stati
 
 def watch_reports() -> None:
     """Measure what a report says another way: from the message that is sent, and from what it was made of."""
-    report_of, compress, keep = Session.report, SendingLink._compress, ErrorStatistics.error
+    report_of, compress, keep = Session.report, LowRankMessages.send, ErrorStatistics.error
 
     def reporting(session: Session, *args: Any) -> Any:
         report = report_of(session, *args)
@@ -222,23 +221,24 @@ def watch_reports() -> None:
         _reported["residuals"][iteration_of(session)] = [float(r.norm()) for r in residuals(session)]
         return report
 
-    def compressing(self: SendingLink, gradient: torch.Tensor, *args: Any) -> Any:
-        _, state, p, q = args
-        offered = state.residual.value.clone().view_as(gradient) + gradient
-        message = compress(self, gradient, *args)
-        lost = offered - (p[0] @ q[0].T).view_as(gradient)
+    def compressing(self: LowRankMessages, gradient: torch.Tensor, chunk: int, number: int) -> Transfer:
+        residual = self._state(gradient, chunk).residual.value.clone()
+        transfer = compress(self, gradient, chunk, number)
+        offered = residual.view_as(gradient) + gradient
+        p, q = self._plan.factors(gradient.shape, gradient.dtype).split(transfer.tensor)
+        lost = offered - (p @ q.T).view_as(gradient)
         session = current()
         assert session is not None
         sums = _reported["links"].setdefault(iteration_of(session), [0.0, 0.0])
         sums[0] += float(lost.square().sum())
         sums[1] += float(offered.square().sum())
-        return message
+        return transfer
 
     def keeping(self: ErrorStatistics, *args: Any) -> None:
         _reported["statistics"] += self.on
         keep(self, *args)
 
-    Session.report, SendingLink._compress, ErrorStatistics.error = reporting, compressing, keeping
+    Session.report, LowRankMessages.send, ErrorStatistics.error = reporting, compressing, keeping
 
 
 def what_was_reported(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from optimus_cc_ext.doctor.gpu import NEEDED_BYTES, FoundGpu, problem
+from optimus_cc_ext.techniques.messages import LowRankMessages
+from optimus_cc_ext.techniques.transfer import Transfer
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import world_of_one
 from scripts.gpu_check.checks import CHECKS, Check, Setting
@@ -124,18 +126,11 @@ def test_a_check_that_fails_or_takes_too_long_is_said_and_ends_with_1(
 
 
 def test_a_sender_that_remembers_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_of_one, "ReceivingLink", lambda plan, *rest: _Deaf(plan, *rest), raising=True)
+    receive = LowRankMessages.receive
+
+    def deaf(messages: LowRankMessages, gradient: torch.Tensor) -> Transfer:
+        return receive(messages, gradient).then(lambda: gradient.mul_(0.5))
+
+    monkeypatch.setattr(LowRankMessages, "receive", deaf)
     with pytest.raises(SystemExit, match="message 0: the sender remembers something else"):
         list(world_of_one.messages(torch.device("cpu")))
-
-
-class _Deaf(world_of_one.ReceivingLink):
-    def receive(self, gradient: torch.Tensor):  # type: ignore[no-untyped-def]
-        transfer = super().receive(gradient)
-        original = transfer.after_wait
-
-        def halved() -> None:
-            original()
-            gradient.mul_(0.5)
-
-        return replace(transfer, after_wait=halved)

@@ -8,7 +8,7 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.session import Session
-from optimus_cc_ext.techniques.block_messages import BlockMessages
+from optimus_cc_ext.techniques.messages import BlockMessages
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.technique import Iteration
 from optimus_cc_ext.techniques.transfer import Transfer
@@ -27,7 +27,7 @@ def tensor(seed: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...]
 
 def ends(chosen: str, gauge: Gauge | None = None, **settings: bool) -> tuple[BlockMessages, BlockMessages]:
     settings = {"rotated": True} | settings
-    sender, receiver = (BlockMessages(fast_codec(chosen, seed=7, **settings), gauge) for _ in range(2))
+    sender, receiver = (BlockMessages(fast_codec(chosen, seed=7, **settings), gauge or Gauge()) for _ in range(2))
     return sender, receiver
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.messages import LinkPlan
 from optimus_cc_ext.techniques.schedule import NonInterleaved, is_epilogue
 
 
@@ -79,7 +79,7 @@ def test_a_link_compresses_the_messages_that_were_asked_for(messages: str) -> No
     shape = torch.Size((256, 2, 256))
     for stages, micro_batches in ((2, 1), (2, 8), (4, 2), (4, 6), (8, 3), (8, 16)):
         for sender in range(1, stages):
-            plan = LinkPlan(config=config, sending_stage=sender, receiving_stage=sender - 1, seed=0)
+            plan = LinkPlan(config, sending_stage=sender, receiving_stage=sender - 1)
             for index, message in enumerate(NonInterleaved(stages, micro_batches).messages(sender - 1)):
                 expected = messages == "all" or is_epilogue(stages, micro_batches, sender, index)
                 assert plan.compresses(message, shape) == expected

@@ -8,7 +8,7 @@ import torch
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from tests.allocations import Watch
-from tests.unit.test_links import SHAPE, done, gradient, link, run_iteration
+from tests.unit.test_links import SHAPE, commit, done, gradient, link, run_iteration, states
 
 ONE_MESSAGE = NonInterleaved(2, 1)
 
@@ -41,7 +41,8 @@ def test_a_message_allocates_nothing_and_asks_the_host_nothing(shape, rank, dtyp
     gradients = [gradient(i, dtype, shape) for i in range(3)]
     run_iteration(sender, receiver, gradients)
     arrived = [torch.empty_like(g) for g in gradients]
-    sender.states.rescale_residuals(torch.tensor(2.0))
+    if rank:
+        states(sender).rescale_residuals(torch.tensor(2.0))
     with Watch() as watch:
         for g, a in zip(gradients, arrived, strict=True):
             sender.begin(ONE_MESSAGE)
@@ -50,7 +51,7 @@ def test_a_message_allocates_nothing_and_asks_the_host_nothing(shape, rank, dtyp
             receiving.tensor.copy_(sending.tensor)
             done(sending)
             done(receiving)
-            sender.states.commit({})
+            commit(sender)
     assert watch.allocated == watch.read_by_host == []
     assert all(a.isfinite().all() for a in arrived)
 

@@ -21,7 +21,7 @@ from optimus_cc_ext.checkpoint.state_files import (
     write_rank_file,
 )
 from optimus_cc_ext.compressors.low_rank import FastLowRank
-from optimus_cc_ext.config import CompressedBackpropConfig
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.schedule import Message
 
@@ -83,8 +83,8 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
     publish(staging_folder(tmp_path), tmp_path)
     found = load(tmp_path, 0)
 
-    config = CompressedBackpropConfig(compressed_backprop=True, compressed_backprop_rank=4)
-    ours = CompressedBackprop(config, FastLowRank(), seed=7, state_dtype=torch.float32)
+    config = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4, compression_seed=7)
+    ours = CompressedBackprop(config, FastLowRank(), None)
     ours.connect_to(0, 1, rank=1, peer_rank=0)
     ours.preallocate(
         SimpleNamespace(messages=lambda _: [Message(1, epilogue=True)]), torch.zeros(16, 2, 48, dtype=torch.bfloat16)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext.compressors.scratch import Scratch
-from optimus_cc_ext.techniques.factor_state import FactorState, state_bytes
-from optimus_cc_ext.techniques.stepped import SteppedTensor
+from optimus_cc_ext.techniques.state import FactorState, SteppedTensor, state_bytes
 
 SCRATCH = Scratch()
 FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)

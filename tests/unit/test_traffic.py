@@ -11,7 +11,7 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, PIPELINE_BACKWARD, PIPELINE_FORWARD
 from optimus_cc_ext.metrics.traffic import Traffic, all_reduce_bytes
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
-from optimus_cc_ext.techniques.link_plan import LinkPlan
+from optimus_cc_ext.techniques.messages import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message
 
 VOCABULARY = 4 * 51200 * 1920
@@ -48,10 +48,10 @@ def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
 
 
 def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
-    plan = LinkPlan(config=OptimusConfig(), sending_stage=1, receiving_stage=0, seed=0)
+    plan = LinkPlan(OptimusConfig(), sending_stage=1, receiving_stage=0)
     shape = torch.Size((1024, 8, 3072))
     assert plan.compresses(Message(chunk=0, epilogue=True), shape)
-    packed = torch.empty(plan.wire(shape, torch.bfloat16).numel, dtype=torch.bfloat16, device="meta")
+    packed = torch.empty(plan.factors(shape, torch.bfloat16).numel, dtype=torch.bfloat16, device="meta")
     assert packed.numel() == 16 * (8192 + 3072)
     assert round(shape.numel() / packed.numel()) == 140
 

@@ -12,10 +12,9 @@ from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
-from optimus_cc_ext.config import CompressedBackpropConfig, DataParallelCompressionConfig
-from optimus_cc_ext.techniques.compressed_backprop import ReceivingLink, SendingLink
+from optimus_cc_ext.config import DataParallelCompressionConfig, OptimusConfig
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
-from optimus_cc_ext.techniques.link_plan import LinkPlan
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.schedule import NonInterleaved
@@ -79,12 +78,15 @@ def _compiled_for(value, anywhere: bool = False):
 
 
 def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
-    config = CompressedBackpropConfig(
+    config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=16, compressed_backprop_messages="all",
-        lazy_error_propagation=feedback,
+        lazy_error_propagation=feedback, compression_seed=18, force_compression=True,
+        compression_state_dtype="fp32" if state_dtype == torch.float32 else "bf16",
     )  # fmt: skip
-    plan = LinkPlan(config=config, sending_stage=1, receiving_stage=0, seed=18, state_dtype=state_dtype, force=True)
-    sender, receiver = SendingLink(plan, TritonLowRank(), 0, 0), ReceivingLink(plan, TritonLowRank(), 0, 0)
+    sender, receiver = (CompressedBackprop(config, TritonLowRank(), None) for _ in range(2))
+    for technique in (sender, receiver):
+        technique.connect_to(0, 1, rank=0, peer_rank=0)
+    sender, receiver = sender.sending, receiver.sending
     gradient = gaussian(rows, 1, columns, dtype=dtype)
     for link in (sender, receiver):
         link.begin(NonInterleaved(2, 1))

@@ -1,4 +1,7 @@
-"""What low-rank compression remembers between messages and steps, for links and buckets alike."""
+"""State of low-rank compression between messages and steps, for links and buckets alike: residuals and warm starts.
+
+State follows the step: what a step writes is pending, and kept only if the optimizer applies the step.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,22 +11,111 @@ import torch
 from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank, initial_q, next_warm_start, next_warm_starts
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.stepped import SteppedTensor, note_finite
 
-__all__ = ["FactorState", "FactorStates", "state_bytes", "state_dtype"]
+__all__ = ["FactorState", "FactorStates", "SteppedTensor", "state_bytes", "state_dtype"]
 
 _Saved = dict[str, torch.Tensor]
 
 
 def state_dtype(name: str) -> torch.dtype:
-    """What `--compression-state-dtype` calls so."""
+    """Return the dtype that `--compression-state-dtype` calls `name`."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def state_bytes(n: int, m: int, compression_rank: int, dtype: torch.dtype) -> int:
-    """What a `FactorState` of these arguments holds for one matrix; known before there is one."""
+    """Return the bytes of a `FactorState` of these arguments for one matrix; known before there is one."""
     r = effective_rank(n, m, compression_rank)
     return 2 * (n * m + m * r) * dtype.itemsize + m * r * torch.float32.itemsize
+
+
+class SteppedTensor:
+    """A tensor whose writes reach later steps only when the step that made them is committed.
+
+    Residuals and warm starts are fed during forward and backward, before it is known whether the optimizer's step
+    is applied: a step can be repeated (Megatron's rerun state machine) or skipped. So what a step writes is pending,
+    and `commit` or `rollback` decides afterwards. Rolling back is free. Committing is free on a CPU: two buffers change
+    places. On a GPU it is one kernel that reads both and writes one, because whether the step was finite is known
+    there only, and asking would stall the host; and a CUDA graph needs its tensors where they were.
+
+    Args:
+        initial: fp32, or bf16 to keep it in half the memory.
+    """
+
+    def __init__(self, initial: torch.Tensor) -> None:
+        self.committed = initial
+        """The value that applied steps left; not a copy."""
+
+        self._pending = torch.empty_like(initial)
+        self._written = False
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The value that the step sees: its own last write, or what earlier steps left."""
+        return self._pending if self._written else self.committed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.committed.nbytes + self._pending.nbytes
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is kept in fp32, so that `workspace` lasts until `write`."""
+        return self._pending.dtype == torch.float32
+
+    def workspace(self, scratch: Scratch) -> torch.Tensor:
+        """Return an fp32 tensor to compute this step's value in: where it will be kept, or else memory of `scratch`.
+
+        It may be the tensor that `value` returns.
+        """
+        if self.is_wide:
+            return self._pending
+        return scratch.take("stepped", self._pending.shape, torch.float32, self._pending.device)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take `value`, which may be the `workspace`, as this step's."""
+        if value is not self._pending:
+            self._pending.copy_(value)
+        self._written = True
+
+    def commit(self, finite: torch.Tensor, factor: float = 1.0) -> None:
+        """Keep this step's value, unless the 0-dim bool tensor `finite` is false; then multiply it by `factor`.
+
+        The choice is made on the device, without a host synchronisation.
+        """
+        if not self._written:
+            return
+        self._written = False
+        if finite.device.type != "cpu":
+            torch.where(finite, self._pending, self.committed, out=self.committed)
+        elif finite.numpy():  # in the host's own memory: nothing to wait for
+            self.committed, self._pending = self._pending, self.committed
+        if factor != 1.0:
+            self.committed.mul_(factor)
+
+    def rollback(self) -> None:
+        """Forget this step's value."""
+        self._written = False
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        """Multiply what earlier steps left by a 0-dim tensor on this device. Not within a step."""
+        self.committed.mul_(factor)
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Replace what applied steps left by `value`, of any device and dtype.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if value.shape != self.committed.shape:
+            raise ValueError(f"a tensor of {tuple(value.shape)} where {tuple(self.committed.shape)} is remembered")
+        self.committed.copy_(value)
+        self._written = False
+
+    def zero_(self) -> None:
+        """Forget everything."""
+        self.committed.zero_()
+        self._written = False
 
 
 class FactorState:
@@ -33,8 +125,8 @@ class FactorState:
         shape: (B, n, m).
         compression_rank: r is `effective_rank(n, m, compression_rank)`.
         generator: draws the first Q, on its own device.
-        dtype: what residual (B, n, m) and warm start (B, m, r) are kept in, fp32 or bf16.
-        norm_group: the gradient-norm group that clipping shrinks them with.
+        dtype: the dtype of residual (B, n, m) and warm start (B, m, r), fp32 or bf16.
+        norm_group: the gradient-norm group whose clipping shrinks the residual.
     """
 
     def __init__(
@@ -53,7 +145,7 @@ class FactorState:
         self.warm_start = SteppedTensor(self.fallback.to(dtype, copy=True))
         self.residual = SteppedTensor(torch.zeros(shape, dtype=dtype, device=device))
         self.next_q: torch.Tensor | None = None
-        """Of a step that may not count: what its warm start will be made from when it does."""
+        """Q' of the current step, not yet orthogonalised: the next warm start if the optimizer applies the step."""
 
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._norm_group = norm_group
@@ -63,30 +155,34 @@ class FactorState:
         """Bytes held."""
         return self.residual.nbytes + self.warm_start.nbytes + self.fallback.nbytes
 
-    def note_finite(self, p: torch.Tensor, scratch: Scratch) -> None:
-        """A NaN or Inf in `p`, of any shape: nothing of this step will be kept. Decided on the device."""
-        note_finite(self._finite, p, scratch)
+    def note_finite(self, factor: torch.Tensor, scratch: Scratch) -> None:
+        """Keep nothing of this step if `factor`, of any shape, has a NaN or Inf. Decided on the device."""
+        largest = scratch.take("largest", (), torch.promote_types(factor.dtype, torch.float32), factor.device)
+        torch.linalg.vector_norm(factor, ord=torch.inf, out=largest, dtype=largest.dtype)
+        # NaN is not below infinity, either.
+        below = torch.lt(largest, torch.inf, out=scratch.take("finite", (), torch.bool, factor.device))
+        self._finite.logical_and_(below)
 
     def write_warm_start(self, q: torch.Tensor, compressor: LowRank, scratch: Scratch) -> None:
         """Start the next step from Q' (B, m, r), fp32, which is overwritten."""
         self.warm_start.write(next_warm_start(q, self.fallback, compressor, out=q, scratch=scratch))
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
-        """The step counted: keep what it wrote, if it is finite; the residual shrunk as its norm group was."""
+        """Keep what the applied step wrote, if it is finite; the residual shrunk as its norm group was."""
         assert self.next_q is None, "its warm start is not made yet"
         self.residual.commit(self._finite, shrinkage.get(self._norm_group, 1.0))
         self.warm_start.commit(self._finite)
         self._finite.fill_(True)
 
     def rollback(self) -> None:
-        """The step is skipped or repeated: forget what it wrote."""
+        """Forget what a step that is skipped or repeated wrote."""
         self.next_q = None
         self.residual.rollback()
         self.warm_start.rollback()
         self._finite.fill_(True)
 
     def saved(self) -> _Saved:
-        """What steps that counted left, not copies."""
+        """Return what applied steps left, not copies."""
         return {"residual": self.residual.committed, "warm_start": self.warm_start.committed}
 
     def restore(self, saved: _Saved) -> None:
@@ -113,7 +209,7 @@ class FactorStates:
         self._waiting: dict[str, _Saved] = {}
 
     def get(self, name: str, make: Callable[[], FactorState]) -> FactorState:
-        """The state of this name; made, and restored from what was loaded, where there is none yet."""
+        """Return the state of this name; made, and restored from what was loaded, where there is none yet."""
         if name not in self._states:
             self._states[name] = make()
             if name in self._waiting:
@@ -130,11 +226,11 @@ class FactorStates:
 
     @property
     def device(self) -> torch.device | None:
-        """Where they are; None: there are none."""
+        """The device of the states; None: there are none."""
         return next((state.residual.committed.device for state in self), None)
 
     def residuals(self) -> list[torch.Tensor]:
-        """Each state's residual (B, n, m), as the step that goes on sees it."""
+        """Return each state's residual (B, n, m), as the step that goes on sees it."""
         return [state.residual.value for state in self]
 
     def zero_residuals(self) -> None:
@@ -145,14 +241,14 @@ class FactorStates:
             saved["residual"].zero_()
 
     def rescale_residuals(self, factor: torch.Tensor) -> None:
-        """The loss scale changed by `factor`, a 0-dim tensor on the device, since the last pass: so do residuals."""
+        """Multiply all residuals by `factor`, 0-dim on the device, as the loss scale was since the last pass."""
         for state in self:
             state.residual.rescale(factor)
         for saved in self._waiting.values():
             saved["residual"] = saved["residual"].to(factor.device) * factor
 
     def make_warm_starts(self, compressor: LowRank, scratch: Scratch) -> None:
-        """What makes the warm starts from each `next_q`: all at once, when the step counts and nobody waits for it."""
+        """Set what makes the warm starts from each `next_q`: all at once, when a step is applied and nobody waits."""
         self._warm_starts = compressor, scratch
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
@@ -175,11 +271,11 @@ class FactorStates:
             state.rollback()
 
     def state_dict(self) -> dict[str, Any]:
-        """What steps that counted left, as tensors (not copies)."""
+        """Return what applied steps left, as tensors (not copies)."""
         return self._waiting | {name: state.saved() for name, state in self._states.items()}
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Why `load_state_dict` would refuse, or None."""
+        """Say why `load_state_dict` would refuse, or None."""
         names = self._states if not self._made_on_demand else state_dict
         if missing := sorted(names - state_dict.keys()) or sorted(state_dict.keys() - names):
             return f"{', '.join(missing)}: either here or in the checkpoint, not in both"

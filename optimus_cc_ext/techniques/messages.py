@@ -1,0 +1,323 @@
+"""Kinds of messages between pipeline stages: tensors as they are, as blocks in few bits, and as low-rank factors.
+
+Each end of a link has one object for its kind of message. It makes what is posted in place of a tensor (`Transfer`),
+and writes the tensor from what has arrived. Both ends know a message's length from the tensor's shape and dtype.
+
+As low-rank, the gradient of a stage's output is an n x m matrix (n = sequence x micro-batch rows, m = hidden). Instead
+of it go P (n x r) and Q (m x r) of one step of power iteration, packed into one message; the residual is added to the
+link's next compressed message.
+
+    1. M = G + E                          before the message is posted
+    2. P = orth(M Q)
+    3. Q' = M^T P, and [P | Q'] is posted
+    4. E = M - P Q'^T                     while it travels
+    5. Q = orth(Q')                       for the next message
+
+The kinds compose: with `--low-rank-wire int8`, low rank hands [P | Q'] to a block message, and both ends go on from the
+P and Q' that its blocks decode to.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import block_format, format_named
+from optimus_cc_ext.compressors.low_rank import LowRank, PackedFactors, effective_rank, pays
+from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.schedule import Message
+from optimus_cc_ext.techniques.state import FactorState, FactorStates, state_dtype
+from optimus_cc_ext.techniques.transfer import MessageBuffers, Transfer
+
+__all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "coded_in", "message_bytes"]
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What both ends of a link know: enough to agree on every message without asking each other.
+
+    It holds names of formats and numbers, no codec and no tensor, so that a run on paper can be asked about its bytes.
+    """
+
+    config: OptimusConfig
+    sending_stage: int
+    receiving_stage: int
+    """The stage before, or with interleaving the last one for messages of stage 0."""
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether compressed messages are factors."""
+        return self.config.compressed_backprop_format == "low-rank"
+
+    def compresses(self, message: Message, shape: torch.Size) -> bool:
+        """Whether this message travels compressed once the warm-up is over."""
+        if not message.epilogue and self.config.compressed_backprop_messages == "epilogue":
+            return False
+        pays_off = not self.is_low_rank or pays(*_matrix_shape(shape), self.config.compressed_backprop_rank)
+        return pays_off or self.config.force_compression
+
+    def factors(self, shape: torch.Size, dtype: torch.dtype) -> PackedFactors:
+        """Return the layout of the factors of a low-rank message for a gradient of this shape and dtype."""
+        rows, columns = _matrix_shape(shape)
+        return PackedFactors(rows, columns, effective_rank(rows, columns, self.config.compressed_backprop_rank), dtype)
+
+    def message_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the bytes of a compressed message for a gradient of this shape and dtype."""
+        numel = self.factors(shape, dtype).numel if self.is_low_rank else shape.numel()
+        return message_bytes(coded_in(self.config), numel, dtype)
+
+
+def coded_in(config: OptimusConfig) -> str:
+    """Return the format of blocks of gradients, or of the factors of low-rank messages; dense: neither is in blocks."""
+    low_rank = config.compressed_backprop_format == "low-rank"
+    return config.low_rank_wire if low_rank else config.compressed_backprop_format
+
+
+def message_bytes(format: str, numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a message of `numel` values of this dtype, in a format of blocks or dense."""
+    blocks = block_format(format)
+    if blocks is None:
+        return numel * dtype.itemsize
+    return BlockLayout.of_one(numel).sections(format_named(blocks).code_bytes, dtype.itemsize)[-1]
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Return (rows, columns) of the matrix that a (sequence, micro-batch, hidden) tensor is: all rows by hidden."""
+    columns = shape[-1]
+    return shape.numel() // columns, columns
+
+
+class DenseMessages:
+    """Tensors that travel as they are; and what all kinds of message have in common."""
+
+    def __init__(self, statistics: ErrorStatistics) -> None:
+        self._buffers, self._statistics = MessageBuffers(), statistics
+
+    def begin(self) -> None:
+        """Start an iteration: forget residuals that do not outlive one."""
+
+    def end(self) -> None:
+        """End an iteration: wait for the messages that are still being sent. OptimusError where one could not be."""
+        self._buffers.settle()
+
+    def preallocate(self, like: torch.Tensor, chunk: int) -> None:
+        """Allocate the state for tensors of the shape, dtype and device of `like`, sent by this model chunk."""
+
+    def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
+        """Make the transfer that sends `tensor`, which is not changed.
+
+        A tensor that is compressed is not needed after this, for its owner may free it; scratch memory is, until
+        `after_post` was called, which has to be before the next `send`.
+
+        Args:
+            chunk: the model chunk that it belongs to; each has a residual of its own.
+            number: its place among the messages of the iteration.
+        """
+        self._statistics.no_error(number)
+        return Transfer(tensor)
+
+    def receive(self, tensor: torch.Tensor) -> Transfer:
+        """Make the transfer that receives `tensor`, contiguous, which is written once the message has arrived."""
+        return Transfer(tensor)
+
+
+class BlockMessages(DenseMessages):
+    """Tensors as blocks in few bits.
+
+    A tensor of any shape is encoded as one flat run of blocks, which lie along the hidden dimension where that is a
+    multiple of 128. Residuals last for one iteration, so that neither checkpoints nor repeated steps know of them.
+
+    Args:
+        residual: add what a message leaves out to the next message of the same chunk, length and dtype.
+    """
+
+    def __init__(self, codec: Codec, gauge: Gauge, *, residual: bool = False) -> None:
+        super().__init__(ErrorStatistics())
+        self._codec, self._gauge, self._has_residuals = codec, gauge, residual
+        self._layouts: dict[tuple[int, torch.dtype], tuple[BlockLayout, int]] = {}
+        """For tensors of a length and dtype: the layout and the bytes of their message."""
+
+        self._residuals: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        """One flat tensor for each (model chunk, length, dtype)."""
+
+    def begin(self) -> None:
+        """See `DenseMessages.begin`."""
+        for residual in self._residuals.values():
+            residual.zero_()
+
+    def preallocate(self, like: torch.Tensor, chunk: int) -> None:
+        """See `DenseMessages.preallocate`."""
+        self._residual(like, chunk)
+
+    @torch.no_grad()
+    def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
+        """See `DenseMessages.send`."""
+        (layout, message), values = self._message(tensor), tensor.detach().reshape(-1)
+        residual = self._residual(tensor, chunk) if self._has_residuals else None
+        with self._gauge.timed(tensor.device):
+            if residual is not None:
+                values = residual.add_(values)
+            self._codec.encode(values, layout, message)
+        if self._gauge.on:
+            self._codec.errors(values, layout, message, self._gauge.note)
+        sent = self._buffers.sending(message)
+        if residual is None:
+            return sent
+        return replace(sent, after_post=partial(self._remember, message, layout, residual))
+
+    @torch.no_grad()
+    def _remember(self, message: torch.Tensor, layout: BlockLayout, residual: torch.Tensor) -> None:
+        """Subtract what the receiver decodes from what was encoded."""
+        arrives = self._buffers.take(residual.numel(), residual.dtype, residual.device)
+        with self._gauge.timed(residual.device):
+            self._codec.decode(message, layout, arrives)
+            residual.sub_(arrives)
+        self._buffers.give_back(arrives)
+
+    def receive(self, tensor: torch.Tensor) -> Transfer:
+        """See `DenseMessages.receive`."""
+        layout, message = self._message(tensor)
+        return Transfer(message, after_wait=partial(self._arrived, message, layout, tensor))
+
+    @torch.no_grad()
+    def _arrived(self, message: torch.Tensor, layout: BlockLayout, tensor: torch.Tensor) -> None:
+        with self._gauge.timed(tensor.device):
+            self._codec.decode(message, layout, tensor.detach().view(-1))
+        self._buffers.give_back(message)
+
+    def read(self, message: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `message` decodes to into `values`, flat."""
+        self._codec.decode(message, self._layout(values)[0], values)
+
+    def _layout(self, tensor: torch.Tensor) -> tuple[BlockLayout, int]:
+        key = tensor.numel(), tensor.dtype
+        if key not in self._layouts:
+            layout = BlockLayout.of_one(tensor.numel())
+            self._layouts[key] = layout, self._codec.message_bytes(layout, tensor.dtype)
+        return self._layouts[key]
+
+    def _message(self, tensor: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
+        layout, nbytes = self._layout(tensor)
+        return layout, self._buffers.take(nbytes, torch.uint8, tensor.device)
+
+    def _residual(self, like: torch.Tensor, chunk: int) -> torch.Tensor:
+        key = chunk, like.numel(), like.dtype
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+        return self._residuals[key]
+
+
+class LowRankMessages(DenseMessages):
+    """Gradients as P and Q; see above. Residuals and warm starts outlive an iteration.
+
+    Args:
+        codec: encodes P and Q in the format `coded_in`; None: they travel in the gradient's dtype.
+        states: holds residuals and warm starts; a receiving end makes none.
+        scratch: memory for what is needed until `after_post` or within `after_wait`.
+    """
+
+    def __init__(
+        self, plan: LinkPlan, compressor: LowRank, codec: Codec | None, *,
+        states: FactorStates, scratch: Scratch, gauge: Gauge, statistics: ErrorStatistics,
+    ) -> None:  # fmt: skip
+        super().__init__(statistics)
+        self._plan, self._compressor, self._scratch, self._gauge = plan, compressor, scratch, gauge
+        self.states, self._has_residuals = states, plan.config.lazy_error_propagation
+        # With a gauge of their own: what these blocks leave out is part of low rank's error, which is noted as a whole.
+        self._wire = None if codec is None else BlockMessages(codec, Gauge())
+
+    def end(self) -> None:
+        """See `DenseMessages.end`."""
+        super().end()
+        if self._wire is not None:
+            self._wire.end()
+
+    def preallocate(self, like: torch.Tensor, chunk: int) -> None:
+        """See `DenseMessages.preallocate`."""
+        self._state(like, chunk)
+
+    @torch.no_grad()
+    def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
+        """See `DenseMessages.send`. Computes the message, and no more than that, for the wire waits."""
+        state, layout = self._state(tensor, chunk), self._plan.factors(tensor.shape, tensor.dtype)
+        factors, p_wire, q_wire = self._factors(layout, tensor.device)
+        matrix = state.residual.workspace(self._scratch)
+        carried = state.residual.value if self._has_residuals else None
+        p = self._scratch.take("p", p_wire.shape, torch.float32, tensor.device)
+        q = self._scratch.take("q", q_wire.shape, torch.float32, tensor.device)
+        with self._gauge.timed(tensor.device):
+            rows = tensor.reshape(matrix.shape)
+            self._compressor.project_sum(rows, carried, state.warm_start.value, total=matrix, out=p)
+            self._compressor.orthogonalize(p, out=p)
+            torch.mul(p, layout.scale, out=p_wire)
+            state.note_finite(p_wire, self._scratch)
+            self._compressor.back_project(matrix, p_wire, out=q)
+            # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
+            torch.mul(q, layout.scale**-2, out=q_wire)
+            sent = self._buffers.sending(factors) if self._wire is None else self._wire.send(factors)
+
+        def remember() -> None:
+            """Take residual and warm start from P and Q as they travel."""
+            with self._gauge.timed(matrix.device):
+                if self._wire is not None:
+                    self._wire.read(sent.tensor, factors)
+                if self._has_residuals or self._gauge.on:
+                    self._gauge.note_compressed(matrix)
+                    # What the receiver makes of the message, to the bit.
+                    self._compressor.subtract_reconstruction(matrix, p_wire, q_wire)
+                    self._gauge.note_error(matrix)
+                    self._statistics.error(number, matrix)
+                if self._has_residuals:
+                    state.residual.write(matrix)
+                state.write_warm_start(q, self._compressor, self._scratch)
+
+        return replace(sent, after_post=remember)
+
+    def receive(self, tensor: torch.Tensor) -> Transfer:
+        """See `DenseMessages.receive`."""
+        layout = self._plan.factors(tensor.shape, tensor.dtype)
+        factors, p_wire, q_wire = self._factors(layout, tensor.device)
+
+        def arrived() -> None:
+            with self._gauge.timed(tensor.device):
+                self._compressor.reconstruct(p_wire, q_wire, out=tensor.view(1, layout.n, layout.m))
+            if self._wire is None:
+                self._buffers.give_back(factors)
+
+        return (Transfer(factors) if self._wire is None else self._wire.receive(factors)).then(arrived)
+
+    def _factors(self, layout: PackedFactors, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return memory for [P | Q], and P (1, n, r) and Q (1, m, r) in it.
+
+        It is the message itself, or scratch memory where a message of blocks is made from it.
+        """
+        if self._wire is None:
+            factors = self._buffers.take(layout.numel, layout.dtype, device)
+        else:
+            factors = self._scratch.take("factors", (layout.numel,), layout.dtype, device)
+        p, q = layout.split(factors)
+        return factors, p.unsqueeze(0), q.unsqueeze(0)
+
+    def _state(self, like: torch.Tensor, chunk: int) -> FactorState:
+        def new_state() -> FactorState:
+            plan, (rows, columns) = self._plan, _matrix_shape(like.shape)
+            # Neither the tensor-parallel nor the data-parallel rank goes into the seed: without sequence parallelism
+            # all tensor-parallel ranks of a stage send the same gradient, and must go on sending the same
+            # approximation.
+            generator = private_generator(
+                plan.config.compression_seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns,
+                device=like.device,
+            )  # fmt: skip
+            return FactorState(
+                (1, rows, columns), plan.config.compressed_backprop_rank, generator=generator,
+                dtype=state_dtype(plan.config.compression_state_dtype), device=like.device,
+            )  # fmt: skip
+
+        # Chunks are different places of the model: the error of one says nothing about another's gradient.
+        sizes, dtype = "x".join(map(str, like.shape)), str(like.dtype).removeprefix("torch.")
+        return self.states.get(f"chunk {chunk}: {sizes} {dtype}", new_state)
