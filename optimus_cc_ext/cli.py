@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> None:
     # Here: it takes the extra `report`, which the other commands do not.
-    from optimus_cc_ext.report.command import write_report
+    from optimus_cc_ext.report.comparison import write_report
 
     write_report(options.folders, options.output)
 

@@ -1,4 +1,4 @@
-"""A folder that is complete or absent: built under another name beside it, renamed at the end."""
+"""Folders and files that are complete or absent: built under another name beside theirs, renamed at the end."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimus_cc_ext.data.documents import DataError
 
-__all__ = ["check_replaceable", "locked", "replace"]
+__all__ = ["check_replaceable", "locked", "replace", "write_whole"]
 
 
 def check_replaceable(target: Path, source: Path, ours: set[str]) -> None:
@@ -72,3 +72,10 @@ def replace(partial: Path, target: Path) -> None:
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to the file `path`: neither an interruption nor a full disk leaves half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     from optimus_cc_ext.plan import tables  # here and below: the extra `report`
+    from optimus_cc_ext.report.table import printed
 
     rows, left_out = [], []
     for path in [Path(options.validate)] if options.validate else validate.SHIPPED:
@@ -52,7 +53,7 @@ def _validate(options: argparse.Namespace) -> int:
     if not rows:
         raise PlanError("; ".join(left_out))
     found = validate.campaigns(rows)
-    print(tables.printed(tables.validation(rows, found), options.format), end="")
+    print(printed(tables.validation(rows, found), options.format), end="")
     for reason in left_out:
         print(f"error: left out, {reason}", file=sys.stderr)
     return 0 if not left_out and all(campaign.good for campaign in found) else 1
@@ -75,6 +76,7 @@ def _plan(options: argparse.Namespace) -> None:
         _sweep(options, cluster, job, own)
         return
     from optimus_cc_ext.plan import tables
+    from optimus_cc_ext.report.table import printed
 
     found = variants(cluster, job, own)
     chosen = best(found)
@@ -85,7 +87,7 @@ def _plan(options: argparse.Namespace) -> None:
     ]
     if options.format == "table":
         print("\n".join(lines) + "\n")
-    print(tables.printed(shown[:1] if options.format == "csv" else shown, options.format), end="")
+    print(printed(shown[:1] if options.format == "csv" else shown, options.format), end="")
     if options.output:
         from optimus_cc_ext.plan.page import write_plan
 
@@ -116,6 +118,7 @@ def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequenc
     from rich.progress import Progress
 
     from optimus_cc_ext.plan import tables
+    from optimus_cc_ext.report.table import printed
 
     named = {"yours": " ".join(own)} if own else {name: VARIANTS[name] for name in SWEPT}
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
@@ -125,7 +128,7 @@ def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequenc
             lambda done, count: bars.update(task, completed=done, total=count),
         )  # fmt: skip
     table = tables.sweep(found, list(named))
-    print(tables.printed([table], options.format), end="")
+    print(printed([table], options.format), end="")
     if options.output:
         from optimus_cc_ext.plan.page import write_sweep
 

@@ -10,8 +10,8 @@ from optimus_cc_ext.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.trace import trace
 from optimus_cc_ext.plan.variants import Variant
-from optimus_cc_ext.report import page
-from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, save, tidy
+from optimus_cc_ext.report.document import Box, Document, Folded, Number, Picture
+from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
 
 __all__ = ["write_plan", "write_sweep"]
@@ -25,36 +25,27 @@ _LEAD = (
 def write_plan(
     folder: Path, job: Job, found: Sequence[Variant], chosen: Variant, tables: Sequence[Table], lines: Sequence[str]
 ) -> None:
-    """index.html, plan.csv, plan.json, the pictures, and trace_vanilla.json and trace_best.json for ui.perfetto.dev."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tables[0].write_csv(folder / "plan.csv")
+    """Write index.html, plan.csv, plan.json, the pictures, and trace_vanilla.json and trace_best.json for
+    ui.perfetto.dev."""
+    plain, best, pays = found[0].result.seconds, chosen.gain, chosen.name != "vanilla"
+    numbers = [
+        Number("vanilla", f"{plain:.3f} s", "per iteration"),
+        Number("best", f"{chosen.result.seconds:.3f} s" if pays else "-", chosen.name if pays else "nothing pays"),
+        Number("gain", f"{100 * best.planned:.1f} %", f"{100 * best.least:.1f} to {100 * best.most:.1f} %"),
+    ]
+    pictures = [Picture("gains", _gains(found)), Picture("breakdown", _breakdowns(job, found))]
+    sources = Folded("Where the constants come from", {"plan": "\n".join(lines)})
+    Document("A plan", _LEAD, [Box("", numbers, "grid"), Box("", pictures, "grid wide"), *tables, sources]).write(
+        folder, page="index.html"
+    )
     content = {table.title: table.records() for table in tables}
     (folder / "plan.json").write_text(json.dumps({"lines": list(lines), **content}, indent=1) + "\n")
     for name, variant in (("vanilla", found[0]), ("best", chosen)):
         (folder / f"trace_{name}.json").write_text(json.dumps(trace(job, variant.config, variant.result)))
-    save(_gains(found), folder, "gains")
-    save(_breakdowns(job, found), folder, "breakdown")
-    plain, best = found[0].result.seconds, chosen.gain
-    pays = chosen.name != "vanilla"
-    cards = page.grid(
-        page.number("vanilla", f"{plain:.3f} s", "per iteration"),
-        page.number("best", f"{chosen.result.seconds:.3f} s" if pays else "-", chosen.name if pays else "nothing pays"),
-        page.number("gain", f"{100 * best.planned:.1f} %", f"{100 * best.least:.1f} to {100 * best.most:.1f} %"),
-    )
-    blocks = [
-        cards,
-        page.grid(*(page.card("", page.picture(folder / f"{name}.svg")) for name in ("gains", "breakdown")), wide=True),
-        *(page.card(table.title, table.html()) for table in tables),
-        page.card("", page.folded("Where the constants come from", {"plan": "\n".join(lines)})),
-    ]
-    (folder / "index.html").write_text(page.document("A plan", _LEAD, *blocks), encoding="utf-8")
 
 
 def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
-    """index.html, sweep.csv, sweep.json and a picture: the gains of the fastest layout over the nodes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table.write_csv(folder / "sweep.csv")
-    (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
+    """Write index.html, sweep.csv, sweep.json and a picture: the gains of the fastest layout over the nodes."""
     figure, ((*axes,),) = panels(1, len(table.distinct("link")), 4.6, 3.6, sharey=True)
     for ax, link in zip(axes, table.distinct("link"), strict=True):
         here = table.where(link=link)
@@ -68,9 +59,8 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
         tidy(ax, str(link), "both")
     axes[0].set_ylabel("% of vanilla's time saved")
     axes[0].legend(frameon=False, fontsize="small")
-    save(figure, folder, "gains")
-    blocks = (page.card("", page.picture(folder / "gains.svg")), page.card(table.title, table.html()))
-    (folder / "index.html").write_text(page.document("A sweep", _LEAD, *blocks), encoding="utf-8")
+    Document("A sweep", _LEAD, [Picture("gains", figure), table]).write(folder, page="index.html")
+    (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
 
 
 def _gains(found: Sequence[Variant]) -> Figure:

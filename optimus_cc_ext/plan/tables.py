@@ -1,6 +1,5 @@
 """What a plan, a sweep and a validation say: lines and tables."""
 
-import json
 from collections.abc import Collection, Sequence
 from statistics import fmean, median
 
@@ -12,14 +11,7 @@ from optimus_cc_ext.plan.validate import BAND, CALCULON, Campaign, Row, nearest,
 from optimus_cc_ext.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
-__all__ = ["lines", "needs", "parts", "printed", "summary", "sweep", "validation"]
-
-
-def printed(tables: Sequence[Table], form: str) -> str:
-    """As json, csv or Markdown."""
-    if form == "json":
-        return json.dumps({table.title or "table": table.records() for table in tables}, indent=1) + "\n"
-    return "\n".join(table.csv() if form == "csv" else table.markdown() for table in tables) + "\n" * (form == "table")
+__all__ = ["lines", "needs", "parts", "summary", "sweep", "validation"]
 
 
 def summary(found: Sequence[Variant]) -> Table:
@@ -34,6 +26,7 @@ def summary(found: Sequence[Variant]) -> Table:
             for v in found
         ],
         title="Seconds per iteration",
+        name="plan",
         note="The band: lines at 3/4 to 4/3 of their rate, compression at half to twice its assumed cost, computation "
         "off by the error on published runs. No public run tests the compression terms.",
     )  # fmt: skip
@@ -100,7 +93,7 @@ def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
         )
         for place, job, used, seconds, gains in found
     ]  # fmt: skip
-    return Table(columns, rows, title="Sweep, from the fastest of each cluster")
+    return Table(columns, rows, title="Sweep, from the fastest of each cluster", name="sweep")
 
 
 def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:

@@ -1,33 +1,30 @@
-"""One run, or two side by side: numbers, tables, pictures, and what does not add up."""
+"""One run, or two side by side: numbers, tables, pictures, and what does not add up; `optimus-cc report`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from optimus_cc_ext.config.classes import CLASSES
-from optimus_cc_ext.report import page
-from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Record, Share, shares
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.data.output import check_replaceable, locked, replace
+from optimus_cc_ext.report import ReportError
+from optimus_cc_ext.report.document import Box, Document, Part, Picture, Points
+from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
+from optimus_cc_ext.report.table import Cell, Table, printed
 
-__all__ = ["FILES", "PICTURES", "REQUIRED", "Comparison", "relative"]
+__all__ = ["FILES", "PICTURES", "REQUIRED", "Comparison", "relative", "write_report"]
 
 PICTURES = ("gain", "training_loss", "validation_loss", "seconds", "traffic", "errors")
 """Names of the pictures, without `.png`, `.svg` and `.pdf`, as far as there is something to show."""
 
-_TABLES = ("losses", "times", "traffic", "compression", "scalars")
-"""Names of the tables, without `.csv`. The last has every scalar of every iteration."""
-
 FILES = (
-    *(f"{name}.csv" for name in _TABLES),
+    *(f"{name}.csv" for name in ("losses", "times", "traffic", "compression", "scalars")),
     *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg", "pdf")),
 )
-"""All that `Comparison.write` may write."""
+"""Names of all files that the document of a comparison may write beside its page."""
 
 _TRAFFIC = tuple(f"optimus-cc/{traffic.tag} {side} bytes" for traffic in CLASSES for side in ("raw", "sent"))
 _COMPRESSION = re.compile(
@@ -97,32 +94,37 @@ class Comparison:
             if not record.scalars.keys() & set(tags)
         ]
 
+    def tables(self) -> list[Table]:
+        """Return the tables that have something to show."""
+        return [table for table in (self.losses(), self.times(), self.traffic(), self.compression()) if table.rows]
+
     def losses(self) -> Table:
-        """At the end."""
+        """Return the losses at the end of training."""
         rows = [
             _row(f"final {name} loss", [record.curve(tag).last for record in self.runs.values()], ".4f")
             for name, tag in (("training", TRAINING), ("validation", VALIDATION))
         ]
-        return Table(self._columns(), rows, f"After {max(self.first.training.iterations, default=0)} iterations")
+        title = f"After {max(self.first.training.iterations, default=0)} iterations"
+        return Table(self._columns(), rows, title, name="losses")
 
     def times(self) -> Table:
-        """Seconds per iteration."""
+        """Return the median seconds of an iteration, over each span."""
         rows = [
             _row(f"seconds per iteration{where and ', '}{where}", [median for _, median, _ in of_runs.values()], ".3f")
             for where, of_runs in self.seconds().items()
         ]
-        return Table(self._columns(), rows, "Time", "Medians.")
+        return Table(self._columns(), rows, "Time", "Medians.", name="times")
 
     def seconds(self) -> dict[str, dict[str, tuple[float, float, float]]]:
-        """Span and run to the quartiles of an iteration's seconds."""
+        """Return the quartiles of an iteration's seconds, by span and run."""
         return {
             where: {name: record.seconds.between(*span).quartiles for name, record in self.runs.items()}
             for where, span in self.spans.items()
         }
 
     def traffic(self) -> Table:
-        """By class: raw, and what each run sent that did not send just that."""
-        of_runs = {name: of for name, record in self.runs.items() if len(of := shares(record)) > 1}
+        """Return the raw bytes of each class, and what each run sent that did not send just these."""
+        of_runs = self._shares()
         shown = {
             name: {share.name: share for share in of}
             for name, of in of_runs.items()
@@ -135,92 +137,90 @@ class Comparison:
             rows.append((share.name, f"{share.raw / 1e6:.3f}", *sent))
         columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
         note = "Logical bytes. Raw: what vanilla Megatron sends."
-        return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True)
+        return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True, name="traffic")
 
     def compression(self) -> Table:
-        """What each technique leaves out of what it compresses, and what it takes, by stage: means."""
+        """Return the error, the residual norm and the milliseconds of each technique by stage: means."""
         kinds = {"relative error": ("error, %", 100), "residual norm": ("residual norm", 1), "milliseconds": ("ms", 1)}
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, dict[tuple[str, str], float]] = {}
         for name, record in self.runs.items():
-            for tag in record.scalars:
-                if match := _COMPRESSION.fullmatch(tag):
-                    found.setdefault(_place(match), {})[f"{name}: {match['kind']}"] = record.curve(tag).mean
-        columns = [f"{name}: {kind}" for name in self.runs for kind in kinds]
-        columns = [column for column in columns if any(column in values for values in found.values())]
+            for tag, match in _compression(record):
+                found.setdefault(_place(match), {})[name, match["kind"]] = record.curve(tag).mean
+        said = {column for values in found.values() for column in values}
+        columns = [(name, kind) for name in self.runs for kind in kinds if (name, kind) in said]
         rows: list[tuple[Cell, ...]] = [
-            (row, *(values[c] * kinds[c.rsplit(": ", 1)[1]][1] if c in values else None for c in columns))
+            (row, *(values[c] * kinds[c[1]][1] if c in values else None for c in columns))
             for row, values in sorted(found.items())
         ]
-        heads = (column.rsplit(": ", 1) for column in columns)
-        titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in heads]
+        titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in columns]
         note = "Error: |left out| / |what was compressed|. CB: backward messages, SC: DP gradients, FE: embedding."
-        return Table(("", *titles), rows, "Compression", note)
+        return Table(("", *titles), rows, "Compression", note, name="compression")
 
     def scalars(self) -> Table:
-        """Everything that was logged."""
+        """Return every scalar of every iteration."""
         return Table(("run", "scalar", "iteration", "value"), [
             (name, tag, iteration, value)
             for name, record in self.runs.items()
             for tag, values in record.scalars.items()
             for iteration, value in values.items()
-        ])  # fmt: skip
+        ], name="scalars")  # fmt: skip
 
-    def write(self, folder: Path) -> list[str]:
-        """Write pictures and CSV into `folder`; return the blocks of the page that shows them."""
-        # Here, not above: matplotlib takes a second, which tables need not wait for.
-        from optimus_cc_ext.report.pictures import save
-
-        for name in _TABLES:
-            getattr(self, name)().write_csv(folder / f"{name}.csv")
-        drawn = self._figures()
-        for name, figure in drawn.items():
-            save(figure, folder, name)
-        pictures = {name: page.card("", page.picture(folder / f"{name}.svg")) for name in drawn}
-        tables = [self.losses(), self.times(), self.traffic(), self.compression()]
-        return [
-            page.alarm("Cross-check failed: do not trust the bytes", self.complaints()),
-            pictures.pop("gain", ""),
-            page.grid(*pictures.values(), wide=True),
-            page.grid(*(page.card(table.title, table.html()) for table in tables if table.rows), wide=True),
-            page.card("Not logged", page.listed(self.missing())) if self.missing() else "",
+    def document(self, title: str, lead: str, before: Sequence[Part] = (), after: Sequence[Part] = ()) -> Document:
+        """Return the document of the comparison, with parts `before` and `after` its own."""
+        drawn, complaints, missing = self._pictures(), self.complaints(), self.missing()
+        alarm = Box("Cross-check failed: do not trust the bytes", [Points.of(complaints)], "card alarm")
+        parts = [
+            *before,
+            *([alarm] if complaints else []),
+            *(picture for picture in drawn if picture.name == "gain"),
+            Box("", [picture for picture in drawn if picture.name != "gain"], "grid wide"),
+            Box("", self.tables(), "grid wide"),
+            *([Box("Not logged", [Points.of(missing)])] if missing else []),
+            *after,
         ]
+        empty = [table for table in (self.traffic(), self.compression()) if not table.rows]
+        return Document(title, lead, parts, files=[*empty, self.scalars()])
 
-    def _figures(self) -> dict[str, Figure]:
+    def _pictures(self) -> list[Picture]:
+        # Here, not above: matplotlib takes a second, which tables need not wait for.
         from optimus_cc_ext.report import pictures
 
-        drawn: dict[str, Figure] = {}
-        of = {name: shares(record) for name, record in self.runs.items()}
-        with_traffic = {name: each for name, each in of.items() if len(each) > 1}
+        drawn, of_runs = [], self._shares()
         if len(self.runs) > 1 and not self.missing():
-            drawn["gain"] = pictures.gain(self.seconds(), self._curves(VALIDATION), of)
-        for name, tag in (("training", TRAINING), ("validation", VALIDATION)):
+            drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), of_runs)))
+        for name, tag, band in (("training", TRAINING, None), ("validation", VALIDATION, self.band)):
             if all(tag in record.scalars for record in self.runs.values()):
-                title = f"{name.capitalize()} loss"
-                drawn[f"{name}_loss"] = pictures.loss_curves(
-                    title, self._curves(tag), self.band if tag == VALIDATION else None
-                )
+                figure = pictures.loss_curves(f"{name.capitalize()} loss", self._curves(tag), band)
+                drawn.append(Picture(f"{name}_loss", figure))
         if any(SECONDS in record.scalars for record in self.runs.values()):
-            drawn["seconds"] = pictures.curves("Seconds per iteration", "s", self._curves(SECONDS))
-        if with_traffic:
-            drawn["traffic"] = pictures.traffic_bars(*list(with_traffic.items())[-1])
+            figure = pictures.curves("Seconds per iteration", "s", self._curves(SECONDS))
+            drawn.append(Picture("seconds", figure))
+        if of_runs:
+            drawn.append(Picture("traffic", pictures.traffic_bars(*list(of_runs.items())[-1])))
         errors = {
             f"{name}: {_place(match)}": record.curve(tag)
             for name, record in self.runs.items()
-            for tag in record.scalars
-            if (match := _COMPRESSION.fullmatch(tag)) and match["kind"] == "relative error"
+            for tag, match in _compression(record)
+            if match["kind"] == "relative error"
         }
         if errors:
-            drawn["errors"] = pictures.curves("What compression leaves out", "|left out| / |compressed|", errors)
+            figure = pictures.curves("What compression leaves out", "|left out| / |compressed|", errors)
+            drawn.append(Picture("errors", figure))
         return drawn
 
-    def _curves(self, tag: str) -> dict[str, Any]:
+    def _shares(self) -> dict[str, list[Share]]:
+        """Return the bytes of each run that has logged them."""
+        of_runs = {name: shares(record) for name, record in self.runs.items()}
+        return {name: of for name, of in of_runs.items() if len(of) > 1}
+
+    def _curves(self, tag: str) -> dict[str, Curve]:
         return {name: record.curve(tag) for name, record in self.runs.items()}
 
     def _columns(self) -> tuple[str, ...]:
         return ("", *self.runs, *(["difference"] if len(self.runs) > 1 else []))
 
     def summary(self) -> dict[str, Any]:
-        """In plain JSON values."""
+        """Return what counts, in plain JSON values."""
         return {
             "final_validation_loss": {name: record.validation.last for name, record in self.runs.items()},
             "final_validation_loss_change": relative(self.last.validation.last, self.first.validation.last),
@@ -231,13 +231,57 @@ class Comparison:
         }
 
 
+def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield each tag of a technique's error, residual norm or milliseconds, and its parts."""
+    for tag in record.scalars:
+        if match := _COMPRESSION.fullmatch(tag):
+            yield tag, match
+
+
 def _place(match: re.Match[str]) -> str:
-    """Technique and stage; a log does not say the stage."""
+    """Return technique and stage; a log does not say the stage."""
     return ", ".join(filter(None, (match["technique"], match["stage"])))
 
 
 def _row(name: str, values: Sequence[float], form: str) -> tuple[Cell, ...]:
-    """The values, and how much the second is above the first; None for what is not known."""
-    change = [relative(new, old) for old, new in pairwise(values)]
-    texts = [*(format(value, form) for value in values), *(format(value, "+.2%") for value in change)]
-    return name, *(None if number != number else text for number, text in zip([*values, *change], texts, strict=True))
+    """Return the values, and how much the second is above the first; None for what is not known."""
+    changes = [relative(new, old) for old, new in pairwise(values)]
+    cells = [*((value, form) for value in values), *((change, "+.2%") for change in changes)]
+    return name, *(None if isnan(value) else format(value, form) for value, form in cells)
+
+
+def write_report(folders: list[Path], output: Path) -> None:
+    """Write index.html, CSV and pictures into `output`, which appears complete or not at all, and print the tables.
+
+    Raises:
+        ReportError: there is no run in a folder, or more than one, or they have nothing in common.
+        DataError: `output` holds something else.
+    """
+    if len(folders) > 2:
+        raise ReportError(f"{len(folders)} folders: a run, or two side by side. Give one or two")
+    for folder in folders:
+        check_replaceable(output, folder.resolve(), {"index.html", *FILES})
+    comparison = Comparison(dict(zip(_names(folders), map(read_run, folders), strict=True)))
+    first, last = comparison.first.training.iterations, comparison.last.training.iterations
+    if not set(first) & set(last):
+        raise ReportError(f"{folders[-1]}: no iteration in common with {folders[0]}. Give runs of the same training")
+    names = list(comparison.runs)
+    title = f"{names[-1]} against {names[0]}" if len(names) > 1 else names[0]
+    lead = f"Iterations {first[0]} to {first[-1]}; read from {', '.join(map(str, folders))}."
+    with locked(output.absolute()) as partial:
+        comparison.document(title, lead).write(partial, page="index.html")
+        replace(partial, output)
+    print(printed(comparison.tables(), "table"), end="")
+    for said in [*comparison.complaints(), *comparison.missing()]:
+        print(f"note: {said}")
+    print(f"written: {output / 'index.html'}")
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """As short as tells them apart."""
+    words = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, words)) + 1):
+        names = ["/".join(each[-length:]) for each in words]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({place})" for place, name in enumerate(names, start=1)]

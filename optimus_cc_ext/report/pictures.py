@@ -1,7 +1,6 @@
 """One palette and one look for all pictures, and the kinds of pictures that more than one report has."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -12,7 +11,7 @@ from optimus_cc_ext.report.record import Curve, Share
 from optimus_cc_ext.report.table import Cell, Table
 
 __all__ = [
-    "GRID", "INK", "PALETTE", "colour", "curves", "gain", "lines", "loss_curves", "panels", "save", "tidy",
+    "GRID", "INK", "PALETTE", "colour", "curves", "gain", "lines", "loss_curves", "panels", "tidy",
     "traffic_bars",
 ]  # fmt: skip
 
@@ -26,8 +25,6 @@ _OF = {
     for name in names
 }  # fmt: skip
 """One variant has one colour in all pictures."""
-
-_DPI = 150
 
 
 def colour(name: Cell, place: int) -> str:
@@ -49,12 +46,6 @@ def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> 
     axes.tick_params(colors=INK, length=3, labelsize="small", which="both")
     axes.grid(axis=grid, color=GRID, lw=0.8)
     axes.set_axisbelow(True)
-
-
-def save(figure: Figure, folder: Path, name: str) -> None:
-    """`name`.png for mails, `name`.svg for pages, `name`.pdf for papers."""
-    for suffix in ("png", "svg", "pdf"):
-        figure.savefig(folder / f"{name}.{suffix}", dpi=_DPI)
 
 
 def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", label: str = "{}") -> None:

@@ -12,17 +12,8 @@ from optimus_cc_ext.report import ReportError
 from optimus_cc_ext.report.log_lines import parse_progress, parse_scalars
 
 __all__ = [
-    "SECONDS",
-    "TRAINING",
-    "VALIDATION",
-    "Curve",
-    "Record",
-    "Share",
-    "read_events",
-    "read_logs",
-    "read_run",
-    "shares",
-]
+    "SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "Share", "read_events", "read_logs", "read_run", "shares",
+]  # fmt: skip
 
 _EVENTS = "events.out.tfevents.*"
 TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time"

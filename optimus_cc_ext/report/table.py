@@ -2,12 +2,14 @@
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Cell", "Table"]
+__all__ = ["Cell", "Table", "printed"]
 
 Cell = str | int | float | None
 
@@ -21,6 +23,17 @@ class Table:
     title: str = ""
     note: str = ""
     last_is_sum: bool = False
+    name: str = ""
+    """File name of the CSV that a document writes, without the suffix; empty: none is written."""
+
+    @staticmethod
+    def read_csv(path: Path, **further: Any) -> "Table":
+        """Read a CSV, numbers as numbers, as a table with these `further` attributes; without rows if it is absent."""
+        if not path.is_file():
+            return Table((), [], **further)
+        with path.open(newline="", encoding="utf-8") as stream:
+            columns, *rows = csv.reader(stream)
+        return Table(tuple(columns), [tuple(map(_number, row)) for row in rows], **further)
 
     def column(self, name: str) -> list[Cell]:
         """All values of one column."""
@@ -70,6 +83,22 @@ class Table:
         body = "".join(f"<tr{mark}>{row}</tr>" for mark, row in zip(marks, rows, strict=False))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return f"<table><tr>{head}</tr>{body}</table>{note}"
+
+
+def printed(tables: Sequence[Table], form: str) -> str:
+    """Return all tables as `json`, `csv`, or, for `table`, Markdown."""
+    if form == "json":
+        return json.dumps({table.title or "table": table.records() for table in tables}, indent=1) + "\n"
+    return "\n".join(table.csv() if form == "csv" else table.markdown() for table in tables) + "\n" * (form == "table")
+
+
+def _number(text: str) -> Cell:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _unknown(cell: Cell) -> bool:

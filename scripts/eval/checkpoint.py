@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from optimus_cc_ext.errors import FlagError
 from scripts.eval.merge import Weights, join_stages, merge_tensor_ranks, unstack_layers, with_local_names
 
-__all__ = ["Checkpoint", "find_checkpoint", "read_weights"]
-
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK_FILE = "model_optim_rng.pt"
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")

@@ -22,8 +22,6 @@ from optimus_cc_ext.errors import FlagError, require_extra, run_command
 from scripts.eval.checkpoint import find_checkpoint, read_weights
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 
-__all__ = ["convert", "load_tokenizer", "main"]
-
 _MADE_FROM = "conversion.json"
 # By name: beside them may lie another model's config.json.
 _TOKENIZER_FILES = (

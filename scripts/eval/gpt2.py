@@ -12,8 +12,6 @@ import torch
 from optimus_cc_ext.errors import FlagError
 from scripts.eval.merge import Weights
 
-__all__ = ["gpt2_config", "gpt2_weights", "padded_vocab_size"]
-
 # What Megatron's arguments must be: those that change the forward pass without adding or removing a parameter, and
 # others for an error that names a flag rather than a parameter. One that a checkpoint lacks cannot have been set.
 _OFF = (

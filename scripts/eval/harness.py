@@ -15,8 +15,6 @@ from optimus_cc_ext.data.documents import find_corpus
 from optimus_cc_ext.errors import FlagError, require_extra, run_command
 from scripts.eval.convert import load_tokenizer
 
-__all__ = ["harness_command", "main"]
-
 _TASKS = Path(__file__).resolve().parent / "tasks"
 _PAPER = "lambada_openai,hellaswag,piqa,mathqa,winogrande,race"
 """The paper's table of zero-shot accuracies, by the harness's names."""

@@ -12,8 +12,6 @@ import torch
 
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Weights", "join_stages", "merge_tensor_ranks", "unstack_layers", "with_local_names"]
-
 Weights = dict[str, torch.Tensor]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

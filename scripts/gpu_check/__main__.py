@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.doctor.gpu import examine_gpu
-from optimus_cc_ext.report.page import machine
+from optimus_cc_ext.report.document import Box, Document, Part, machine
 from optimus_cc_ext.report.table import Table
 from scripts.gpu_check.checks import CHECKS, TOTAL, Setting
 
@@ -92,17 +92,16 @@ def write(results: Sequence[Result], output: Path, *, dry: bool) -> None:
     about = machine() | {"run": "dry, on a CPU" if dry else "on a GPU"}
     text = json.dumps({"machine": about, "checks": [asdict(result) for result in results]}, indent=1)
     (output / "gpu_check.json").write_text(text + "\n")
-    parts = [f"# GPU check\n\n{', '.join(f'{name}: {value}' for name, value in about.items())}.\n"]
-    if dry:
-        parts.append(f"Figures shown as `missing` need a GPU: `{COMMAND}` gives them.\n")
+    parts: list[Part] = [f"Figures shown as `missing` need a GPU: `{COMMAND}` gives them."] * dry
     for result in results:
-        parts.append(f"## {result.name}: {'FAILED' if result.failure else 'holds'}\n\n{result.claim}\n")
-        parts += [f"{result.failure}\n"] * bool(result.failure)
         columns = tuple(dict.fromkeys(name for row in result.rows for name in row))
         cells = [tuple("missing" if name in row and row[name] is None else row.get(name, "") for name in columns)
                  for row in result.rows]  # fmt: skip
-        parts += [Table(columns, cells).markdown()] * bool(columns)
-    (output / "gpu_check.md").write_text("\n".join(parts))
+        said: list[Part] = [text for text in (result.claim, result.failure) if text]
+        table = [Table(columns, cells)] if columns else []
+        parts.append(Box(f"{result.name}: {'FAILED' if result.failure else 'holds'}", [*said, *table]))
+    lead = f"{', '.join(f'{name}: {value}' for name, value in about.items())}."
+    Document("GPU check", lead, parts).write(output, markdown="gpu_check.md")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.report.log_lines import failure_reason
 from scripts.hosts.network import INTERFACE, Network
 
-__all__ = ["RunFailed", "run_on_hosts", "run_torchrun", "torchrun_command"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 30.0
@@ -49,58 +47,47 @@ def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu
     )
 
 
-def run_torchrun(
-    processes: int, flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float,
-    device: Device = "cpu",
+def run(
+    flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float, *,
+    ranks: int, device: Device = "cpu", hosts: Network | None = None,
 ) -> float:  # fmt: skip
-    """Run `flags` on `processes` ranks of this machine; return the seconds it took.
+    """Run `flags` with so many ranks on this machine, or on each of `hosts`; return the seconds it took.
 
-    Everything that it prints goes to folder/log.txt, and line by line to `on_line`. `deadline` is in the time of
-    time.monotonic. Returns or raises only when no process of the run is left.
+    What is printed goes to folder/log.txt, or to folder/host<i>.txt of each host; and line by line to `on_line`, of
+    several hosts that of the last, whose last rank is the one that Megatron logs on. `deadline` is in the time of
+    time.monotonic. Returns or raises only when no process of the run is left; those on hosts go with the hosts.
 
     Raises:
         RunFailed: a rank failed, or the deadline passed.
     """
-    log = folder / "log.txt"
     started = time.monotonic()
-    with log.open("w", encoding="utf-8") as stream:
-        stream.write(f"$ {torchrun_command(processes, flags, device)}\n\n")
-        stream.flush()
-        with _tied(processes, flags, stream, device) as process:
-            _follow([process], [log], on_line, deadline)
-    return time.monotonic() - started
-
-
-def run_on_hosts(
-    hosts: Network, ranks: int, flags: Sequence[str], logs: Sequence[Path], on_line: Callable[[str], None],
-    deadline: float,
-) -> float:  # fmt: skip
-    """Run `flags` with `ranks` ranks on each of the hosts; return the seconds it took.
-
-    Each host's output goes to one of `logs`, and that of the last, whose last rank is the one that Megatron logs on,
-    line by line to `on_line`. What still runs when this raises goes with the hosts.
-
-    Raises:
-        RunFailed: a host failed, or the deadline passed.
-    """
-    started = time.monotonic()
+    logs = [folder / (f"host{host}.txt" if hosts else "log.txt") for host in range(len(hosts) if hosts else 1)]
     with ExitStack() as stack:
-        processes = [
-            hosts.popen(
-                host,
-                [
-                    sys.executable, "-m", "torch.distributed.run",
-                    f"--nnodes={len(logs)}", f"--node-rank={host}", f"--nproc-per-node={ranks}",
-                    f"--master-addr={hosts.address(0)}", "--master-port=29500", f"--log-dir={os.devnull}",
-                    "-m", "optimus_cc_ext", *flags,
-                ],
-                stdin=subprocess.DEVNULL, stdout=stack.enter_context(log.open("wb")), stderr=subprocess.STDOUT,
-                env=_environment(INTERFACE),
-            )
-            for host, log in enumerate(logs)
-        ]  # fmt: skip
+        outputs = [stack.enter_context(log.open("w", encoding="utf-8")) for log in logs]
+        if hosts is None:
+            outputs[0].write(f"$ {torchrun_command(ranks, flags, device)}\n\n")
+            outputs[0].flush()
+            processes = [stack.enter_context(_tied(ranks, flags, outputs[0], device))]
+        else:
+            processes = [_on_host(hosts, host, ranks, flags, output) for host, output in enumerate(outputs)]
         _follow(processes, logs, on_line, deadline)
     return time.monotonic() - started
+
+
+def lines_in(folder: Path) -> list[str]:
+    """Return all that a run printed, host after host."""
+    return [line for log in sorted(folder.glob("*.txt")) for line in _lines(log)]
+
+
+def _on_host(
+    hosts: Network, host: int, ranks: int, flags: Sequence[str], output: IO[str]
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    torchrun = ["torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={host}", f"--nproc-per-node={ranks}"]
+    meeting = [f"--master-addr={hosts.address(0)}", "--master-port=29500", f"--log-dir={os.devnull}"]
+    return hosts.popen(
+        host, [sys.executable, "-m", *torchrun, *meeting, "-m", "optimus_cc_ext", *flags],
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(INTERFACE),
+    )  # fmt: skip
 
 
 @contextmanager

@@ -107,6 +107,9 @@ class Network:
             address = f"address add {self.address(host)}/24 dev {INTERFACE}"
             _batch(holder, "ip", [address, f"link set {INTERFACE} addrgenmode none up", "link set lo up"])
 
+    def __len__(self) -> int:
+        return len(self._hosts)
+
     def address(self, host: int) -> str:
         """IPv4 address of a host, which only the hosts of this network can reach."""
         return f"10.77.0.{host + 1}"

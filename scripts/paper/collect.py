@@ -8,9 +8,7 @@ left out, and said.
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from optimus_cc_ext.errors import OptimusError, run_command
 
@@ -26,39 +24,27 @@ LEADS = {
 def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     """Write everything that `results` has the logs for into `output`; return the names of the experiments found."""
     # Here: matplotlib takes a second, which --help need not wait for.
-    from optimus_cc_ext.report import page, pictures
+    from optimus_cc_ext.report.document import Box, Document, Picture
     from scripts.paper import plots, tables
 
-    output.mkdir(parents=True, exist_ok=True)
-    markdown, blocks = [f"# {TITLES[scale]}\n\n{LEADS[scale]}\n"], []
-    found: list[str] = []
-
-    def add(name: str, picture: str, data: tables.Table, shown: tables.Table, draw: Callable[..., Any]) -> None:
-        """`data` goes into the picture and, if it is not `shown` itself, into a CSV of the picture's name."""
-        found.append(name)
-        shown.write_csv(output / f"{name}.csv")
-        if data is not shown:
-            data.write_csv(output / f"{picture}.csv")
-        pictures.save(draw(data), output, picture)
-        markdown.append(f"{shown.markdown()}\n![{picture}]({picture}.png)\n")
-        blocks.append(page.card(shown.title, shown.html(), page.picture(output / f"{picture}.svg")))
-
-    if runs := tables.read_runs(results, "table2"):
-        add("table2", "figure9", tables.learning_curves(runs), tables.table2(runs), plots.learning_curves)
-    if runs := tables.read_runs(results, "figure10"):
-        table = tables.figure10(runs)
-        add("figure10", "figure10", table, table, plots.breakdown)
-    data, summary = tables.figure11(tables.read_runs(results, "figure11"))
-    if data.rows:
-        add("figure11-summary", "figure11", data, summary, plots.error_statistics)
-    if runs := tables.read_runs(results, "figure12"):
-        table = tables.figure12(runs)
-        add("figure12", "figure12", table, table, plots.memory)
-    if table14 := tables.figure14(results / "figure14" / "throughput.csv"):
-        add("figure14", "figure14", table14, table14, plots.throughput)
-    (output / "report.md").write_text("\n".join(markdown), encoding="utf-8")
-    (output / "index.html").write_text(page.document(TITLES[scale], LEADS[scale], *blocks), encoding="utf-8")
-    return found
+    table2, figure10, figure11, figure12 = (
+        tables.read_runs(results, name) for name in ("table2", "figure10", "figure11", "figure12")
+    )
+    statistics, summary = tables.figure11(figure11)
+    # Picture, how it is drawn, from which table; and the table that is shown where that is another one.
+    figures = [
+        ("figure9", plots.learning_curves, tables.learning_curves(table2), tables.table2(table2)),
+        ("figure10", plots.breakdown, tables.figure10(figure10), None),
+        ("figure11", plots.error_statistics, statistics, summary),
+        ("figure12", plots.memory, tables.figure12(figure12), None),
+        ("figure14", plots.throughput, tables.figure14(results / "figure14" / "throughput.csv"), None),
+    ]
+    found = [(name, draw, data, shown or data) for name, draw, data, shown in figures if (shown or data).rows]
+    parts = [Box("", [shown, Picture(name, draw(data))]) for name, draw, data, shown in found]
+    Document(TITLES[scale], LEADS[scale], parts, files=[data for _, _, data, _ in found]).write(
+        output, page="index.html", markdown="report.md"
+    )
+    return [shown.name for *_, shown in found]
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ Decompression is what the receiver does. Throughput counts the bits of the slice
 """
 
 import argparse
-import csv
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, initial_q, next_warm_start, packed_numel
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.report.table import Table
 
 RANKS = range(8, 41, 4)
 SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}
@@ -141,8 +141,7 @@ def main() -> None:
             print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {compression_rank}: {said}", flush=True)
     path = results / "figure14" / "throughput.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows([COLUMNS, *measured])
+    Table(COLUMNS, measured).write_csv(path)
     print(f"written: {path}")
 
 

@@ -6,8 +6,6 @@ from matplotlib.ticker import MaxNLocator
 from optimus_cc_ext.report.pictures import INK, colour, lines, panels, tidy
 from optimus_cc_ext.report.table import Table
 
-__all__ = ["breakdown", "error_statistics", "learning_curves", "memory", "throughput"]
-
 
 def learning_curves(table: Table) -> Figure:
     """Figure 9: validation perplexity by iteration, and by training time."""

@@ -1,6 +1,5 @@
 """The paper's tables and figures as rows, made from the logs in RESULTS/<experiment>/<model>-<variant>."""
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from statistics import mean
 
 from optimus_cc_ext.report.record import Record, read_logs
 from optimus_cc_ext.report.table import Cell, Table
-
-__all__ = ["Run", "figure10", "figure11", "figure12", "figure14", "learning_curves", "read_runs", "table2"]
 
 MODELS = {"335m": "GPT-335M", "2.5b": "GPT-2.5B", "8.3b": "GPT-8.3B"}
 VARIANTS = {
@@ -79,6 +76,7 @@ def table2(runs: Sequence[Run]) -> Table:
          f"days for {PRETRAINING_ITERATIONS:,} iterations", "speedup", "traffic sent, %"),
         rows, "Table 2: pretraining",
         "Seconds are the median over the iterations. Traffic: what is sent of what the baseline sends, all classes.",
+        name="table2",
     )  # fmt: skip
 
 
@@ -92,7 +90,7 @@ def learning_curves(runs: Sequence[Run]) -> Table:
             hours = sum(value for number, value in done if number <= iteration) / 3600
             rows.append((run.model, run.variant, iteration, hours, loss, math.exp(loss)))
     columns = ("model", "variant", "iteration", "training hours", "validation loss", "validation perplexity")
-    return Table(columns, rows)
+    return Table(columns, rows, name="figure9")
 
 
 def figure10(runs: Sequence[Run]) -> Table:
@@ -111,6 +109,7 @@ def figure10(runs: Sequence[Run]) -> Table:
         rows, "Figure 10: time of an iteration",
         "Medians over the iterations after the first. CB and SC: compressing and decompressing, on the stage where it"
         " takes longest; part of the iteration. MB: sent per iteration, all ranks together.",
+        name="figure10",
     )  # fmt: skip
 
 
@@ -134,7 +133,8 @@ def figure11(runs: Sequence[Run]) -> tuple[Table, Table]:
     heads = ("model", "stage", "iterations", "mean cosine", "largest absolute cosine", *list(tags)[1:])
     title = "Figure 11: errors of compression against differences between activations"
     note = "Lazy error propagation rests on both being near 0: the cosine, and the average of the errors."
-    return Table(("model", "iteration", "stage", *tags), rows), Table(heads, summary, title, note)
+    every = Table(("model", "iteration", "stage", *tags), rows, name="figure11")
+    return every, Table(heads, summary, title, note, name="figure11-summary")
 
 
 def figure12(runs: Sequence[Run]) -> Table:
@@ -147,6 +147,7 @@ def figure12(runs: Sequence[Run]) -> Table:
     return Table(
         ("model", "variant", "peak, MB", "more than baseline, %", "compressor state, MB", "measured"), rows,
         "Figure 12: peak memory", "On the rank that takes most. MB of memory as Megatron counts them, 2^20 bytes.",
+        name="figure12",
     )  # fmt: skip
 
 
@@ -158,22 +159,9 @@ def _peak(run: Run) -> tuple[float, str]:
     return resident, "CPU: resident memory of the process, libraries included" if resident > 0 else "not measured"
 
 
-def figure14(path: Path) -> Table | None:
-    """What figure14.py measured; None where it has not been run."""
-    if not path.is_file():
-        return None
-    with path.open(newline="", encoding="utf-8") as stream:
-        header, *rows = csv.reader(stream)
-    return Table(
-        tuple(header), [tuple(map(_number, row)) for row in rows], "Figure 14: throughput of compression",
-        "Medians. Gbit/s of the gradient's slice, not of its factors; the paper's network carries 200.",
+def figure14(path: Path) -> Table:
+    """What figure14.py measured; no rows where it has not been run."""
+    return Table.read_csv(
+        path, title="Figure 14: throughput of compression", name="figure14",
+        note="Medians. Gbit/s of the gradient's slice, not of its factors; the paper's network carries 200.",
     )  # fmt: skip
-
-
-def _number(text: str) -> Cell:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

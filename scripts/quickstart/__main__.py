@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 from optimus_cc_ext.errors import OptimusError
+from scripts.experiments.command import add_text_options, words_and_further
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -19,12 +20,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "planned.",
         epilog="What follows -- is added to the compressed run, such as: -- --compressed-backprop-messages all",
     )
-    parser.add_argument(
-        "--input", type=Path,
-        help="a directory of text files, a .jsonl file, or a text file (default: this environment's Python packages)",
-    )  # fmt: skip
+    add_text_options(parser, max_mb=10.0)
     parser.add_argument("--pattern", help="names of the files to read in a directory (*.py, with --input *.txt)")
-    parser.add_argument("--max-mb", type=float, default=10.0, help="take this much of the text (default: %(default)g)")
     parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 80)")
     parser.add_argument(
         "--rate",
@@ -49,8 +46,8 @@ def main(argv: list[str]) -> int:
     Returns the exit status: 0; 1: a run failed, or its numbers contradict each other; 2: bad input;
     128 + the signal's number where a signal ended it.
     """
-    cut = argv.index("--") if "--" in argv else len(argv)
-    options, further = _build_parser().parse_args(argv[:cut]), argv[cut + 1 :]
+    words, further = words_and_further(argv)
+    options = _build_parser().parse_args(words)
     for signum in _SIGNALS:
         signal.signal(signum, _interrupt)
     try:

@@ -1,32 +1,139 @@
-"""The order of things: check, prepare the text, train twice, write the results, show them."""
+"""The order of things: check, prepare the text, train twice, write the results, show them.
+
+DIR             the finished results; replaced only by a run that has finished
+DIR.unfinished  what is being made; kept after a failure for its log, removed by the next start
+DIR-data        tokenizer and tokens, made once
+.DIR.lock       held while a quickstart runs
+"""
 
 import argparse
 import dataclasses
 import logging
-import sys
-import sysconfig
+import os
+import shutil
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
 
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
-from optimus_cc_ext.data import PreparedData, prepare
+from optimus_cc_ext.data import PreparedData
+from optimus_cc_ext.data.output import check_replaceable, replace
 from optimus_cc_ext.devices.shared_gpu import Device
-from optimus_cc_ext.report.comparison import REQUIRED
-from optimus_cc_ext.report.log_lines import parse_progress, parse_techniques
+from optimus_cc_ext.report.comparison import FILES, REQUIRED
+from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_techniques
 from optimus_cc_ext.report.record import read_events
-from scripts.hosts.launch import RunFailed, run_on_hosts, run_torchrun, torchrun_command
+from scripts.experiments.command import told
+from scripts.experiments.models import ExperimentError, device_here
+from scripts.experiments.runs import claimed
+from scripts.experiments.texts import text_of
+from scripts.hosts.launch import RunFailed, lines_in, run, torchrun_command
 from scripts.hosts.network import UNSHAPED, bits_per_second, network, why_not
-from scripts.quickstart.display import Display
 from scripts.quickstart.outcome import Outcome, Run
-from scripts.quickstart.settings import RUNS, TINY, QuickstartError, Settings, check_flags, check_text, device_here
-from scripts.quickstart.workspace import Workspace, claim
+from scripts.quickstart.settings import RUNS, TINY, Settings, check_text
 
-__all__ = ["compare", "show"]
+_PLAIN_LINE_SECONDS = 15.0
+_OURS = {*RUNS, "summary.json", "index.html", *FILES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """The folders of one output, absolute: results appear at once and complete."""
+
+    output: Path
+
+    @property
+    def unfinished(self) -> Path:
+        """Where everything is written until it is complete."""
+        return self.output.with_name(f"{self.output.name}.unfinished")
+
+    def run_folder(self, name: str) -> Path:
+        """Folder of one run's log and TensorBoard events, made if it is not there."""
+        folder = self.unfinished / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def discard(self) -> None:
+        """Remove what is unfinished."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Put what is now complete in the place of earlier results."""
+        # Signals wait: half way, neither the old results nor the new ones are in place.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            replace(self.unfinished, self.output)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def claim(output: Path, source: Path) -> Iterator[Workspace]:
+    """Hold the only right to write `output`, and clear away what an unfinished run left; `source` is the input.
+
+    Raises:
+        ExperimentError: another quickstart holds it.
+        DataError: `output` holds what a quickstart has not made, or the input.
+    """
+    workspace = Workspace(Path(os.path.abspath(output)))
+    for folder in (workspace.output, workspace.unfinished):
+        check_replaceable(folder, source.resolve(), _OURS)
+    with claimed(workspace.output):
+        workspace.discard()
+        yield workspace
+
+
+class Display:
+    """Progress on the terminal: two bars that move, or a plain line now and then where nobody watches a screen."""
+
+    def __init__(self, console: Console, iterations: int) -> None:
+        columns = (
+            TextColumn("{task.description:<10}"), BarColumn(bar_width=28), MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}{task.fields[validation]}"), TimeRemainingColumn(compact=True),
+        )  # fmt: skip
+        self._bars = Bars(*columns, console=console, disable=not console.is_terminal)
+        self._tasks = {
+            run: self._bars.add_task(run, total=iterations, start=False, state="", validation="") for run in RUNS
+        }
+        self._last_line = 0.0
+
+    def __enter__(self) -> "Display":
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def start(self, run: str) -> None:
+        """The processes of `run` are being started."""
+        self._bars.update(self._tasks[run], state="starting the processes")
+        if self._bars.disable:
+            self._bars.console.print(f"{run}: starting the processes")
+
+    def advance(self, run: str, progress: Progress) -> None:
+        """`run` has trained an iteration, or validated."""
+        task = self._bars.tasks[self._tasks[run]]
+        if progress.seconds is None:
+            self._bars.update(task.id, validation=f"  validation {progress.loss:.3f}")
+            return
+        if not task.started:
+            self._bars.start_task(task.id)
+        self._bars.update(task.id, completed=progress.iteration, state=f"loss {progress.loss:.3f}")
+        at_an_end = progress.iteration in (1, task.total)
+        if self._bars.disable and (at_an_end or time.monotonic() > self._last_line + _PLAIN_LINE_SECONDS):
+            self._last_line = time.monotonic()
+            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+            self._bars.console.print(
+                f"{run}: iteration {progress.iteration}/{task.total}, loss {progress.loss:.3f}{left}"
+            )
 
 
 def compare(options: argparse.Namespace, further: list[str]) -> int:
@@ -34,36 +141,32 @@ def compare(options: argparse.Namespace, further: list[str]) -> int:
     # On a machine with CUDA's tools and no GPU it says so where Megatron is imported; here that is the plan.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     settings, no_links = _settings(options)
-    check_flags(settings, further)
+    # What the compressed run will do is known before the vanilla run has taken its minutes.
+    settings.config_of(settings.technique_flags("compressed", further))
     deadline = time.monotonic() + 60 * options.timeout
-    source = options.input or Path(sysconfig.get_path("purelib"))
-    text = str(options.input) if options.input else "the Python sources of this environment's packages"
+    text = text_of(options.input, options.pattern)
     console = Console(highlight=False)
-    with claim(options.output, source) as workspace:
+    with claim(options.output, text.source) as workspace:
         try:
             started = time.monotonic()
-            data = prepare(
-                source, workspace.data, vocab_size=settings.vocabulary, max_mb=options.max_mb,
-                pattern=options.pattern or ("*.txt" if options.input else "*.py"), progress=console.is_terminal,
-            )  # fmt: skip
+            folder = workspace.output.with_name(f"{workspace.output.name}-data")
+            data = text.prepared(folder, settings.model.vocabulary, options.max_mb, progress=console.is_terminal)
             check_text(settings, data)
             preparation = time.monotonic() - started
-            _introduce(console, settings, data, text, no_links)
+            _introduce(console, settings, data, text.name, no_links)
             with Display(console, settings.iterations) as display:
                 runs = {
-                    run: _train(
-                        run, workspace, settings, data, settings.technique_flags(run, further), display, deadline
+                    name: _train(
+                        name, workspace, settings, data, settings.technique_flags(name, further), display, deadline
                     )
-                    for run in RUNS
+                    for name in RUNS
                 }
-            outcome = Outcome(settings, no_links, text, data, preparation, runs)
+            outcome = Outcome(settings, no_links, text.name, data, preparation, runs)
             outcome.write(workspace.unfinished)
             workspace.publish()
         except RunFailed as failure:
             # Its log stays, which is what the user needs now; the next start clears it away.
-            print(*(f"  | {line}" for line in failure.tail), sep="\n", file=sys.stderr)
-            print(f"error: {failure}\nthe whole log: {failure.log}", file=sys.stderr)
-            return 1
+            return told(failure)
         except BaseException:
             workspace.discard()
             raise
@@ -77,14 +180,14 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, str]:
     settings = TINY if options.tiny else Settings()
     iterations = settings.iterations if options.iterations is None else options.iterations
     if iterations < 8:
-        raise QuickstartError(f"--iterations {iterations}: the first three are not timed. Give 8 or more")
+        raise ExperimentError(f"--iterations {iterations}: the first three are not timed. Give 8 or more")
     if not options.timeout > 0:
-        raise QuickstartError(f"--timeout {options.timeout:g}: no time at all. Give a positive number of minutes")
+        raise ExperimentError(f"--timeout {options.timeout:g}: no time at all. Give a positive number of minutes")
     rate = options.rate or settings.rate
     try:
         bits_per_second(rate)
     except ValueError as error:
-        raise QuickstartError(f"--rate: {error}") from None
+        raise ExperimentError(f"--rate: {error}") from None
     device = device_here(settings.processes)
     no_links = "--rate none" if rate == UNSHAPED else _instead_of_hosts(device, settings.processes) or why_not() or ""
     if options.input or iterations != settings.iterations:
@@ -109,40 +212,36 @@ def _introduce(console: Console, settings: Settings, data: PreparedData, text: s
     )
     console.print(
         f"text: {text}: {data.text_bytes / 1e6:.1f} MB, {data.tokens:,} tokens ({state})",
-        f"model: GPT with {settings.parameters / 1e6:.1f} million parameters: {settings.model}",
-        f"layout: {settings.layout}", links, "", sep="\n", markup=False,
+        f"model: GPT with {settings.parameters / 1e6:.1f} million parameters: {settings.described}",
+        f"layout: {settings.arranged}", links, "", sep="\n", markup=False,
     )  # fmt: skip
 
 
 def _train(
-    run: str, workspace: Workspace, settings: Settings, data: PreparedData, techniques: list[str],
+    name: str, workspace: Workspace, settings: Settings, data: PreparedData, techniques: list[str],
     display: Display, deadline: float,
 ) -> Run:  # fmt: skip
-    folder = workspace.run_folder(run)
-    display.start(run)
+    folder = workspace.run_folder(name)
+    display.start(name)
     flags = settings.megatron_flags(data, folder / "tensorboard") + techniques
-    with ExitStack() as stack:
-        hosts = stack.enter_context(network(settings.processes)) if settings.shaped else None
+    with network(settings.processes) if settings.shaped else nullcontext() as hosts:
+        if hosts:
+            hosts.set_rate(settings.rate)
 
         def follow(line: str) -> None:
             if progress := parse_progress(line):
-                if hosts is not None and progress.seconds and progress.iteration >= settings.shaping_ends:
+                if hosts and progress.seconds and progress.iteration >= settings.shaping_ends:
                     hosts.set_rate(UNSHAPED)
-                display.advance(run, progress)
+                display.advance(name, progress)
 
-        if hosts is None:
-            seconds = run_torchrun(settings.processes, flags, folder, follow, deadline, settings.device)
-        else:
-            hosts.set_rate(settings.rate)
-            logs = [folder / f"host{host}.txt" for host in range(settings.processes)]
-            seconds = run_on_hosts(hosts, 1, flags, logs, follow, deadline)
+        ranks = 1 if hosts else settings.processes
+        seconds = run(flags, folder, follow, deadline, ranks=ranks, device=settings.device, hosts=hosts)
     record = read_events(folder / "tensorboard")
     record.require(REQUIRED)
     # What a person repeats must not write into the folder of a run that is over.
     shown = settings.megatron_flags(data, Path("tensorboard")) + techniques
     command = torchrun_command(settings.processes, shown, settings.device)
-    lines = (line for log in folder.glob("*.txt") for line in log.read_text(errors="replace").splitlines())
-    said = next(filter(None, map(parse_techniques, lines)), "not said")
+    said = next(filter(None, map(parse_techniques, lines_in(folder))), "not said")
     return Run(record, command, tuple(techniques), said, seconds)
 
 
@@ -155,6 +254,6 @@ def show(console: Console, outcome: Outcome) -> None:
         body = "The traffic counters contradict each other; do not trust them:\n- " + "\n- ".join(complaints)
         console.print(Panel(body, title="CROSS-CHECK FAILED", style="bold red"))
     console.print()
-    for name, value, meaning in outcome.numbers():
-        console.print(f"[bold]{value} {name}[/bold]: {escape(meaning)}")
+    for number in outcome.numbers():
+        console.print(f"[bold]{number.value} {number.name}[/bold]: {escape(number.note)}")
     console.print()

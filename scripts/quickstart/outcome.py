@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.data import PreparedData
-from optimus_cc_ext.report import page
 from optimus_cc_ext.report.comparison import Comparison, relative
+from optimus_cc_ext.report.document import Box, Document, Folded, Number, Points, machine
 from optimus_cc_ext.report.record import Record, shares
-from scripts.bench.cluster.model import Layout, Model
 from scripts.bench.cluster.predicted import planned
 from scripts.hosts.network import bits_per_second
-from scripts.quickstart.settings import Settings, config_of
-
-__all__ = ["Outcome", "Run"]
+from scripts.quickstart.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,11 @@ class Outcome:
         vanilla, ours = (median for _, median, _ in next(iter(self.comparison.seconds().values())).values())
         if self.settings.shaped:
             return vanilla / ours
-        s = self.settings
-        model = Model(s.layers // s.stages, s.hidden, s.heads, s.sequence, s.vocabulary, s.micro_batch, s.micro_batches)
-        config = config_of(s, self.runs["compressed"].flags)
-        return 1 / planned(model, Layout(1, s.stages, s.replicas), config, bits_per_second(s.rate), vanilla, ours)
+        config = self.settings.config_of(self.runs["compressed"].flags)
+        return 1 / planned(self.settings, config, bits_per_second(self.settings.rate), vanilla, ours)
 
-    def numbers(self) -> list[tuple[str, str, str]]:
-        """What counts, first things first: name, value, and what it means."""
+    def numbers(self) -> list[Number]:
+        """What counts, first things first."""
         settings, comparison = self.settings, self.comparison
         where, of_runs = next(iter(comparison.seconds().items()))
         vanilla, ours = (median for _, median, _ in of_runs.values())
@@ -90,55 +85,52 @@ class Outcome:
             if settings.vanilla_band
             else ""
         )
+        bytes_sent = f"{everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB an iteration, all ranks"
+        loss = f"{losses[1]:.4f} compressed, {losses[0]:.4f} vanilla, same seed and text{band}"
         return [
-            ("times as fast", f"{self.speedup:.2f}", speed),
-            (
-                "bytes sent", f"{everything.ratio:.1%}",
-                f"of vanilla's: {everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB an iteration, all ranks",
-            ),
-            (
-                "validation loss", f"{relative(losses[1], losses[0]):+.2%}",
-                f"{losses[1]:.4f} compressed, {losses[0]:.4f} vanilla, same seed and text{band}",
-            ),
-        ]  # fmt: skip
+            Number("times as fast", f"{self.speedup:.2f}", speed),
+            Number("bytes sent", f"{everything.ratio:.1%}", f"of vanilla's: {bytes_sent}"),
+            Number("validation loss", f"{relative(losses[1], losses[0]):+.2%}", loss),
+        ]
 
     def write(self, folder: Path) -> None:
         """Pictures, CSV, index.html and summary.json."""
-        (folder / "index.html").write_text(self._page(folder), encoding="utf-8")
+        self.document().write(folder, page="index.html")
         (folder / "summary.json").write_text(json.dumps(self.summary(), default=str, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """The content of summary.json: JSON values, and paths."""
         return asdict(self) | {
             "format": 3, "seconds": self.seconds, "speedup": self.speedup, "shaped": self.settings.shaped,
-            "comparison": self.comparison.summary(), "machine": page.machine(),
+            "comparison": self.comparison.summary(), "machine": machine(), "settings": self.settings.flat(),
         }  # fmt: skip
 
-    def _page(self, folder: Path) -> str:
+    def document(self) -> Document:
+        """Return the page's content."""
         settings, data = self.settings, self.data
         times = [f"{name} {run.seconds:.0f} s" for name, run in self.runs.items()]
+        tokens = settings.iterations * settings.global_batch * settings.model.sequence
         facts = {
             "text": f"{data.text_bytes / 1e6:.1f} MB in {data.documents:,} documents: {data.tokens:,} tokens",
-            "trained on": f"{settings.iterations * settings.global_batch * settings.sequence:,} tokens in each run",
-            "model": settings.model,
+            "trained on": f"{tokens:,} tokens in each run",
+            "model": settings.described,
             "hosts": settings.hosts if settings.shaped else f"none: {self.no_links}",
             "time": f"{self.seconds / 60:.1f} minutes: text {self.preparation_seconds:.0f} s, {', '.join(times)}",
-            "machine": ", ".join(f"{name} {value}" for name, value in page.machine().items()),
+            "machine": ", ".join(f"{name} {value}" for name, value in machine().items()),
         }
-        techniques = {name: run.techniques for name, run in self.runs.items()}
-        commands = {name: run.command for name, run in self.runs.items()}
-        (name, speed, _), _, (of, loss, _) = numbers = self.numbers()
+        techniques = [(name, run.techniques) for name, run in self.runs.items()]
+        flags = f"Flags of ours: {' '.join(self.runs['compressed'].flags)}"
+        speed, _, loss = numbers = self.numbers()
         kind = "" if settings.shaped else " (planned)"
-        return page.document(
-            f"{speed} {name}{kind}, {of} {loss}",
+        return self.comparison.document(
+            f"{speed.value} {speed.name}{kind}, {loss.name} {loss.value}",
             f"The same GPT ({settings.parameters / 1e6:.1f} million parameters), the same seed and the same text,"
-            f" trained twice by NVIDIA Megatron on {settings.layout}: once vanilla, once with its traffic compressed by"
-            f" optimus_cc_ext. {settings.iterations} iterations each, on {self.text}.",
-            page.grid(*(page.number(*number) for number in numbers)),
-            *self.comparison.write(folder),
-            page.card(
-                "What was on", page.points(techniques, f"Flags of ours: {' '.join(self.runs['compressed'].flags)}")
-            ),
-            page.card("Text, hosts and time", page.points(facts)),
-            page.card("", page.folded("The two command lines", commands)),
+            f" trained twice by NVIDIA Megatron on {settings.arranged}: once vanilla, once with its traffic compressed"
+            f" by optimus_cc_ext. {settings.iterations} iterations each, on {self.text}.",
+            before=[Box("", numbers, "grid")],
+            after=[
+                Box("What was on", [Points(techniques, flags)]),
+                Box("Text, hosts and time", [Points([*facts.items()])]),
+                Folded("The two command lines", {name: run.command for name, run in self.runs.items()}),
+            ],
         )

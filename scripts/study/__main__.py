@@ -14,23 +14,26 @@ import argparse
 import dataclasses
 import shlex
 import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.data import PreparedData, prepare
+from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.report.document import Document, Picture
 from optimus_cc_ext.report.record import read_logs, shares
+from optimus_cc_ext.report.table import printed
+from scripts.experiments.command import add_text_options, words_and_further
+from scripts.experiments.models import MODELS, Training, device_here
+from scripts.experiments.runs import Runs
+from scripts.experiments.texts import hash_of, text_of
+from scripts.experiments.variants import STUDY, flags_of, larger_ranks
 from scripts.hosts.launch import RunFailed
-from scripts.quickstart.settings import TINY, Settings, config_of, device_here
-from scripts.study.results import losses, prices, save_picture, spread, traffic
-from scripts.study.runs import Runs
-from scripts.study.variants import CONTROLS, VARIANTS, script_of, words_of
+from scripts.study.results import CONTROLS, draw_prices, losses, prices, spread, traffic
 
 MINE = "mine"
 KEPT = "finished runs are kept, the same command goes on"
-NAMES = (*VARIANTS, *CONTROLS)
+NAMES = (*STUDY, *CONTROLS)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,10 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_common_options(parser: argparse.ArgumentParser, output: Path) -> None:
-    """Those that the study of gradients has as well."""
+    """Add those that the study of gradients has as well."""
     parser.add_argument("--output", type=Path, default=output, metavar="DIR", help="%(default)s")
-    parser.add_argument("--input", type=Path, help="text to train on (the Python sources of this environment)")
-    parser.add_argument("--max-mb", type=float, default=10.0, help="of it (%(default)g)")
+    add_text_options(parser, max_mb=10.0)
     parser.add_argument("--timeout", type=float, default=30.0, metavar="MINUTES", help="for one run (%(default)g)")
     parser.add_argument("--retry", action="store_true", help="train again what failed")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
@@ -65,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     Returns the exit status: 0; 1: a run failed; 2: bad input, or the disk is full; 130: interrupted. What is finished
     is kept.
     """
-    cut = argv.index("--") if "--" in argv else len(argv)
+    words, mine = words_and_further(argv)
     parser = build_parser()
-    options, mine = parser.parse_args(argv[:cut]), list(argv[cut + 1 :])
+    options = parser.parse_args(words)
     variants = list(NAMES) if options.screen else options.variants.split(",")
     seeds = (options.seeds or ("1" if options.screen else "1,2,3")).split(",")
     for variant in variants:
@@ -80,34 +82,52 @@ def main(argv: Sequence[str]) -> int:
     return run_command(lambda: study(options, variants, [int(seed) for seed in seeds], mine), KEPT)
 
 
+def words_of(variant: str, training: Training) -> list[str]:
+    """Return the flags of a variant, behind Megatron's."""
+    if variant == "one-ulp":
+        # Of an fp32 weight an ulp is between 6e-8 and 1.2e-7 of its value.
+        return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
+    return flags_of(STUDY.get(variant, ""), training.layout, larger_ranks(training.model.hidden))
+
+
+def script_of(variant: str) -> Sequence[str]:
+    """Return the training script, where it is not the package's own."""
+    # From the folder that holds scripts/: where a checkout lies does not make it another run.
+    return ["scripts/study/other_order.py"] if variant == "other-order" else []
+
+
 def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[int], mine: Sequence[str]) -> int:
     """Make what is missing, seed by seed, so that pairs are complete as early as can be; show all."""
-    model = TINY if options.tiny else Settings()
-    settings = dataclasses.replace(model, iterations=options.iterations, device=device_here(model.processes))
+    training = Training(model=MODELS["test" if options.tiny else "quickstart"])
+    training = dataclasses.replace(
+        training, iterations=options.iterations, evaluation_iterations=options.evaluations,
+        device=device_here(training.processes),
+    )  # fmt: skip
     common = shlex.split(options.common)
-    ours = {variant: list(mine) if variant == MINE else words_of(variant, settings) for variant in variants}
+    ours = {variant: list(mine) if variant == MINE else words_of(variant, training) for variant in variants}
     for variant in variants:
         if variant not in CONTROLS and not common:  # which may change what is refused: the first run says so
-            config_of(settings, ours[variant])
-    if settings.device != "cpu":
-        print(f"device: {settings.device}, bf16", flush=True)
-    data = prepared(options, settings)
-    runs = Runs(options.output / "runs", options.timeout, options.retry, settings.device)
+            training.config_of(ours[variant])
+    if training.device != "cpu":
+        print(f"device: {training.device}, bf16", flush=True)
+    data = prepared(options, training)
+    runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry, training.device)
     results: dict[tuple[str, int], dict[str, Any]] = {}
     failed = 0
     for seed in seeds:
         for variant in variants:
             name = f"{variant}-seed{seed}"
-            seeded = dataclasses.replace(settings, seed=seed, evaluation_iterations=options.evaluations)
+            seeded = dataclasses.replace(training, seed=seed)
+            tensorboard = runs.folder / name / "tensorboard"
             flags = [
-                *script_of(variant), *seeded.megatron_flags(data, runs.folder / name / "tensorboard"), *ours[variant],
+                *script_of(variant), *seeded.megatron_flags(data, tensorboard), *ours[variant],
                 # One validation, after the last iteration.
-                "--eval-interval", str(10 * settings.iterations), *common,
+                "--eval-interval", str(10 * training.iterations), *common,
             ]  # fmt: skip
             if options.show and runs.known(name, flags) is None:
                 continue
             try:
-                results[variant, seed] = runs.made(name, settings.processes, flags, read)
+                results[variant, seed] = runs.made(name, training.processes, flags, seed, read)
             except RunFailed as failure:
                 failed += 1
                 print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
@@ -116,18 +136,17 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     batches = f"Validation over {options.evaluations} global batches."
     bands = spread(results, seeds)
     own = "".join(f" Vanilla against itself, {CONTROLS[name]}: {width:.3f} %." for name, width in bands.items())
-    title = f"Losses after {settings.iterations} iterations"
-    for table in (losses(results, variants, seeds, title, batches + own), traffic(results, variants, seeds)):
-        print(table.markdown())
-        table.write_csv(options.output / f"{table.title.split()[0].strip(',').lower()}.csv")
+    title = f"Losses after {training.iterations} iterations"
+    tables = [losses(results, variants, seeds, title, batches + own), traffic(results, variants, seeds)]
+    print(printed(tables, "table"), end="")
     points = prices(results, variants, seeds)
-    points.write_csv(options.output / "prices.csv")
-    save_picture(points, bands, f"What compression costs, {settings.iterations} iterations", options.output, "prices")
+    picture = Picture("prices", draw_prices(points, bands, f"What compression costs, {training.iterations} iterations"))
+    Document("", "", [*tables, picture], files=[points, runs.rows()]).write(options.output)
     return 1 if failed else 0
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What is kept of a run, from its log."""
+    """Return what is kept of a run, from its log."""
     record = read_logs(folder)
     return {
         "validation loss": record.validation.last,
@@ -136,14 +155,11 @@ def read(folder: Path) -> dict[str, Any]:
     }
 
 
-def prepared(options: argparse.Namespace, settings: Settings) -> PreparedData:
-    """The text, beside the output."""
-    folder = options.output.with_name(f"{options.output.name}-data").absolute()
+def prepared(options: argparse.Namespace, training: Training) -> PreparedData:
+    """Return the text, which lies beside the output."""
     options.output.mkdir(parents=True, exist_ok=True)
-    return prepare(
-        options.input or Path(sysconfig.get_path("purelib")), folder, vocab_size=settings.vocabulary,
-        pattern="*.txt" if options.input else "*.py", max_mb=options.max_mb, progress=False,
-    )  # fmt: skip
+    folder = options.output.with_name(f"{options.output.name}-data")
+    return text_of(options.input).prepared(folder, training.model.vocabulary, options.max_mb)
 
 
 if __name__ == "__main__":

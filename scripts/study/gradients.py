@@ -22,67 +22,18 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.compressors.formats import FORMATS
-from optimus_cc_ext.config.classes import DP_GRADIENTS, PIPELINE_BACKWARD, PIPELINE_FORWARD, TrafficClass
 from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.report.document import Document
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import Cell, Table
+from scripts.experiments.models import MODELS, Layout, Training
+from scripts.experiments.runs import Runs
+from scripts.experiments.texts import hash_of
+from scripts.experiments.variants import GRADIENTS
 from scripts.hosts.launch import RunFailed
-from scripts.quickstart.settings import TINY, Settings
 from scripts.study.__main__ import KEPT, add_common_options, prepared
-from scripts.study.runs import Runs
 
 DENSE = "dense"
-_LEP = {
-    "LEP off": "--no-lazy-error-propagation",
-    "LEP": "",
-    "LEP, carry": "--residual-across-iterations carry",
-}
-
-
-def _blocks(traffic: TrafficClass) -> dict[str, str]:
-    """Give flags to each block format of a class by the setting's name, without rotation as well if it is rotated."""
-    alone = {format: f"{traffic.format_flag} {format}" for format in traffic.block_formats}
-    return {
-        f"{format}{name}": f"{flags}{further}"
-        for format, flags in alone.items()
-        for name, further in (("", ""), (", not rotated", " --no-block-rotation"))
-        if FORMATS[format].rotated or not further
-    }
-
-
-BACKWARD = (
-    {
-        f"rank {rank}, {messages}, {lep}": f"--compressed-backprop --compressed-backprop-rank {rank} "
-        f"--compressed-backprop-messages {messages} {flags}"
-        for messages in ("all", "epilogue")
-        for rank in (4, 8, 16)
-        for lep, flags in _LEP.items()
-    }
-    | {
-        f"rank {rank}, all, LEP, in int8": f"--compressed-backprop --compressed-backprop-rank {rank} "
-        "--compressed-backprop-messages all --low-rank-wire int8"
-        for rank in (8, 16, 32)
-    }
-    | _blocks(PIPELINE_BACKWARD)
-    | {
-        "int4, LEP": "--compressed-backprop-format int4 --lazy-error-propagation",
-        "int4, epilogue": "--compressed-backprop-format int4 --compressed-backprop-messages epilogue",
-    }
-)
-FORWARD = _blocks(PIPELINE_FORWARD)
-REPLICAS = {
-    **_blocks(DP_GRADIENTS),
-    "rank 64": "--dp-compression --dp-compression-rank 64",
-    "rank 64, in int8": "--dp-compression --dp-compression-rank 64 --low-rank-wire int8",
-    "rank 128, in int8": "--dp-compression --dp-compression-rank 128 --low-rank-wire int8",
-    "rank 64, no error feedback": "--dp-compression --dp-compression-rank 64 --no-dp-error-feedback",
-}
-CLASSES: Mapping[str, Mapping[str, str]] = {
-    "pipeline backward": BACKWARD, "pipeline forward": FORWARD, "DP gradients": REPLICAS,
-}  # fmt: skip
-"""By class of traffic: a setting's flags by its name."""
-
 KINDS = {
     "error, %": ("error", 100, ".2g"), "cosine": ("cosine", 1, ".3g"), "error of sum, %": ("error of sum", 100, ".2g"),
     "error of Adam's steps, %": ("error of steps", 100, ".2g"),
@@ -123,42 +74,54 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Train once, then compare; show what there is."""
-    model = dataclasses.replace(TINY, layers=4) if options.tiny else Settings()
-    settings = dataclasses.replace(model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
-    data, runs = prepared(options, settings), Runs(options.output / "runs", options.timeout, options.retry)
+    model = MODELS["test" if options.tiny else "quickstart"]
+    if options.tiny:
+        model = dataclasses.replace(model, layers_per_stage=2)  # a layer for each of four stages
+    training = Training(model=model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
+    data = prepared(options, training)
+    runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)
     checkpoints = (runs.folder / "training" / "save").absolute()
-    every = ["--save", str(checkpoints), "--save-interval", str(math.gcd(*points)), "--ckpt-format", "torch_dist"]
-    every += ["--eval-interval", str(2 * settings.iterations)]
-    flags = [*settings.megatron_flags(data, checkpoints.parent / "tensorboard"), *every, "--no-save-optim"]
-    runs.made("training", settings.processes, flags, lambda folder: {})
+    flags = [
+        *training.megatron_flags(data, checkpoints.parent / "tensorboard"),
+        "--save", str(checkpoints), "--save-interval", str(math.gcd(*points)), "--ckpt-format", "torch_dist",
+        "--eval-interval", str(2 * training.iterations), "--no-save-optim",
+    ]  # fmt: skip
+    runs.made("training", training.processes, flags, options.seed, lambda folder: {})
 
-    fixed = dataclasses.replace(settings, iterations=options.iterations, learning_rate=0.0, seed=settings.seed + 1)
     failed, rows = 0, []
     for point in points:
-        for traffic, named in CLASSES.items():
-            stages, replicas, micro_batches = (2, 2, 8) if traffic == "DP gradients" else (4, 1, 16)
-            layout = dataclasses.replace(fixed, stages=stages, replicas=replicas, micro_batches=micro_batches)
+        for traffic, named in GRADIENTS.items():
+            between_stages = traffic != "DP gradients"
+            fixed = dataclasses.replace(
+                training, iterations=options.iterations, learning_rate=0.0, seed=training.seed + 1,
+                layout=Layout(stages=4, replicas=1) if between_stages else Layout(),
+                model=dataclasses.replace(
+                    model, layers_per_stage=model.layers_per_stage // (2 if between_stages else 1),
+                    micro_batches=16 if between_stages else 8,
+                ),
+            )  # fmt: skip
             chosen = {
                 name: flags for name, flags in named.items() if re.search(options.match, f"{point} {traffic} {name}")
             }
             if not chosen:
                 continue
+            stages = fixed.layout.stages
             for setting, ours in ({DENSE: ""} | chosen).items():
                 # The dense run is the same for both ways between stages.
                 kind = f"{stages}-stages" if setting == DENSE else traffic.replace(" ", "-")
                 name = f"{kind}-{point}-{setting}".replace(", ", "-").replace(" ", "-")
                 folder = (runs.folder / name).absolute()
                 flags = [
-                    *layout.megatron_flags(data, folder / "tensorboard"), *ours.split(),
+                    *fixed.megatron_flags(data, folder / "tensorboard"), *ours.split(),
                     "--load", str(checkpoints), "--ckpt-step", str(point), "--ckpt-format", "torch_dist", "--finetune",
                     "--no-load-optim", "--no-load-rng", "--save", str(folder / "save"), "--no-save-optim",
-                    "--save-wgrads-interval", "1", "--save-interval", str(2 * layout.iterations),
-                    "--eval-interval", str(2 * layout.iterations),
+                    "--save-wgrads-interval", "1", "--save-interval", str(2 * fixed.iterations),
+                    "--eval-interval", str(2 * fixed.iterations),
                 ]  # fmt: skip
                 dense = runs.folder / f"{stages}-stages-{point}-{DENSE}"
                 read = kept if setting == DENSE else lambda folder, dense=dense: against(folder, dense)
                 try:
-                    found = runs.made(name, layout.processes, flags, read)
+                    found = runs.made(name, fixed.processes, flags, fixed.seed, read)
                 except RunFailed as failure:
                     failed += 1
                     print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
@@ -169,11 +132,10 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                     sent, raw = found["bytes"][traffic]
                     rows.append((point, traffic, setting, 100 * sent / raw, *_cells(found)))
     names = [f"{kind}, stage {stage}" for kind in KINDS for stage in range(4)]
-    table = Table(("weights of", "class", "setting", "sent, %", *names), rows)
-    table.write_csv(options.output / "gradients.csv")
-    text = by_setting(table).markdown()
-    print(text)
-    (options.output / "gradients.md").write_text(text, encoding="utf-8")
+    table = Table(("weights of", "class", "setting", "sent, %", *names), rows, name="gradients")
+    document = Document("", "", [by_setting(table)], files=[table, runs.rows()])
+    print(document.markdown())
+    document.write(options.output, markdown="gradients.md")
     return 1 if failed else 0
 
 

@@ -3,17 +3,18 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext.report.table import Table
-from scripts.study.variants import CONTROLS, VANILLA
+from scripts.experiments.variants import VANILLA
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-__all__ = ["Results", "extent_of", "losses", "move_apart", "prices", "save_picture", "spread", "traffic"]
+CONTROLS: Mapping[str, str] = {"one-ulp": "weights one ulp away", "other-order": "batches in another order"}
+"""Vanilla against itself: name to what differs."""
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]
 
@@ -33,7 +34,7 @@ def losses(results: Results, variants: Sequence[str], seeds: Sequence[int], titl
         each = ", ".join(f"{difference:+.3f}" for difference in over)
         rows.append((variant, *(run["validation loss"] if run else None for run in found), *_mean(over), each))
     columns = ("variant", *(f"seed {seed}" for seed in seeds), "over vanilla, %", "standard error", "each, %")
-    return Table(columns, rows, title, note)
+    return Table(columns, rows, title, note, name="losses")
 
 
 def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -51,7 +52,7 @@ def traffic(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> 
         sent = (run["bytes"].get(name) if run else None for name in names)
         rows.append((variant, *(s[1] / s[0] if s and s[0] else None for s in sent), run["seconds"] if run else None))
     return Table(
-        ("variant", *names, "seconds"), rows, title="Traffic, of vanilla's bytes",
+        ("variant", *names, "seconds"), rows, title="Traffic, of vanilla's bytes", name="traffic",
         note="Seconds of an iteration (median) are this machine's.",
     )  # fmt: skip
 
@@ -74,13 +75,13 @@ def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> T
         if variant not in (VANILLA, *CONTROLS) and over and run:
             raw, sent = run["bytes"]["all traffic"]
             rows.append((variant, 100 * sent / raw, *_mean(over)))
-    return Table(("variant", "sent, %", "over vanilla, %", "standard error"), rows)
+    return Table(("variant", "sent, %", "over vanilla, %", "standard error"), rows, name="prices")
 
 
-def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: Path, name: str) -> None:
-    """`prices` as points, one a variant, over vanilla's own spread."""
+def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure":
+    """Draw `prices` as points, one a variant, over vanilla's own spread."""
     # Here, not above: matplotlib takes a second, which tables need not wait for.
-    from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, save, tidy
+    from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
     for control, width in sorted(bands.items(), key=lambda item: -item[1]):
@@ -98,17 +99,16 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
         )  # fmt: skip
         # Towards the side where there is room; most of what compresses one class sends nearly all bytes.
         side = 1 if float(sent or 0) < 60 else -1
-        label = axes.annotate(
+        annotation = axes.annotate(
             str(variant), (float(sent or 0), float(over or 0)), xytext=(8 * side, 4), textcoords="offset points",
             ha="left" if side > 0 else "right", fontsize="small", color=paint, fontweight="bold" if bold else "normal",
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": paint, "shrinkA": 0, "relpos": (float(side < 0), 0.5)},
         )  # fmt: skip
-        labels.append(label)
+        labels.append(annotation)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_yticks([-0.1, 0, 0.1, 0.2, 0.5, 1, 2, 5], ["-0.1", "0", "0.1", "0.2", "0.5", "1", "2", "5"])
-    highest = max([0.1, *(over + (0 if error != error else error) for over, error in _heights(table))])
-    lowest = min([-0.1, *(over - (0 if error != error else error) for over, error in _heights(table))])
-    axes.set_ylim(1.3 * lowest, 1.5 * highest)
+    ends = [float(over or 0) + sign * float(error or 0) for *_, over, error in table.rows for sign in (-1, 1)]
+    axes.set_ylim(1.3 * min([-0.1, *ends]), 1.5 * max([0.1, *ends]))
     axes.set_xlim(0, 108)
     axes.set_xlabel("bytes sent, % of vanilla's, all classes")
     axes.set_ylabel("validation loss over vanilla's, %")
@@ -118,7 +118,7 @@ def save_picture(table: Table, bands: Mapping[str, float], title: str, folder: P
     axes.grid(visible=True, axis="y", which="minor", color=GRID, lw=0.4)
     figure.draw_without_rendering()  # lays it out, so that what a label covers is known
     move_apart(labels)
-    save(figure, folder, name)
+    return figure
 
 
 def move_apart(labels: Sequence["Annotation"]) -> None:
@@ -146,7 +146,3 @@ def extent_of(label: "Annotation") -> "Bbox":
 
     label.get_window_extent()  # puts it where it belongs
     return Text.get_window_extent(label)
-
-
-def _heights(table: Table) -> list[tuple[float, float]]:
-    return list(zip(table.numbers("over vanilla, %"), table.numbers("standard error"), strict=True))

@@ -98,7 +98,7 @@ def test_interrupted_it_ends_every_process_and_keeps_nothing_unfinished(folder: 
         if signum == signal.SIGINT:  # the folder is taken as long as it runs
             second = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=60)
             assert second.returncode == 2
-            assert f"process {quickstart.pid}) is writing to" in second.stderr
+            assert f"another process ({quickstart.pid}) is writing to it" in second.stderr
         quickstart.send_signal(signum)
         status = quickstart.wait(30)
         errors = (folder / "stderr").read_text()
@@ -167,7 +167,7 @@ def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     # Ranks write to one pipe: a line's end can come after the next line's beginning.
     per_stage = dict(re.findall(r"number of parameters on .*? rank \((?:\d+, )*(\d)\): (\d+)", log))
     assert len(per_stage) == 2
-    assert TINY.parameters == sum(map(int, per_stage.values())) - TINY.vocabulary * TINY.hidden
+    assert TINY.parameters == sum(map(int, per_stage.values())) - TINY.model.vocabulary * TINY.model.hidden
 
 
 @needs_namespaces

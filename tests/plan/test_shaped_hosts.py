@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 
 from scripts.bench.cluster import page, predicted
-from scripts.bench.cluster.model import MODELS, VANILLA, parse_layout
-from scripts.bench.cluster.predicted import job_of, planned, ratios
+from scripts.bench.cluster.predicted import job_in, planned, ratios
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.experiments.models import MODELS, Layout, Training
+from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED
 
 INT8 = ["--compressed-backprop-format", "int8"]
+
+
+def small(layout: str) -> Training:
+    return Training(model=MODELS["small"], layout=Layout.parsed(layout))
 
 
 def run(layout: str, variant: str, flags: list[str], seconds: dict[str, float]) -> Run:
@@ -22,17 +27,17 @@ def run(layout: str, variant: str, flags: list[str], seconds: dict[str, float]) 
 
 
 def test_the_job_is_what_the_benchmark_trains() -> None:
-    job = job_of(MODELS["small"], parse_layout("tp2pp2dp2"))
+    job = job_in(small("tp2pp2dp2"))
     assert (job.gpus, job.tp, job.pp, job.dp, job.micro_batches) == (8, 2, 2, 2, MODELS["small"].micro_batches)
     assert job.value_bytes == job.gradient_bytes == 4
 
 
 def test_on_fast_lines_the_ratio_is_that_of_the_unshaped_seconds_and_on_slow_ones_that_of_the_bytes() -> None:
-    config = predicted.config_of(["--dp-compression-format", "int8"], parse_layout("pp1dp2"))
-    model, layout = MODELS["small"], parse_layout("pp1dp2")
-    assert planned(model, layout, config, 1e15, 2.0, 2.2) == pytest.approx(1.1, rel=0.01)
+    training = small("pp1dp2")
+    config = training.config_of(["--dp-compression-format", "int8"])
+    assert planned(training, config, 1e15, 2.0, 2.2) == pytest.approx(1.1, rel=0.01)
     # int8 both ways instead of fp32, the embedding stays dense.
-    slow = planned(model, layout, config, 1e4, 2.0, 2.2)
+    slow = planned(training, config, 1e4, 2.0, 2.2)
     assert 0.25 < slow < 0.40
 
 
@@ -45,7 +50,7 @@ def test_a_ratio_wants_vanilla_at_its_rate_and_both_on_unshaped_links() -> None:
 
 
 def test_the_order_is_asked_of_pairs_that_differ_by_more_than_their_spread() -> None:
-    layout = parse_layout("pp2dp1")
+    layout = Layout.parsed("pp2dp1")
     found = [
         predicted.Ratio("small", layout, name, "20mbit", 0, measured, plan, spread)
         for name, measured, plan, spread in (("a", 0.5, 0.6, 0.01), ("b", 0.55, 0.5, 0.1), ("c", 0.8, 0.55, 0.01))
@@ -68,8 +73,8 @@ def test_a_variant_that_chose_other_stages_on_unshaped_links_is_left_out() -> No
 
 def test_the_command_judges_two_hosts_and_prints_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ratio(layout: str) -> float:
-        config = predicted.config_of(INT8, parse_layout(layout))
-        return planned(MODELS["small"], parse_layout(layout), config, 20e6, 2.0, 2.1)
+        config = small(layout).config_of(INT8)
+        return planned(small(layout), config, 20e6, 2.0, 2.1)
 
     def runs(layout: str, off: float) -> list[Run]:
         seconds = {UNSHAPED: 2.1, "20mbit": 6.0 * ratio(layout) * off}

@@ -14,11 +14,13 @@ import pytest
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import page
-from scripts.bench.cluster.model import MODELS, PAPER, Layout, config_of, parse_layout, proportions, variant_flags
+from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.predicted import chosen_stages
 from scripts.bench.cluster.rates import FindRate, Plan, next_guess, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.experiments.models import MODELS, Layout, Training
+from scripts.experiments.variants import CLUSTER, flags_of
 from scripts.hosts.network import Counters, bits_per_second, tbf_options
 from tests.shaped_links import needs_namespaces, without_namespaces
 from tests.shell_scripts import ROOT
@@ -30,7 +32,7 @@ PP2DP2 = Layout(1, 2, 2)
 
 
 @pytest.mark.parametrize("layout", [PP2DP2, Layout(1, 4, 2)], ids=str)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "tiny"])
+@pytest.mark.parametrize("name", [name for name in cluster.TRAINED if name != "tiny"])
 def test_the_models_have_the_papers_proportions(name: str, layout: Layout) -> None:
     found = proportions(MODELS[name], layout)
     # A micro-batch more or less is 1 part in 6.
@@ -50,16 +52,16 @@ def test_proportions_follow_from_the_layers_and_the_tokens() -> None:
 
 
 def test_a_layout_is_read_and_a_single_host_refused() -> None:
-    assert parse_layout("pp4dp2") == Layout(1, 4, 2) and parse_layout("tp2pp2dp2") == Layout(2, 2, 2)
-    assert str(parse_layout("tp2pp2dp2")) == "tp2pp2dp2" and parse_layout("tp2pp2dp2").hosts == 4
+    assert Layout.parsed("pp4dp2") == Layout(1, 4, 2) and Layout.parsed("tp2pp2dp2") == Layout(2, 2, 2)
+    assert str(Layout.parsed("tp2pp2dp2")) == "tp2pp2dp2" and Layout.parsed("tp2pp2dp2").hosts == 4
     for text in ("pp1dp1", "dp2pp2", "pp0dp2", "tp2pp1dp1"):
         with pytest.raises(ValueError, match=text):
-            parse_layout(text)
+            Layout.parsed(text)
 
 
 def test_vanilla_has_no_flags_of_ours_and_what_is_added_comes_last() -> None:
-    assert variant_flags("vanilla", PP2DP2, (2, 11), ["--no-compression-metrics"]) == []
-    flags = variant_flags("sc", Layout(1, 4, 2), (2, 11), ["--dp-compression-rank", "7"])
+    assert flags_of(CLUSTER["vanilla"], PP2DP2, (2, 11), ["--no-compression-metrics"]) == []
+    flags = flags_of(CLUSTER["sc"], Layout(1, 4, 2), (2, 11), ["--dp-compression-rank", "7"])
     assert flags[flags.index("--dp-compression-stages") + 1] == "3", "three quarters of four"
     assert flags[-2:] == ["--dp-compression-rank", "7"]
 
@@ -122,15 +124,16 @@ def test_the_stages_that_auto_chose_are_read() -> None:
 
 
 def test_variants_leave_out_what_a_layout_does_not_have() -> None:
-    assert variant_flags("blocks", parse_layout("pp4dp1"), (2, 11)) == [
+    assert flags_of(CLUSTER["blocks"], Layout.parsed("pp4dp1"), (2, 11)) == [
         "--pipeline-forward-format", "fp8", "--compressed-backprop-format", "int8",
         "--fused-embedding-sync-format", "int8",
     ]  # fmt: skip
-    assert variant_flags("blocks", parse_layout("pp1dp2"), (2, 11)) == ["--dp-compression-format", "int4"]
-    sharded = parse_layout("pp2dp2z1")
+    assert flags_of(CLUSTER["blocks"], Layout.parsed("pp1dp2"), (2, 11)) == ["--dp-compression-format", "int4"]
+    sharded = Layout.parsed("pp2dp2z1")
     assert str(sharded) == "pp2dp2z1" and sharded.sharded
-    assert config_of(variant_flags("blocks", sharded, (2, 11)), sharded).param_gather_format == "int4"
-    assert config_of(variant_flags("dense-gather", sharded, (2, 11)), sharded).param_gather_format == "dense"
+    training = Training(layout=sharded)
+    for name, format in (("blocks", "int4"), ("dense-gather", "dense")):
+        assert training.config_of(flags_of(CLUSTER[name], sharded, (2, 11))).param_gather_format == format
 
 
 # The bound
@@ -145,7 +148,7 @@ def test_the_bound_is_vanilla_on_links_as_much_faster_as_the_bytes_of_each_run_a
         """2 s of computation, 100 Mbit that nothing hides, compressed to a quarter; by `auto` at 25 Mbit/s only."""
         ratio = 4 if variant == "blocks" or (variant == "auto" and plan.rates[-1] == "25mbit") else 1
         seconds = {rate: 2 + work[variant] + 100e6 / bits_per_second(rate) / ratio for rate in plan.rates}
-        flags = variant_flags(variant, layout, (2, 11))
+        flags = flags_of(CLUSTER[variant], layout, (2, 11))
         return dataclasses.replace(_run(variant, block, seconds, 400 // ratio), flags=flags)
 
     monkeypatch.setattr(cluster.Bench, "_train", train)
@@ -207,7 +210,7 @@ def test_results_are_neither_overwritten_nor_mixed_with_those_of_another_seed(tm
         return cluster.Bench(cluster.build_parser().parse_args(["--output", str(tmp_path / "out"), *words]), [])
 
     first = bench()
-    with pytest.raises(ValueError, match="another process writes there"):
+    with pytest.raises(ValueError, match="another process"):
         bench()
     page.write(tmp_path / "out", first.arguments(), [_run("vanilla", 0, {"none": 1}, 100)])
     del first

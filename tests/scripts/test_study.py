@@ -10,12 +10,23 @@ import torch
 from matplotlib.figure import Figure
 
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PIPELINE_BACKWARD, PIPELINE_FORWARD
+from optimus_cc_ext.report.document import Picture
 from optimus_cc_ext.report.table import Table
-from scripts.quickstart.settings import Settings, config_of
+from scripts.experiments.models import Training
+from scripts.experiments.variants import GRADIENTS, STUDY
 from scripts.study import gradients
-from scripts.study.__main__ import NAMES, main
-from scripts.study.results import Results, extent_of, losses, move_apart, prices, save_picture, spread, traffic
-from scripts.study.variants import CONTROLS, VARIANTS, words_of
+from scripts.study.__main__ import NAMES, main, words_of
+from scripts.study.results import (
+    CONTROLS,
+    Results,
+    draw_prices,
+    extent_of,
+    losses,
+    move_apart,
+    prices,
+    spread,
+    traffic,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,7 @@ def test_the_picture_is_of_price_over_bytes_with_vanillas_own_spread_as_a_band(t
     table, bands = prices(RESULTS, list(NAMES), [1, 2, 3]), spread(RESULTS, [1, 2, 3])
     assert [row[:3] for row in table.rows] == [("paper", 30.0, pytest.approx(2.0)), ("balanced", 20.0, 0.0)]
     assert bands == {"one-ulp": pytest.approx(math.sqrt((3**2 + 4**2) / 2))}, "no run of another order is there"
-    save_picture(table, bands, "title", tmp_path, "prices")
+    Picture("prices", draw_prices(table, bands, "title")).save(tmp_path)
     drawn = (tmp_path / "prices.svg").read_text()
     assert "paper" in drawn and "one ulp away (3.5 %)" in drawn
 
@@ -84,10 +95,11 @@ def test_labels_cover_neither_each_other_nor_a_point() -> None:
 
 
 def test_every_variant_is_a_command_line_that_works_on_the_quickstarts_layout() -> None:
-    on = {name: config_of(Settings(), words_of(name, Settings())).any_technique for name in VARIANTS}
-    assert on == {name: name != "vanilla" for name in VARIANTS}
-    weight = torch.tensor(Settings().hidden ** -0.5)
-    [_, deviation] = words_of("one-ulp", Settings())
+    training = Training()
+    found = {name: training.config_of(words_of(name, training)) for name in STUDY}
+    assert {name: config.any_technique for name, config in found.items()} == {name: name != "vanilla" for name in STUDY}
+    weight = torch.tensor(training.model.hidden**-0.5)
+    [_, deviation] = words_of("one-ulp", training)
     assert torch.nextafter(weight, torch.tensor(1.0)) == torch.tensor(float(deviation)), "that of the weights"
 
 
@@ -109,8 +121,8 @@ def test_every_block_format_is_trained_and_its_gradients_are_compared() -> None:
     for each in (PIPELINE_FORWARD, PIPELINE_BACKWARD, DP_GRADIENTS, EMBEDDING):
         for format in each.block_formats:
             flags = f"{each.format_flag} {format}"
-            assert flags in VARIANTS.values(), flags
-            assert each is EMBEDDING or flags in gradients.CLASSES[each.tag].values(), flags
+            assert flags in STUDY.values(), flags
+            assert each is EMBEDDING or flags in GRADIENTS[each.tag].values(), flags
 
 
 def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -> None:

@@ -15,11 +15,12 @@ from optimus_cc_ext.data import DataError, PreparedData
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.report.comparison import REQUIRED
 from optimus_cc_ext.report.record import SECONDS, Record
+from scripts.experiments.models import ExperimentError, device_here
+from scripts.experiments.variants import STUDY
 from scripts.hosts.launch import torchrun_command
-from scripts.quickstart.compare import _instead_of_hosts, show
+from scripts.quickstart.compare import _instead_of_hosts, claim, show
 from scripts.quickstart.outcome import Outcome, Run
-from scripts.quickstart.settings import BALANCED, QuickstartError, Settings, check_flags, check_text, device_here
-from scripts.quickstart.workspace import claim
+from scripts.quickstart.settings import Settings, check_text
 
 DATA = PreparedData(Path("corpus"), Path("tokenizer"), 4096, 600, 3_000_000, 10_000_000, False)
 
@@ -64,18 +65,20 @@ def test_counters_that_contradict_each_other_are_said() -> None:
 def test_shaped_and_unshaped_iterations_are_told_apart_and_what_is_not_won_is_said() -> None:
     outcome = outcome_of()
     assert outcome.settings.spans == {"links of 100 Mbit/s": (4, 15), "unshaped links": (17, math.inf)}
-    (_, value, meaning), *_ = outcome.numbers()
-    assert value == "2.00"
-    assert meaning.startswith("on links of 100 Mbit/s: 2.00 s an iteration, 4.00 s vanilla")
-    assert meaning.endswith("On unshaped links there is nothing to win: 1.25 s, 1.00 s vanilla")
+    speed, *_ = outcome.numbers()
+    assert speed.value == "2.00"
+    assert speed.note.startswith("on links of 100 Mbit/s: 2.00 s an iteration, 4.00 s vanilla")
+    assert speed.note.endswith("On unshaped links there is nothing to win: 1.25 s, 1.00 s vanilla")
 
 
 def test_without_hosts_the_gain_is_planned_for_the_rate_and_the_reason_said() -> None:
     outcome = outcome_of(no_links="no namespaces for this user")
-    (_, value, meaning), *_ = outcome.numbers()
-    assert "planned, not measured, for links of 100 Mbit/s. No such links here (no namespaces for this user)" in meaning
+    speed, *_ = outcome.numbers()
+    assert (
+        "planned, not measured, for links of 100 Mbit/s. No such links here (no namespaces for this user)" in speed.note
+    )
     # 64 MB of gradients at 12 MB/s a host take vanilla far longer than the quarter of a second that coding costs.
-    assert 1.3 < outcome.speedup < 4 and value == f"{outcome.speedup:.2f}"
+    assert 1.3 < outcome.speedup < 4 and speed.value == f"{outcome.speedup:.2f}"
     slower = replace(outcome, settings=replace(outcome.settings, rate="25mbit"))
     assert slower.speedup > outcome.speedup
 
@@ -86,8 +89,8 @@ def test_without_hosts_the_gain_is_planned_for_the_rate_and_the_reason_said() ->
 def test_vanilla_gets_none_of_our_flags_and_further_flags_win_over_the_preset() -> None:
     settings, further = Settings(), ["--dp-compression-format", "int8"]
     assert settings.technique_flags("vanilla", further) == []
-    assert settings.technique_flags("compressed", []) == BALANCED.split()
-    config = check_flags(settings, further)
+    assert settings.technique_flags("compressed", []) == STUDY["balanced"].split()
+    config = settings.config_of(settings.technique_flags("compressed", further))
     assert config.pipeline_forward_format == "fp8" and config.fused_embedding_sync_format == "int8"
     assert config.dp_compression_format == "int8"
 
@@ -100,7 +103,7 @@ def test_the_last_validation_is_at_the_end(iterations: int, interval: int) -> No
 @pytest.mark.parametrize(("hidden", "deviation"), [(256, 0.0625), (64, 0.125)])
 def test_weights_start_from_a_deviation_of_one_over_the_root_of_the_hidden_size(hidden: int, deviation: float) -> None:
     # With Megatron's 0.02 so narrow a model takes steps of a hundred times the usual gradient norm.
-    flags = replace(Settings(), hidden=hidden).megatron_flags(DATA, Path("events"))
+    flags = replace(Settings(), model=replace(Settings().model, hidden=hidden)).flags()
     assert float(flags[flags.index("--init-method-std") + 1]) == pytest.approx(deviation, rel=1e-3)
 
 
@@ -120,13 +123,13 @@ def test_on_shared_gpus_it_trains_in_bf16_and_says_so(monkeypatch: pytest.Monkey
 
 def test_bad_further_flags_and_a_text_without_a_validation_part_are_refused_before_anything_runs() -> None:
     with pytest.raises(FlagError, match="--dp-compression-rank"):
-        check_flags(Settings(), ["--dp-compression-rank", "0"])
+        Settings().config_of(["--dp-compression-rank", "0"])
     with pytest.raises(FlagError, match="--lr: not an Optimus-CC flag"):
-        check_flags(Settings(), ["--lr", "1"])
+        Settings().config_of(["--lr", "1"])
     check_text(Settings(), DATA)
-    with pytest.raises(QuickstartError, match="3 documents"):
+    with pytest.raises(ExperimentError, match="3 documents"):
         check_text(Settings(), replace(DATA, documents=3))
-    with pytest.raises(QuickstartError, match="500 tokens"):
+    with pytest.raises(ExperimentError, match="500 tokens"):
         check_text(Settings(), replace(DATA, tokens=500))
 
 
@@ -136,14 +139,14 @@ def test_bad_further_flags_and_a_text_without_a_validation_part_are_refused_befo
 def test_an_output_belongs_to_one_quickstart_at_a_time(tmp_path: Path) -> None:
     with claim(tmp_path / "out", Path("/usr")):
         with (
-            pytest.raises(QuickstartError, match=rf"process {os.getpid()}\) is writing to .*out"),
+            pytest.raises(ExperimentError, match=rf"out: another process \({os.getpid()}\) is writing to it"),
             claim(tmp_path / "out", Path("/usr")),
         ):
             pass
         with claim(tmp_path / "other", Path("/usr")):
             pass
         (tmp_path / ".out.lock").write_text("only a process number is repeated")
-        with pytest.raises(QuickstartError, match=r"process unknown\)"), claim(tmp_path / "out", Path("/usr")):
+        with pytest.raises(ExperimentError, match=r"process \(unknown\)"), claim(tmp_path / "out", Path("/usr")):
             pass
     with claim(tmp_path / "out", Path("/usr")):
         pass

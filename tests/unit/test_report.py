@@ -13,8 +13,9 @@ from torch.utils.tensorboard import SummaryWriter
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
-from optimus_cc_ext.report import ReportError, page, pictures
+from optimus_cc_ext.report import ReportError, pictures
 from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
+from optimus_cc_ext.report.document import Box, Document, Folded, Number, Picture, Points
 from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
 from optimus_cc_ext.report.record import Curve, read_events, read_logs, shares
 from optimus_cc_ext.report.table import Table
@@ -95,13 +96,13 @@ def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comp
     assert comparison.summary()["final_validation_loss"] == {"vanilla": 5.25, "compressed": 5.75}
 
 
-def test_raw_bytes_that_differ_from_what_vanilla_sent_are_said_loudly(comparison: Comparison, tmp_path: Path) -> None:
+def test_raw_bytes_that_differ_from_what_vanilla_sent_are_said_loudly(comparison: Comparison) -> None:
     # 4 bytes in 50 MB: one value more than vanilla.
     wrong = with_scalar(comparison, "optimus-cc/DP gradients raw bytes", RAW["DP gradients"] + 4)
     (complaint,) = wrong.complaints()
     assert "DP gradients" in complaint and "50,796,548" in complaint
-    alarm = wrong.write(tmp_path)[0]
-    assert "Cross-check failed" in alarm and complaint in alarm
+    for text in (wrong.document("", "").html(), wrong.document("", "").markdown()):
+        assert "Cross-check failed" in text and complaint in text
     assert wrong.summary()["complaints"] == [complaint]
 
 
@@ -138,14 +139,38 @@ def test_a_table_has_every_digit_in_csv_four_in_markdown_and_a_dash_for_what_is_
 
 def test_the_page_is_one_file_and_what_was_given_is_escaped(comparison: Comparison, tmp_path: Path) -> None:
     facts = {"a<b": "my <text> & more"}
-    blocks = [*comparison.write(tmp_path), page.listed(["A <remark>."]), page.points(facts), page.folded("c<d", facts)]
-    text = page.document("<title>", "<lead>", *blocks)
+    further = [Points.of(["A <remark>."]), Points([*facts.items()]), Folded("c<d", facts)]
+    comparison.document("<title>", "<lead>", after=further).write(tmp_path, page="page.html")
+    text = (tmp_path / "page.html").read_text()
     assert text.count('src="data:image/svg+xml;base64,') == len(PICTURES) - 1  # no errors were logged
     for outside in ("http:", "https:", "<script", "<link", "@import", "url("):
         assert outside not in text, outside
     assert text.count("my &lt;text&gt; &amp; more") == 2
     for escaped in ("<title>&lt;title", "&lt;lead", "&lt;remark", "a&lt;b", "c&lt;d"):
         assert escaped in text
+
+
+def test_a_document_says_the_same_as_page_markdown_and_csv(tmp_path: Path) -> None:
+    table = Table(("name", "value"), [("a", 1.5)], "A table", "A note.", name="values")
+    further = Table(("name",), [("b",)], name="further")
+    parts = [
+        Box("A box", ["A sentence.", Points([("key", "said")], "Below.")]),
+        Box("", [table, Picture("drawn", pictures.curves("Curve", "s", {"c": Curve((1, 2), (1.0, 2.0))}))]),
+        Box("", [Number("times", "2.00", "as fast")], "grid"), Folded("Commands", {"vanilla": "run it"}),
+    ]  # fmt: skip
+    document = Document("A title", "A lead.", parts, files=[further])
+    document.write(tmp_path / "out", page="index.html", markdown="report.md")
+    files = {"index.html", "report.md", "values.csv", "further.csv", "drawn.png", "drawn.svg", "drawn.pdf"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files
+    page, text = ((tmp_path / "out" / name).read_text() for name in ("index.html", "report.md"))
+    said = ("A title", "A lead.", "A box", "A sentence.", "key", "said", "Below.", "A table", "A note.", "1.5",
+            "drawn", "2.00", "times", "as fast", "Commands", "vanilla", "run it")  # fmt: skip
+    for words in said:
+        assert words in page and words in text, words
+    assert "<h2>A table</h2><table>" in page and page.count("A table") == text.count("A table") == 1
+    assert "b\n" not in text, "a table among `files` is a CSV and no more"
+    assert (tmp_path / "out" / "further.csv").read_text().split() == ["name", "b"]
+    assert (tmp_path / "out" / "values.csv").read_text().split() == ["name,value", "a,1.5"]
 
 
 def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
@@ -164,7 +189,7 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
         ),
     }
     for name, figure in figures.items():
-        pictures.save(figure, tmp_path, name)
+        Picture(name, figure).save(tmp_path)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()

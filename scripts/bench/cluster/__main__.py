@@ -11,38 +11,35 @@ a machine whose users may make namespaces. What follows -- is added to the flags
 """  # noqa: E501
 
 import argparse
-import fcntl
 import itertools
 import json
 import shlex
 import signal
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.data import DataError, PreparedData, prepare
-from scripts.bench.cluster.model import (
-    BOUND,
-    MODELS,
-    VANILLA,
-    VARIANTS,
-    Layout,
-    Model,
-    chooses_by_the_links,
-    compression_ranks,
-    megatron_flags,
-    parse_layout,
-    proportions,
-    variant_flags,
-)
+from optimus_cc_ext.errors import run_command
+from scripts.bench.cluster.model import proportions
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import FindRate, Plan, plans
-from scripts.bench.cluster.results import payload
+from scripts.bench.cluster.results import BOUND, chooses_by_the_links, payload
 from scripts.bench.cluster.run import Iteration, Run, train
+from scripts.experiments.command import add_text_options, told, words_and_further
+from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
+from scripts.experiments.runs import claimed, commit
+from scripts.experiments.texts import hash_of, text_of
+from scripts.experiments.variants import CLUSTER, VANILLA, flags_of, papers_ranks
 from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
+
+TRAINED = tuple(name for name in MODELS if name not in ("quickstart", "test"))
+"""The models that have the paper's proportions."""
+
+_SCHEDULE = 200
+"""Iterations of the learning rate: runs differ in length, and their losses should not by that."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,38 +51,36 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is compared")
     layouts = what.add_mutually_exclusive_group()
     layouts.add_argument(
-        "--layouts", type=_list(parse_layout), help="[tpT]ppPdpD[z1], such as pp4dp2,pp2dp2z1 (pp2dp2)"
+        "--layouts", type=_list(Layout.parsed), help="[tpT]ppPdpD[z1], such as pp4dp2,pp2dp2z1 (pp2dp2)"
     )
-    layouts.add_argument("--hosts", type=_told(_halves), dest="layouts", metavar="N", help="short for pp(N/2)dp2")
-    what.add_argument("--models", type=_list(_one_of(MODELS)), default=["small"], help=f"of {', '.join(MODELS)}")
-    variants, every = [VANILLA, "paper", "auto"], ", ".join(VARIANTS)
-    what.add_argument("--variants", type=_list(_one_of(VARIANTS)), default=variants, help=f"of {every}")
+    layouts.add_argument("--hosts", type=_halves, dest="layouts", metavar="N", help="short for pp(N/2)dp2")
+    what.add_argument("--models", type=_list(_one_of(TRAINED)), default=["small"], help=f"of {', '.join(TRAINED)}")
+    variants, every = [VANILLA, "paper", "auto"], ", ".join(CLUSTER)
+    what.add_argument("--variants", type=_list(_one_of(CLUSTER)), default=variants, help=f"of {every}")
     what.add_argument(
         "--rates", type=_list(_rate), default=["50mbit", UNSHAPED],
         help="of every link, both ways, such as 25mbit,1gbit; none: unshaped, which the shares need (50mbit,none)",
     )  # fmt: skip
     much = parser.add_argument_group("how much")
-    positive = _told(_positive)
-    much.add_argument("--blocks", type=positive, default=2, help="how often all variants take their turn (%(default)s)")
-    much.add_argument("--iterations", type=positive, default=3, help="measured at a rate in a cycle (%(default)s)")
-    much.add_argument("--cycles", type=positive, default=2, help="through the rates, there and back (%(default)s)")
+    much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")
+    much.add_argument("--iterations", type=_positive, default=3, help="measured at a rate in a cycle (%(default)s)")
+    much.add_argument("--cycles", type=_positive, default=2, help="through the rates, there and back (%(default)s)")
     much.add_argument(
-        "--warm-up", type=positive, default=3,
+        "--warm-up", type=_positive, default=3,
         help="iterations of a run that do not count (%(default)s: the third holds the package's own measuring)",
     )  # fmt: skip
     much.add_argument(
         "--bound", action="store_true",
         help="also run vanilla on links as much faster as a variant's bytes are fewer: a run more of each",
     )  # fmt: skip
-    much.add_argument("--timeout", type=positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
+    much.add_argument("--timeout", type=_positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
     other = parser.add_argument_group("instead of a sweep")
     other.add_argument("--find-rate", action="store_true", help="search where vanilla takes twice its unshaped time")
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
     files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
-    files.add_argument("--input", type=Path, help="text to train on (the Python sources of this environment)")
-    files.add_argument("--max-mb", type=float, default=5.0, help="of it (%(default)g)")
+    add_text_options(files, max_mb=5.0)
     return parser
 
 
@@ -94,44 +89,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit status: 0; 1: a run failed; 2: bad input, or this machine cannot; 130: interrupted.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
+    words, further = words_and_further(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    options = parser.parse_args(words[:cut])
+    options = parser.parse_args(words)
     options.layouts = options.layouts or [Layout(1, 2, 2)]
     if options.bound and VANILLA not in options.variants:
         parser.error(f"--bound: it is {VANILLA}'s. Give it in --variants")
-    try:
-        _do(options, words[cut + 1 :])
-    except RunFailed as error:
-        for line in error.tail:
-            print(f"  | {line}", file=sys.stderr)
-        print(f"error: {error}\nthe whole log: {error.log}", file=sys.stderr)
-        return 1
-    except (NetworkError, DataError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: all hosts and processes are gone; finished runs are kept", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    return run_command(
+        lambda: _do(options, further), "all hosts and processes are gone; finished runs are kept"
+    )  # fmt: skip
 
 
-def _do(options: argparse.Namespace, further: list[str]) -> None:
+def _do(options: argparse.Namespace, further: list[str]) -> int:
     if (reason := why_not()) is not None:
         raise NetworkError(f"{reason}. Run as root, or where users may make namespaces, on Linux")
     bench = Bench(options, further)
-    for layout, model in itertools.product(options.layouts, options.models):
-        print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
-        if options.find_rate:
-            bench.find_rate(model, layout)
-        else:
-            bench.sweep(model, layout)
+    try:
+        for layout, model in itertools.product(options.layouts, options.models):
+            print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
+            if options.find_rate:
+                bench.find_rate(model, layout)
+            else:
+                bench.sweep(model, layout)
+    except RunFailed as failure:
+        return told(failure)
     if bench.text:
         print(f"\n{bench.text}\nwritten: {options.output}")
+    return 0
 
 
 class Bench:
@@ -141,23 +125,18 @@ class Bench:
         self.options, self.further = options, further
         self.runs: list[Run] = []
         self.text = ""
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        # Never removed: the kernel lets go of it with the process, however that ends.
-        self._lock = options.output.with_name(f".{options.output.name}.lock").open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--output {options.output}: another process writes there. Give another folder") from None
+        self._claimed = ExitStack()  # for as long as this object lives
+        self._claimed.enter_context(claimed(options.output))
         if not (options.output / JSON_NAME).exists():
             return
         if not (options.append or options.find_rate):
-            raise ValueError(
+            raise ExperimentError(
                 f"--output {options.output}: it has results. Give --append to keep them, or another folder"
             )
         if options.append:
             earlier, self.runs = load(options.output)
             if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
-                raise ValueError(f"--append: {options.output} is of another text. Give another --output")
+                raise ExperimentError(f"--append: {options.output} is of another text. Give another --output")
 
     def sweep(self, name: str, layout: Layout) -> None:
         """All variants in alternating blocks, all rates in each run."""
@@ -199,13 +178,13 @@ class Bench:
         """What is appended to has to be the same training.
 
         Raises:
-            ValueError: it is not.
+            ExperimentError: it is not.
         """
         for run in self.runs:
             if (run.model, run.layout) == (name, str(layout)) and run.variant in self.options.variants:
                 flags = self._flags(name, layout, run.variant)
                 if (run.flags, run.seed) != (flags, self.options.seed):
-                    raise ValueError(
+                    raise ExperimentError(
                         f"--append: {self.options.output} has {run.variant} with other flags or another seed"
                         f" ({shlex.join(run.flags)}, seed {run.seed}). Give another --output"
                     )
@@ -225,25 +204,22 @@ class Bench:
         )
 
     def _flags(self, name: str, layout: Layout, variant: str) -> list[str]:
-        return variant_flags(variant, layout, compression_ranks(MODELS[name]), self.further)
+        return flags_of(CLUSTER[variant], layout, papers_ranks(MODELS[name].hidden), self.further)
 
     def _train(self, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int) -> Run:
-        options, model, ours = self.options, MODELS[name], self._flags(name, layout, variant)
-        shared = megatron_flags(model, layout, self._data(model), iterations=len(plan.rates), seed=options.seed)
-        print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
-        run = Run(model=name, layout=str(layout), variant=variant, block=block, flags=ours, seed=options.seed)
-        folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
-        return train(run, layout, [*shared, *ours], folder, plan, seconds=60 * options.timeout, on_iteration=_tell)
-
-    def _data(self, model: Model) -> PreparedData:
-        """The text, tokenized once for each size of vocabulary."""
-        options = self.options
-        folder = options.output.with_name(f"{options.output.name}-data") / f"vocabulary-{model.vocabulary}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return prepare(
-            options.input or Path(sysconfig.get_path("purelib")), folder.absolute(), vocab_size=model.vocabulary,
-            pattern="*.txt" if options.input else "*.py", max_mb=options.max_mb, progress=False,
+        options, ours = self.options, self._flags(name, layout, variant)
+        training = Training(
+            model=MODELS[name], layout=layout, iterations=len(plan.rates), schedule=_SCHEDULE, seed=options.seed,
+            evaluation_iterations=0,
         )  # fmt: skip
+        # The text is tokenized once for each size of vocabulary.
+        folder = options.output.with_name(f"{options.output.name}-data") / f"vocabulary-{training.model.vocabulary}"
+        data = text_of(options.input).prepared(folder, training.model.vocabulary, options.max_mb)
+        print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
+        run = Run(name, str(layout), variant, block, ours, options.seed, commit=commit(), text=hash_of(data))
+        flags = [*training.megatron_flags(data), "--eval-interval", str(training.iterations), *ours]
+        folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
+        return train(run, layout, flags, folder, plan, seconds=60 * options.timeout, on_iteration=_tell)
 
     def _keep(self, run: Run) -> None:
         self.runs.append(run)
@@ -259,46 +235,37 @@ def _tell(iteration: Iteration) -> None:
     print(f"  {iteration.number:4d}  {iteration.rate:>9}  {iteration.seconds:7.2f} s{remark}", flush=True)
 
 
-def _told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse, which prints the reason of ArgumentTypeError only."""
-
-    def parse_and_tell(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_and_tell
-
-
 def _list(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Separated by commas."""
-    return _told(lambda text: list(dict.fromkeys(parse(word) for word in text.split(","))))
+    return lambda text: list(dict.fromkeys(parse(word) for word in text.split(",")))
 
 
 def _positive(word: str) -> int:
     if not (word.isdecimal() and int(word)):
-        raise ValueError(f"{word}: give 1 or more")
+        raise ExperimentError(f"{word}: give 1 or more")
     return int(word)
 
 
 def _halves(word: str) -> list[Layout]:
     if not word.isdecimal() or int(word) < 2 or int(word) % 2:
-        raise ValueError(f"{word}: two replicas take an even number of hosts. Give 4 or 8, or --layouts")
+        raise ExperimentError(f"{word}: two replicas take an even number of hosts. Give 4 or 8, or --layouts")
     return [Layout(1, int(word) // 2, 2)]
 
 
 def _one_of(known: Iterable[str]) -> Callable[[str], str]:
     def parse(word: str) -> str:
         if word not in known:
-            raise ValueError(f"{word!r} is none of {', '.join(known)}")
+            raise ExperimentError(f"{word!r} is none of {', '.join(known)}")
         return word
 
     return parse
 
 
 def _rate(word: str) -> str:
-    bits_per_second(word)
+    try:
+        bits_per_second(word)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     return word
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.report.page import machine
-from optimus_cc_ext.report.pictures import INK, colour, panels, save, tidy
+from optimus_cc_ext.data.output import write_whole
+from optimus_cc_ext.report.document import Box, Document, Picture, Points, machine
+from optimus_cc_ext.report.pictures import INK, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
-from scripts.bench.cluster.model import MODELS, PAPER, VANILLA, parse_layout, proportions
+from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.results import ALL, losses_agree, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.experiments.models import MODELS, ExperimentError, Layout
+from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
-
-__all__ = ["JSON_NAME", "load", "write"]
 
 JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
 _FORMAT = 4
@@ -24,28 +25,27 @@ _FORMAT = 4
 
 def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Write JSON, tables and plots of what there is so far; return the tables."""
-    folder.mkdir(parents=True, exist_ok=True)
     here, tables = machine(), {"times": times(runs), "traffic": traffic(runs)}
     content = {
         "format": _FORMAT, "machine": here, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
         "arguments": arguments, "runs": [asdict(run) for run in runs],
         **{name: table.records() for name, table in tables.items()},
     }  # fmt: skip
-    _replace(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
     where = ", ".join(f"{name} {value}" for name, value in here.items())
-    parts = [f"# Training on shaped links\n\n{where}. Arguments: `{json.dumps(arguments)}`.\n"]
+    parts = []
     for model, layout in dict.fromkeys((run.model, run.layout) for run in runs):
         of_times, of_traffic = (table.where(model=model, layout=layout) for table in tables.values())
-        parts.append(f"## {model}, {layout}\n\nTraffic of a rank: {proportions(MODELS[model], parse_layout(layout))}.")
-        parts += [f"The paper's 8.3B: {PAPER}.\n", of_times.markdown(), of_traffic.markdown()]
-        parts.append(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)]))
-        pictures = {"time": _draw_times(of_times.where(block=ALL)), "recovered": _draw_shares(of_times)}
-        for name, figure in pictures.items():
-            save(figure, folder, f"{name}_{model}_{layout}")
-            parts.append(f"![{name}]({name}_{model}_{layout}.png)\n")
-    text = "\n".join(parts)
-    _replace(folder / MARKDOWN_NAME, text)
-    return text
+        sent = proportions(MODELS[model], Layout.parsed(layout))
+        parts.append(Box(f"{model}, {layout}", [
+            f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", of_times, of_traffic,
+            Points.of(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)])),
+            Picture(f"time_{model}_{layout}", _draw_times(of_times.where(block=ALL))),
+            Picture(f"recovered_{model}_{layout}", _draw_shares(of_times)),
+        ]))  # fmt: skip
+    document = Document("Training on shaped links", f"{where}. Arguments: `{json.dumps(arguments)}`.", parts)
+    document.write(folder, markdown=MARKDOWN_NAME)
+    write_whole(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
+    return document.markdown()
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
@@ -53,15 +53,15 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not ours, or of models that have changed since.
+        ExperimentError: it is not ours, or of models that have changed since.
     """
     path = folder / JSON_NAME
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{path}: not written by this script, or by another version of it")
+        raise ExperimentError(f"{path}: not written by this script, or by another version of it")
     for name, model in content["models"].items():
         if name not in MODELS or asdict(MODELS[name]) != model:
-            raise ValueError(f"{path}: it is of another model called {name!r}. Give another --output")
+            raise ExperimentError(f"{path}: it is of another model called {name!r}. Give another --output")
     runs = []
     for saved in content["runs"]:
         for each in saved["iterations"]:
@@ -70,17 +70,16 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
     return content["arguments"], runs
 
 
-def _remarks(runs: Sequence[Run]) -> str:
+def _remarks(runs: Sequence[Run]) -> list[str]:
     last = {run.variant: run for run in runs}.values()
-    lines = [
+    said = [
         f"{run.variant}: `{' '.join(run.flags) or 'no flags of ours'}`: {run.techniques or 'not said'}." for run in last
     ]
     for run in runs:
         rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
-        lines += [f"{run.variant}, block {run.block}, {rates}: {said}." for said in run.forecast if "auto" in run.flags]
+        said += [f"{run.variant}, block {run.block}, {rates}: {line}." for line in run.forecast if "auto" in run.flags]
     same = "equal" if losses_agree(runs) else "NOT equal"
-    lines.append(f"Losses of the same variant in different blocks: {same} in every iteration.")
-    return "".join(f"- {line}\n" for line in lines)
+    return [*said, f"Losses of the same variant in different blocks: {same} in every iteration."]
 
 
 def _draw_times(table: Table) -> Figure:
@@ -123,10 +122,3 @@ def _draw_shares(table: Table) -> Figure:
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     tidy(axes, "Share of the exposed communication that is recovered")
     return figure
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -19,16 +19,14 @@ from pathlib import Path
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan.hardware import GPUS, Cluster, Network
 from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.model import Model as PlanModel
+from optimus_cc_ext.plan.model import Job, job_of
 from optimus_cc_ext.plan.traffic import DENSE
 from optimus_cc_ext.report.table import Table
-from scripts.bench.cluster.model import MODELS, VANILLA, Layout, Model, config_of, parse_layout
 from scripts.bench.cluster.page import load
 from scripts.bench.cluster.run import Run
+from scripts.experiments.models import MODELS, Layout, Training
+from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
-
-__all__ = ["Ratio", "main", "ratios", "table"]
 
 MEDIAN, WORST, HOSTS = 0.10, 0.20, 2
 _PAYLOAD = 0.956
@@ -68,26 +66,11 @@ class Ratio:
         return self.layout.hosts <= HOSTS
 
 
-def job_of(model: Model, layout: Layout) -> Job:
-    """What the benchmark trains."""
-    multiple = 128 * layout.tensor
-    return Job(
-        model=PlanModel(
-            layers=model.layers_per_stage * layout.stages,
-            hidden=model.hidden,
-            heads=model.heads,
-            sequence=model.sequence,
-            vocabulary=-(-model.vocabulary // multiple) * multiple,
-        ),
-        gpus=layout.hosts * layout.tensor,
-        tp=layout.tensor,
-        pp=layout.stages,
-        micro_batch=model.micro_batch,
-        batch=model.micro_batch * model.micro_batches * layout.replicas,
-        precision="bf16" if layout.sharded else "fp32",
-        flash=False,
-        distributed_optimizer=layout.sharded,
-    )
+def job_in(training: Training) -> Job:
+    """What the benchmark trains, for the planner."""
+    flags = [*training.flags(), "--vocab-size", str(training.model.vocabulary), "--attention-backend", "unfused"]
+    job, _ = job_of(flags, training.processes)
+    return job.replace(precision="bf16" if training.layout.sharded else "fp32")
 
 
 def cluster_of(layout: Layout, bits: float) -> Cluster:
@@ -109,11 +92,10 @@ def _solved(seconds: Callable[[float], float], wanted: float) -> float:
     return low
 
 
-def planned(
-    model: Model, layout: Layout, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float
-) -> float:
+def planned(training: Training, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float) -> float:
     """Seconds of a variant over vanilla's on lines of `bits`, from both on unshaped links."""
-    job, free = job_of(model, layout), cluster_of(layout, float("inf"))
+    job, layout = job_in(training), training.layout
+    free = cluster_of(layout, float("inf"))
 
     def of_vanilla(scale: float) -> float:
         return iteration(replace(free, software_scale=scale), job).seconds
@@ -152,17 +134,18 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
         if variant == VANILLA or rate == UNSHAPED or not all(key in seconds for key in needed):
             continue
         vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
-        place, (flags, chosen) = parse_layout(layout), said[*here, variant, rate]
-        config = config_of(flags, place)
+        training = Training(model=MODELS[model], layout=Layout.parsed(layout))
+        flags, chosen = said[*here, variant, rate]
+        config = training.config_of(flags, ignore_others=True)
         if config.dp_compression and config.dp_compression_stages == "auto":
             if chosen != said[*here, variant, UNSHAPED][1]:
                 continue  # what its compressors take was not measured
             stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
             config = config.replace(**stages)
-        ratio = planned(MODELS[model], place, config, bits_per_second(rate), vanilla_free, ours_free)
+        ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free)
         each = grouped[*here, variant, rate]
         spread = (max(each) - min(each)) / vanilla
-        found.append(Ratio(model, place, variant, rate, block, ours / vanilla, ratio, spread))
+        found.append(Ratio(model, training.layout, variant, rate, block, ours / vanilla, ratio, spread))
     return found
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
-__all__ = ["FindRate", "Plan", "next_guess", "plans", "rate_list"]
-
 
 @dataclass
 class Plan:

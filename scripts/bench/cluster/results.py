@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report.table import Cell, Table
-from scripts.bench.cluster.model import BOUND, VANILLA, chooses_by_the_links, parse_layout
 from scripts.bench.cluster.run import Iteration, Run
+from scripts.experiments.models import Layout, Training
+from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
-__all__ = ["ALL", "losses_agree", "payload", "share_recovered", "times", "traffic"]
+BOUND = "bound of "
+"""A variant, in the name of vanilla's run on links that are faster by as much as the variant's bytes are fewer."""
 
 ALL = "all"
 """In place of a block: all of them together."""
@@ -109,6 +111,12 @@ def _after_warm_up(run: Run) -> list[Iteration]:
     return [each for each in run.iterations[first:] if each.traffic]
 
 
+def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
+    """Whether a variant measures at its start which stages it compresses."""
+    config = Training(layout=layout).config_of(flags, ignore_others=True)
+    return config.dp_compression and config.dp_compression_stages == "auto"
+
+
 def losses_agree(runs: Sequence[Run]) -> bool:
     """Whether runs that do the same computed the very same losses: seed and data are the same.
 
@@ -118,7 +126,7 @@ def losses_agree(runs: Sequence[Run]) -> bool:
     return all(
         known.setdefault((run.model, run.layout, run.variant, each.number), each.loss) == each.loss
         for run in runs
-        if not chooses_by_the_links(run.flags, parse_layout(run.layout))
+        if not chooses_by_the_links(run.flags, Layout.parsed(run.layout))
         for each in run.iterations
     )
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
-from scripts.bench.cluster.model import Layout
 from scripts.bench.cluster.rates import Plan
-from scripts.hosts.launch import run_on_hosts
+from scripts.experiments.models import Layout
+from scripts.hosts.launch import lines_in
+from scripts.hosts.launch import run as launch
 from scripts.hosts.network import Network, network
-
-__all__ = ["Iteration", "Run", "train"]
 
 _OURS = "optimus-cc: "
 _TRAFFIC = {
@@ -60,6 +59,9 @@ class Run:
 
     iterations: list[Iteration] = field(default_factory=list)
     log: str = ""
+    commit: str = ""
+    text: str = ""
+    """Hash of the text."""
 
 
 class _Follower:
@@ -110,13 +112,12 @@ def train(
     """
     deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"host{host}.txt" for host in range(layout.hosts)]
-    run.log = str(logs[-1])
+    run.log = str(folder / f"host{layout.hosts - 1}.txt")
     with network(layout.hosts) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
-        run_on_hosts(hosts, layout.tensor, flags, logs, follower.take, deadline)
-    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        launch(flags, folder, follower.take, deadline, ranks=layout.tensor, hosts=hosts)
+    lines = lines_in(folder)
     run.techniques = next((found for line in lines if (found := parse_techniques(line))), "")
     run.forecast = [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
     return run

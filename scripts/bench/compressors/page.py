@@ -6,7 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.report.pictures import lines, panels, save, tidy
+from optimus_cc_ext.report.document import Box, Document, Part, Picture
+from optimus_cc_ext.report.pictures import lines, panels, tidy
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.compressors.sections import SECTIONS, Row
 
@@ -18,19 +19,15 @@ def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], st
     rows = [{"section": section, **row} for section, of in measured.items() for row in of]
     text = json.dumps({"machine": machine, "rows": rows}, indent=1)
     stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
-    parts = [f"# Compressors\n\n{', '.join(f'{name}: {value}' for name, value in machine.items())}.\n"]
-    parts.append("Medians and interquartile ranges of `torch.utils.benchmark`, all contenders in turn. One run.\n")
+    lead = f"{', '.join(f'{name}: {value}' for name, value in machine.items())}."
+    measures = "Medians and interquartile ranges of `torch.utils.benchmark`, all contenders in turn. One run."
+    parts: list[Part] = [measures]
     for section in SECTIONS:
-        parts.append(f"## {section}\n")
-        if section not in measured:
-            parts.append("not measured\n")
-            continue
-        table = _table(section, measured[section])
-        if section == "slices":
-            save(_draw_slices(table), stem.parent, f"{stem.name}-{section}")
-            parts.append(f"![{section}]({stem.name}-{section}.png)\n")
-        parts.append(table.markdown())
-    stem.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")
+        shown: list[Part] = [_table(section, measured[section])] if section in measured else ["not measured"]
+        if section == "slices" and isinstance(shown[0], Table):
+            shown.insert(0, Picture(f"{stem.name}-{section}", _draw_slices(shown[0])))
+        parts.append(Box(section, shown))
+    Document("Compressors", lead, parts).write(stem.parent, markdown=f"{stem.name}.md")
 
 
 def _table(section: str, rows: Sequence[Row]) -> Table:

@@ -1,0 +1,30 @@
+"""Pieces of command lines that several experiments have."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.hosts.launch import RunFailed
+
+
+def add_text_options(parser: argparse._ActionsContainer, max_mb: float) -> None:
+    """Add --input and --max-mb, whose default is `max_mb`."""
+    parser.add_argument(
+        "--input", type=Path,
+        help="a directory of text files, a .jsonl file, or a text file (default: this environment's Python packages)",
+    )  # fmt: skip
+    parser.add_argument("--max-mb", type=float, default=max_mb, help="take so much of the text (default: %(default)g)")
+
+
+def words_and_further(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before `--`, and those after it."""
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:cut]), list(argv[cut + 1 :])
+
+
+def told(failure: RunFailed) -> int:
+    """Print why a run failed and the end of its log; return the exit status."""
+    print(*(f"  | {line}" for line in failure.tail), sep="\n", file=sys.stderr)
+    print(f"error: {failure}\nthe whole log: {failure.log}", file=sys.stderr)
+    return 1

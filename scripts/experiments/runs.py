@@ -1,0 +1,133 @@
+"""Runs that take minutes or hours: nothing that is finished is made again, and no two processes write to one place.
+
+A finished run is one row: what was measured, our flags, and what it was measured on (commit, seed, text).
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext._version import __version__
+from optimus_cc_ext.data.output import write_whole
+from optimus_cc_ext.devices.shared_gpu import Device
+from optimus_cc_ext.report.log_lines import parse_progress
+from optimus_cc_ext.report.table import Table
+from scripts.experiments.models import ExperimentError
+from scripts.hosts.launch import RunFailed, run
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs in the folders below `folder`, a row each. One that failed is marked, and made again on demand."""
+
+    folder: Path
+    text: str
+    """Hash of the text that they are trained on; a run on another text is made again."""
+
+    minutes: float
+    """For one run."""
+
+    retry: bool
+    """Whether to make again what failed."""
+
+    device: Device = "cpu"
+    """What the ranks train on."""
+
+    def known(self, name: str, flags: Sequence[str]) -> dict[str, Any] | None:
+        """Return the row of a run of before with the same flags on the same text; None: there is none."""
+        row = self._row(self.folder / name)
+        # Rows of before 2026-11-25 do not say the text.
+        return row if row.get("flags") == list(flags) and row.get("text", self.text) == self.text else None
+
+    def made(
+        self, name: str, processes: int, flags: Sequence[str], seed: int, read: Callable[[Path], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the row of this run, made now or when the same flags were run before.
+
+        `read` finds in the run's folder what was measured.
+
+        Raises:
+            RunFailed: it failed, now or before.
+            OSError: the disk is full; the run is not marked as one that failed.
+        """
+        if known := self.known(name, flags):
+            return known
+        folder = self.folder / name
+        failure = folder / "failed"
+        if failure.exists() and not self.retry:
+            raise RunFailed("it failed before (--retry trains it again)", folder / "log.txt")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"{name} ...", flush=True)
+        try:
+            run(flags, folder, _tell, time.monotonic() + 60 * self.minutes, ranks=processes, device=self.device)
+        except RunFailed:
+            if shutil.disk_usage(folder).free < 1 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+            failure.touch()
+            raise
+        row = {"commit": commit(), "seed": seed, "text": self.text, "flags": list(flags), **read(folder)}
+        write_whole(folder / "result.json", json.dumps(row, indent=1))
+        return row
+
+    def rows(self) -> Table:
+        """Return commit, seed and text of every finished run."""
+        folders = sorted(path.parent for path in self.folder.glob("*/result.json"))
+        columns = ("commit", "seed", "text")
+        found = [(folder.name, *map(self._row(folder).get, columns)) for folder in folders]
+        return Table(("run", *columns), found, name="runs")
+
+    def _row(self, folder: Path) -> dict[str, Any]:
+        path = folder / "result.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _tell(line: str) -> None:
+    progress = parse_progress(line)
+    if progress is not None and (progress.seconds is None or progress.iteration % 20 == 0):
+        print(f"  {progress.iteration:5d}  {progress.loss:.4f}", flush=True)
+
+
+def commit() -> str:
+    """Return the commit of the checkout that this file is in, or the package's version where it is in none."""
+    if not (_ROOT / ".git").exists():
+        return __version__
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or __version__
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Hold the only right to write to the folder `output`.
+
+    Raises:
+        ExperimentError: another process holds it.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Never removed: the kernel lets go of it with the process, however that ends, and an empty file harms nobody.
+    with output.with_name(f".{output.name}.lock").open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            # Anybody may write into the file: only a number is repeated.
+            holder = stream.read(20).strip()
+            raise ExperimentError(
+                f"--output {output}: another process ({holder if holder.isdecimal() else 'unknown'}) is writing to it."
+                " Wait for it or end it, or give another folder"
+            ) from None
+        stream.truncate(0)
+        stream.write(f"{os.getpid()}\n")
+        stream.flush()
+        yield
