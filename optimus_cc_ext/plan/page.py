@@ -10,7 +10,7 @@ from optimus_cc_ext.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.trace import trace
 from optimus_cc_ext.plan.variants import Variant
-from optimus_cc_ext.report.document import Box, Document, Folded, Number, Picture
+from optimus_cc_ext.report.document import Box, Folded, Number, Picture, ReportDocument
 from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
 
@@ -35,7 +35,7 @@ def write_plan(
     ]
     pictures = [Picture("gains", _gains(found)), Picture("breakdown", _breakdowns(job, found))]
     sources = Folded("Where the constants come from", {"plan": "\n".join(lines)})
-    Document("A plan", _LEAD, [Box("", numbers, "grid"), Box("", pictures, "grid wide"), *tables, sources]).write(
+    ReportDocument("A plan", _LEAD, [Box("", numbers, "grid"), Box("", pictures, "grid wide"), *tables, sources]).write(
         folder, page="index.html"
     )
     content = {table.title: table.records() for table in tables}
@@ -59,7 +59,7 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
         tidy(ax, str(link), "both")
     axes[0].set_ylabel("% of vanilla's time saved")
     axes[0].legend(frameon=False, fontsize="small")
-    Document("A sweep", _LEAD, [Picture("gains", figure), table]).write(folder, page="index.html")
+    ReportDocument("A sweep", _LEAD, [Picture("gains", figure), table]).write(folder, page="index.html")
     (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
 from optimus_cc_ext.report import ReportError
-from optimus_cc_ext.report.document import Box, Document, Part, Picture, Points
+from optimus_cc_ext.report.document import Box, Part, Picture, Points, ReportDocument
 from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
 from optimus_cc_ext.report.table import Cell, Table, printed
 
@@ -165,7 +165,9 @@ class Comparison:
             for iteration, value in values.items()
         ], name="scalars")  # fmt: skip
 
-    def document(self, title: str, lead: str, before: Sequence[Part] = (), after: Sequence[Part] = ()) -> Document:
+    def document(
+        self, title: str, lead: str, before: Sequence[Part] = (), after: Sequence[Part] = ()
+    ) -> ReportDocument:
         """Return the document of the comparison, with parts `before` and `after` its own."""
         drawn, complaints, missing = self._pictures(), self.complaints(), self.missing()
         alarm = Box("Cross-check failed: do not trust the bytes", [Points.of(complaints)], "card alarm")
@@ -179,7 +181,7 @@ class Comparison:
             *after,
         ]
         empty = [table for table in (self.traffic(), self.compression()) if not table.rows]
-        return Document(title, lead, parts, files=[*empty, self.scalars()])
+        return ReportDocument(title, lead, parts, files=[*empty, self.scalars()])
 
     def _pictures(self) -> list[Picture]:
         # Here, not above: matplotlib takes a second, which tables need not wait for.

@@ -23,7 +23,7 @@ from optimus_cc_ext.report.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Box", "Document", "Folded", "Number", "Part", "Picture", "Points", "machine"]
+__all__ = ["Box", "Folded", "Number", "Part", "Picture", "Points", "ReportDocument", "machine"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ Part = str | Table | Picture | Points | Folded | Number | Box
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """A report. On the page, a table or a picture that stands in no box gets one of its own."""
 
     title: str

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.doctor.gpu import examine_gpu
-from optimus_cc_ext.report.document import Box, Document, Part, machine
+from optimus_cc_ext.report.document import Box, Part, ReportDocument, machine
 from optimus_cc_ext.report.table import Table
 from scripts.gpu_check.checks import CHECKS, TOTAL, Setting
 
@@ -101,7 +101,7 @@ def write(results: Sequence[Result], output: Path, *, dry: bool) -> None:
         table = [Table(columns, cells)] if columns else []
         parts.append(Box(f"{result.name}: {'FAILED' if result.failure else 'holds'}", [*said, *table]))
     lead = f"{', '.join(f'{name}: {value}' for name, value in about.items())}."
-    Document("GPU check", lead, parts).write(output, markdown="gpu_check.md")
+    ReportDocument("GPU check", lead, parts).write(output, markdown="gpu_check.md")
 
 
 if __name__ == "__main__":

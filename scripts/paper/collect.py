@@ -24,7 +24,7 @@ LEADS = {
 def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     """Write everything that `results` has the logs for into `output`; return the names of the experiments found."""
     # Here: matplotlib takes a second, which --help need not wait for.
-    from optimus_cc_ext.report.document import Box, Document, Picture
+    from optimus_cc_ext.report.document import Box, Picture, ReportDocument
     from scripts.paper import plots, tables
 
     table2, figure10, figure11, figure12 = (
@@ -41,7 +41,7 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     ]
     found = [(name, draw, data, shown or data) for name, draw, data, shown in figures if (shown or data).rows]
     parts = [Box("", [shown, Picture(name, draw(data))]) for name, draw, data, shown in found]
-    Document(TITLES[scale], LEADS[scale], parts, files=[data for _, _, data, _ in found]).write(
+    ReportDocument(TITLES[scale], LEADS[scale], parts, files=[data for _, _, data, _ in found]).write(
         output, page="index.html", markdown="report.md"
     )
     return [shown.name for *_, shown in found]

@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.report.comparison import Comparison, relative
-from optimus_cc_ext.report.document import Box, Document, Folded, Number, Points, machine
+from optimus_cc_ext.report.document import Box, Folded, Number, Points, ReportDocument, machine
 from optimus_cc_ext.report.record import Record, shares
 from scripts.bench.cluster.predicted import planned
 from scripts.hosts.network import bits_per_second
@@ -105,7 +105,7 @@ class Outcome:
             "comparison": self.comparison.summary(), "machine": machine(), "settings": self.settings.flat(),
         }  # fmt: skip
 
-    def document(self) -> Document:
+    def document(self) -> ReportDocument:
         """Return the page's content."""
         settings, data = self.settings, self.data
         times = [f"{name} {run.seconds:.0f} s" for name, run in self.runs.items()]

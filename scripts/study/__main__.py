@@ -20,7 +20,7 @@ from typing import Any
 
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import Document, Picture
+from optimus_cc_ext.report.document import Picture, ReportDocument
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import printed
 from scripts.experiments.command import add_text_options, words_and_further
@@ -141,7 +141,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     print(printed(tables, "table"), end="")
     points = prices(results, variants, seeds)
     picture = Picture("prices", draw_prices(points, bands, f"What compression costs, {training.iterations} iterations"))
-    Document("", "", [*tables, picture], files=[points, runs.rows()]).write(options.output)
+    ReportDocument("", "", [*tables, picture], files=[points, runs.rows()]).write(options.output)
     return 1 if failed else 0
 
 

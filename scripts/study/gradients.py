@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import Document
+from optimus_cc_ext.report.document import ReportDocument
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.experiments.models import MODELS, Layout, Training
@@ -133,7 +133,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                     rows.append((point, traffic, setting, 100 * sent / raw, *_cells(found)))
     names = [f"{kind}, stage {stage}" for kind in KINDS for stage in range(4)]
     table = Table(("weights of", "class", "setting", "sent, %", *names), rows, name="gradients")
-    document = Document("", "", [by_setting(table)], files=[table, runs.rows()])
+    document = ReportDocument("", "", [by_setting(table)], files=[table, runs.rows()])
     print(document.markdown())
     document.write(options.output, markdown="gradients.md")
     return 1 if failed else 0

@@ -15,7 +15,7 @@ from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
 from optimus_cc_ext.report import ReportError, pictures
 from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
-from optimus_cc_ext.report.document import Box, Document, Folded, Number, Picture, Points
+from optimus_cc_ext.report.document import Box, Folded, Number, Picture, Points, ReportDocument
 from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
 from optimus_cc_ext.report.record import Curve, read_events, read_logs, shares
 from optimus_cc_ext.report.table import Table
@@ -158,7 +158,7 @@ def test_a_document_says_the_same_as_page_markdown_and_csv(tmp_path: Path) -> No
         Box("", [table, Picture("drawn", pictures.curves("Curve", "s", {"c": Curve((1, 2), (1.0, 2.0))}))]),
         Box("", [Number("times", "2.00", "as fast")], "grid"), Folded("Commands", {"vanilla": "run it"}),
     ]  # fmt: skip
-    document = Document("A title", "A lead.", parts, files=[further])
+    document = ReportDocument("A title", "A lead.", parts, files=[further])
     document.write(tmp_path / "out", page="index.html", markdown="report.md")
     files = {"index.html", "report.md", "values.csv", "further.csv", "drawn.png", "drawn.svg", "drawn.pdf"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == files

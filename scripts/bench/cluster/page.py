@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from optimus_cc_ext.data.output import write_whole
-from optimus_cc_ext.report.document import Box, Document, Picture, Points, machine
+from optimus_cc_ext.report.document import Box, Picture, Points, ReportDocument, machine
 from optimus_cc_ext.report.pictures import INK, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
 from scripts.bench.cluster.model import PAPER, proportions
@@ -42,7 +42,7 @@ def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> st
             Picture(f"time_{model}_{layout}", _draw_times(of_times.where(block=ALL))),
             Picture(f"recovered_{model}_{layout}", _draw_shares(of_times)),
         ]))  # fmt: skip
-    document = Document("Training on shaped links", f"{where}. Arguments: `{json.dumps(arguments)}`.", parts)
+    document = ReportDocument("Training on shaped links", f"{where}. Arguments: `{json.dumps(arguments)}`.", parts)
     document.write(folder, markdown=MARKDOWN_NAME)
     write_whole(folder / JSON_NAME, json.dumps(content, indent=1) + "\n")
     return document.markdown()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.report.document import Box, Document, Part, Picture
+from optimus_cc_ext.report.document import Box, Part, Picture, ReportDocument
 from optimus_cc_ext.report.pictures import lines, panels, tidy
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.compressors.sections import SECTIONS, Row
@@ -27,7 +27,7 @@ def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], st
         if section == "slices" and isinstance(shown[0], Table):
             shown.insert(0, Picture(f"{stem.name}-{section}", _draw_slices(shown[0])))
         parts.append(Box(section, shown))
-    Document("Compressors", lead, parts).write(stem.parent, markdown=f"{stem.name}.md")
+    ReportDocument("Compressors", lead, parts).write(stem.parent, markdown=f"{stem.name}.md")
 
 
 def _table(section: str, rows: Sequence[Row]) -> Table:
