@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from optimus_cc_ext.errors import FlagError, UnknownName
 from optimus_cc_ext.forecast import forecast
 from optimus_cc_ext.plan.variants import VARIANTS
 from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques import agreement
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
 SEEN = {
@@ -169,6 +171,23 @@ def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() ->
     remembering = {traffic.name for traffic in CLASSES if traffic.remembers}
     everything = Session(OptimusConfig(compressed_backprop=True, dp_compression=True))
     assert {technique.name for technique in everything.techniques if technique.on} == remembering
+
+
+@every_class
+def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], list[str]]] = []
+
+    def kernels(ranks: list[int], formats: list[str], *_: object) -> tuple[str, None]:
+        asked.append((ranks, formats))
+        return "torch", None
+
+    monkeypatch.setattr(agreement.fast, "kernels", kernels)
+    for format in traffic.formats:
+        config = OptimusConfig(**{traffic.format_field: format}).replace(**_switch(traffic, on=format == "low-rank"))
+        agreement._kernels(config, torch.float32)
+        ranks, formats = asked.pop()
+        assert bool(ranks) == (format == "low-rank")
+        assert format in formats or format not in FORMATS
 
 
 def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_always_printed() -> None:
