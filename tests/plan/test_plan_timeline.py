@@ -12,7 +12,7 @@ from optimus_cc_ext.forecast.timeline import Sent, StageCost, last_backward_ends
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import CLASSES, backward_ends, breakdown, iteration, rank_costs, schedule_of
 from optimus_cc_ext.plan.model import MODELS, Job
-from optimus_cc_ext.plan.trace import trace
+from optimus_cc_ext.plan.page import trace
 
 DENSE, EPILOGUE, ALL, GRADIENTS, BOTH = (
     OptimusConfig(),
