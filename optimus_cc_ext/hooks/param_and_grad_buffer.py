@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
@@ -54,8 +55,8 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
         print(f"optimus-cc: {line}", flush=True)
-    original = type(bucket_group).start_grad_sync.__get__(bucket_group)
-    bucket_group.start_grad_sync = partial(_start_grad_sync, session, bucket_group, buckets, original)
+    patches = Patches()  # never closed: a model keeps its reducers, and a later session refuses to train it
+    patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
     if plan.gather_bytes:
         shards = [
             session.parameters.add_bucket(bucket, of_bucket.gather, bucket.param_data.view(-1), Groups(replicas))
@@ -63,8 +64,7 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
             if of_bucket.gather is not None
         ]
         session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
-        original = bucket_group.start_param_sync
-        bucket_group.start_param_sync = partial(_start_param_sync, session, bucket_group, plan, shards, original)
+        patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
