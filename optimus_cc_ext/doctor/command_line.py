@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from optimus_cc_ext.errors import FlagError
@@ -38,9 +38,6 @@ class CommandLine:
     ranks_per_node: int | None = None
     """Processes that it starts on each node; None: it does not say."""
 
-    launcher: bool = False
-    """Whether anything came before the flags."""
-
     ours: bool = True
     """Whether `python -m optimus_cc_ext` is what starts the script."""
 
@@ -56,17 +53,17 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         return CommandLine(tuple(words))
     for start, word in enumerate(words):
         if PurePath(word).name == "torchrun" or word in _LAUNCHER_MODULES:
-            script, flags, options, ours = _after_launcher(words[start + 1 :])
+            line, options = _program(words[start + 1 :])
             counts = _counts(options, _TORCHRUN_COUNTS)
             nodes = counts.get("nodes") or _counts(words[:start], _SCHEDULER_COUNTS).get("nodes", 1)
             # torchrun starts one process a node where it is not told; the old launcher, too.
             per_node = counts.get("per node", 1)
-            return CommandLine(flags, script, nodes * per_node, per_node, launcher=True, ours=ours)
+            return replace(line, world_size=nodes * per_node, ranks_per_node=per_node)
         starts_launcher = word == "-m" and words[start + 1 : start + 2] in ([name] for name in _LAUNCHER_MODULES)
         if (word == "-m" and not starts_launcher) or word.endswith(".py"):
-            script, flags, _, ours = _after_launcher(words[start:])
+            line, _ = _program(words[start:])
             counts = _counts(words[:start], _SCHEDULER_COUNTS)
-            return CommandLine(flags, script, _tasks(counts), _tasks_per_node(counts), True, ours)
+            return replace(line, world_size=_tasks(counts), ranks_per_node=_tasks_per_node(counts))
         if PurePath(word).suffix in (".sh", ".sbatch"):
             cure = "Give the line that it runs (scripts/pretrain_gpt.sh --dry-run ... prints it), or the flags alone"
             raise FlagError(word, "doctor cannot see the flags that a shell script gives", cure)
@@ -81,18 +78,16 @@ def _unquoted(words: Sequence[str]) -> list[str]:
     return opened
 
 
-def _after_launcher(words: Sequence[str]) -> tuple[str | None, tuple[str, ...], list[str], bool]:
-    """(script, flags, the launcher's own options, whether our launcher starts the script)."""
-    ours = False
+def _program(words: Sequence[str]) -> tuple[CommandLine, Sequence[str]]:
+    """Return the program that a launcher starts, with its flags, and the launcher's own options before it."""
     for position, word in enumerate(words):
-        if word == "-m" and words[position + 1 : position + 2] == [_OURS]:
-            ours = True
-            following = words[position + 2 : position + 3]
-            has_script = bool(following) and not following[0].startswith("-")
-            script = following[0] if has_script else None
-            return script, tuple(words[position + 2 + has_script :]), list(words[:position]), ours
+        options, following = words[:position], words[position + 1 :]
         if word.endswith(".py"):
-            return word, tuple(words[position + 1 :]), list(words[:position]), ours
+            return CommandLine(tuple(following), script=word, ours=False), options
+        if word == "-m" and following[:1] == [_OURS]:
+            has_script = len(following) > 1 and not following[1].startswith("-")
+            script = following[1] if has_script else None
+            return CommandLine(tuple(following[1 + has_script :]), script=script), options
     cure = "Give a script (pretrain_gpt.py) or -m optimus_cc_ext before the flags"
     raise FlagError(words[0] if words else "torchrun", "the line names no training script", cure)
 
