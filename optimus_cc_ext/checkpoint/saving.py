@@ -1,0 +1,139 @@
+"""A save of the compressors' state, in steps that all ranks take together, and that fail on all if they do on one.
+
+save = Save(save_folder, iteration, settings, topology)
+save.stage(session)                 # an empty folder, and the state as it is now
+save.start_writing(thread)          # only where training goes on meanwhile
+save.finish_writing()               # every rank's file, then topology.json that describes them
+save.publish(iteration_folder)      # all of it becomes part of the checkpoint, in one step
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from optimus_cc_ext.checkpoint import state_files
+from optimus_cc_ext.checkpoint.state_files import Manifest, RankFile
+from optimus_cc_ext.errors import OptimusError
+
+__all__ = ["Remembers", "Save", "on_all_ranks"]
+
+_PREPARING_FAILED = "preparing to save the state of compression failed: "
+_WRITING_FAILED = "writing the state of compression failed: "
+
+
+class Remembers(Protocol):
+    """The owner of the state: a session."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on from here; tensors are not copies."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+
+    def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """The reasons by technique for which `load_state_dict` would refuse a state."""
+        ...
+
+
+def on_all_ranks[T](work: Callable[[], T], failed: str) -> list[T]:
+    """Do `work` on each rank by itself, and return the results of all of them. Collective over all ranks.
+
+    Args:
+        failed: begins the message of the error.
+
+    Raises:
+        OptimusError: on all ranks, if one of them failed; says which one, and why.
+    """
+    answer: tuple[T | None, str | None]
+    try:
+        answer = work(), None
+    except (OSError, RuntimeError) as error:  # the second is how torch.save says that the disk is full
+        answer = None, str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, answer)
+    for rank, (_, reason) in enumerate(everyone):
+        if reason is not None:
+            raise OptimusError(f"rank {rank}: {failed}{reason}")
+    return [result for result, _ in everyone]
+
+
+class Save:
+    """The files of one save, on one rank.
+
+    Args:
+        save_folder: the folder of checkpoints, which the files wait beside.
+        settings: by technique, the settings that its state depends on.
+        topology: the run's layout, in words.
+    """
+
+    def __init__(
+        self, save_folder: Path, iteration: int, settings: dict[str, dict[str, Any]], topology: dict[str, Any]
+    ) -> None:
+        self._save_folder = save_folder
+        self.staging = state_files.staging_folder(save_folder)
+        self._rank = dist.get_rank()
+        self._state: dict[str, Any] = {}
+        self._writing: Future[RankFile] | None = None
+        self._manifest = Manifest(iteration=iteration, checkpoint="", topology=topology, techniques=settings)
+
+    @property
+    def mark(self) -> str:
+        """The mark of this one save, which Megatron's own files carry as well; empty before `stage`."""
+        return self._manifest.checkpoint
+
+    def stage(self, session: Remembers, *, copied: bool = False) -> None:
+        """Make the folder to write to, and take the state. Collective over all ranks.
+
+        Args:
+            copied: the state is written later, as it is now.
+
+        Raises:
+            OptimusError: on all ranks, if there is no folder to write to, or no memory for a copy.
+        """
+
+        def take_state() -> str:
+            if self._rank == 0:
+                state_files.start_staging(self._save_folder)
+            now = session.state_dict()
+            self._state = state_files.copy_on_host(now) if copied else now
+            return uuid.uuid4().hex
+
+        mark = on_all_ranks(take_state, _PREPARING_FAILED)[0]
+        self._manifest = replace(self._manifest, checkpoint=mark)
+
+    def start_writing(self, thread: Executor) -> None:
+        """Have `thread` write this rank's file while training goes on; `stage` has to have copied the state."""
+        self._writing = thread.submit(self._write)
+
+    def is_written(self) -> bool:
+        """Whether the threads of all ranks are done. Collective over all ranks."""
+        assert self._writing is not None, "no thread was given"
+        return all(on_all_ranks(self._writing.done, ""))
+
+    def finish_writing(self) -> None:
+        """Write this rank's file, or wait for the thread that does; then describe all files. Collective over all ranks.
+
+        Raises:
+            OptimusError: on all ranks, if one of them could not write; says which one, and why.
+        """
+        written = self._write if self._writing is None else self._writing.result
+        self._manifest = replace(self._manifest, files=tuple(on_all_ranks(written, _WRITING_FAILED)))
+        on_all_ranks(self._describe, _WRITING_FAILED)
+
+    def publish(self, iteration_folder: Path) -> None:
+        """Make the files those of the checkpoint in this folder. On the first rank; nothing on the others."""
+        if self._rank == 0:
+            state_files.publish(self.staging, iteration_folder)
+
+    def _write(self) -> RankFile:
+        return state_files.write_rank_file(self.staging, self._rank, self._manifest.iteration, self._state)
+
+    def _describe(self) -> None:
+        if self._rank == 0:
+            state_files.write_manifest(self.staging, self._manifest)
