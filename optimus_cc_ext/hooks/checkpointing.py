@@ -6,7 +6,6 @@ writes that, and Megatron moves it when every rank's writer is done. Megatron's 
 ours belong to. Loading: after Megatron's, all ranks agree about what they found before any of them uses it.
 """
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
 from optimus_cc_ext.checkpoint.resuming import settings_of
 from optimus_cc_ext.checkpoint.saving import Save
 from optimus_cc_ext.errors import OptimusError, exit_with
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.session import Session
 
 __all__ = ["resume_beside", "save_beside", "wraps"]
@@ -59,28 +58,15 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     saving, loading = _Saving(session), _Loading(session)
     # Megatron's training loop has names of its own for the two functions.
     return [
-        (Seam(f"{_MODULE}:save_checkpoint", _SAVE), _around(saving.save)),
-        (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), _around(saving.save)),
-        (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), _around(saving.before_tracker)),
-        (Seam(f"{_MODULE}:schedule_async_save", ("async_request",)), _around(saving.schedule)),
-        (Seam(f"{_CALLERS}:maybe_finalize_async_save", ("blocking",)), _around(saving.finalize)),
-        (Seam(f"{_MODULE}:load_checkpoint", _LOAD), _around(loading.load)),
-        (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), _around(loading.load)),
-        (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), _around(loading.note)),
+        (Seam(f"{_MODULE}:save_checkpoint", _SAVE), around(saving.save)),
+        (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), around(saving.save)),
+        (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), around(saving.before_tracker)),
+        (Seam(f"{_MODULE}:schedule_async_save", ("async_request",)), around(saving.schedule)),
+        (Seam(f"{_CALLERS}:maybe_finalize_async_save", ("blocking",)), around(saving.finalize)),
+        (Seam(f"{_MODULE}:load_checkpoint", _LOAD), around(loading.load)),
+        (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), around(loading.load)),
+        (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), around(loading.note)),
     ]
-
-
-def _around(call: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Make every call of what is wrapped one of `call(original, *args, **kwargs)`."""
-
-    def factory(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return call(original, *args, **kwargs)
-
-        return wrapper
-
-    return factory
 
 
 class _Saving:

@@ -5,7 +5,6 @@ The process groups of the first model give the session its place. They are those
 """
 
 import argparse
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
@@ -20,33 +19,30 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.placement import Placement, placement_line
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
-__all__ = ["place", "refuse_strangers", "wraps"]
+__all__ = ["place", "refuse_strangers", "wrap_model", "wraps"]
 
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
+    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, session))]
 
-    def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            refuse_unsupported(_facts(self), session.config)
-            place(session, self)
-            experts = _expert_parameters(self.module)
-            for bucket_group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
-                attach(session, bucket_group, experts=experts)
-            session.models.add(self)
 
-        return __init__
-
-    return [(Seam(_TARGET, ("config", "ddp_config", "module")), wrap)]
+def wrap_model(session: Session, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Attach the buckets of the model that `DistributedDataParallel.__init__` wraps to the session."""
+    original(model, *args, **kwargs)
+    refuse_unsupported(_facts(model), session.config)
+    place(session, model)
+    experts = _expert_parameters(model.module)
+    for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        attach(session, bucket_group, experts=experts)
+    session.models.add(model)
 
 
 def place(session: Session, model: Any) -> None:

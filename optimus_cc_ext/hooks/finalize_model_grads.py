@@ -8,11 +8,11 @@ import torch
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 
-__all__ = ["tied_embedding", "wraps"]
+__all__ = ["all_reduce_word_embedding", "tied_embedding", "wraps"]
 
 _MODULE = "megatron.core.distributed.finalize_model_grads"
 
@@ -31,34 +31,35 @@ def tied_embedding(module: torch.nn.Module) -> Any:
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
+    seam = Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config"))
+    return [(seam, around(all_reduce_word_embedding, session))]
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _allreduce_word_embedding_grads(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
-            chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
-            fused = session.embedding
-            if chunk is None and fused is not None and session.active:
-                raise FlagError(
-                    "--fused-embedding-sync",
-                    "this stage's model holds no embedding that is tied to another stage's",
-                    "Leave it out, or tie the embeddings",
-                )
-            # A bucket that left the embedding out relies on this, whenever its gradients are finalised.
-            ours = session.in_step or (fused is not None and fused.left_out)
-            if chunk is None or not ours:
-                original(model, config, *args, **kwargs)
-                return
-            embedding = tied_embedding(chunk)
-            if fused is not None and not (fused.sharded or fused.left_out):
-                fused = None  # its bucket has reduced it as Megatron does
-            if fused is not None:
-                fused.reduce(_to_reduce(fused, chunk, embedding))
-            else:
-                original(model, config, *args, **kwargs)
-            _count(session, fused, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
 
-        return _allreduce_word_embedding_grads
-
-    return [(Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config")), wrap)]
+def all_reduce_word_embedding(
+    session: Session, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count what Megatron does."""
+    chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
+    fused = session.embedding
+    if chunk is None and fused is not None and session.active:
+        raise FlagError(
+            "--fused-embedding-sync",
+            "this stage's model holds no embedding that is tied to another stage's",
+            "Leave it out, or tie the embeddings",
+        )
+    # A bucket that left the embedding out relies on this, whenever its gradients are finalised.
+    ours = session.in_step or (fused is not None and fused.left_out)
+    if chunk is None or not ours:
+        original(model, *args, **kwargs)
+        return
+    embedding = tied_embedding(chunk)
+    if fused is not None and not (fused.sharded or fused.left_out):
+        fused = None  # its bucket has reduced it as Megatron does
+    if fused is not None:
+        fused.reduce(_to_reduce(fused, chunk, embedding))
+    else:
+        original(model, *args, **kwargs)
+    _count(session, fused, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
 
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ A seam is one attribute of one Megatron module. Wraps are registered first and a
 holds and all are wrapped, or nothing is touched.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -21,6 +22,7 @@ __all__ = [
     "UNSUPPORTED_MEGATRON_VARIABLE",
     "AppliedWraps",
     "Seam",
+    "around",
     "check_version",
     "megatron_version",
 ]
@@ -96,6 +98,19 @@ class AppliedWraps(Patches):
             wrapped = factory(original)
             for holder in (owner, *seam.importers(name, original)):
                 self.replace(holder, name, wrapped)
+
+
+def around(hook: Callable[..., Any], *bound: Any) -> Callable[[Any], Any]:
+    """Make what wraps a function: each of its calls becomes `hook(*bound, original, *args, **kwargs)`."""
+
+    def factory(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return hook(*bound, original, *args, **kwargs)
+
+        return wrapper
+
+    return factory
 
 
 def megatron_version() -> str:

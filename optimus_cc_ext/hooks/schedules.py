@@ -10,12 +10,12 @@ import torch
 from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 
-__all__ = ["interleaved_schedule", "wraps"]
+__all__ = ["forward_backward", "interleaved_schedule", "wraps"]
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
@@ -24,65 +24,67 @@ _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
-
     forecaster = Forecaster(session)
-
-    def wrap(name: str) -> Callable[[Any], Any]:
-        def factory(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def forward_backward(*, num_microbatches: int, forward_only: bool = False, **rest: Any) -> Any:
-                if forward_only:
-                    return original(num_microbatches=num_microbatches, forward_only=True, **rest)
-                from megatron.core.utils import get_model_config
-
-                chunks = _chunks(rest["model"])
-                model_config = get_model_config(chunks[0])
-                refuse_strangers(session, chunks)
-                place(session, chunks[0])
-                assert session.grid is not None
-                schedule: Schedule = NonInterleaved(session.grid.stages, num_microbatches)
-                if name == _INTERLEAVED:
-                    group_size = model_config.microbatch_group_size_per_vp_stage
-                    schedule = interleaved_schedule(
-                        session.grid.stages, len(rest["model"]), num_microbatches, group_size
-                    )
-                gradient = _gradient(model_config, rest)
-                if session.preallocate(schedule, gradient):
-                    _announce_memory(session)
-                undecided = session.gradients.stages_are_open
-                forecaster.before_pass(schedule, gradient, training_device())
-                if undecided and session.gradients.compressed_stages:
-                    _announce_memory(session)  # what was said first knew nothing of the stages just chosen
-                with (
-                    session.iteration(schedule, _loss_scale(model_config)),
-                    without_device_synchronisation(session, model_config),
-                ):
-                    return original(num_microbatches=num_microbatches, forward_only=False, **rest)
-
-            return forward_backward
-
-        return factory
-
-    def computing(kind: str) -> Callable[[Any], Any]:
-        def factory(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                with forecaster.computing(kind, training_device()):
-                    return original(*args, **kwargs)
-
-            return step
-
-        return factory
-
     return [
-        *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")), wrap(name))
+        *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")),
+           around(forward_backward, session, forecaster, name == _INTERLEAVED))
           for name in _SCHEDULES),
-        *((Seam(f"{_MODULE}:{kind}_step"), computing(kind)) for kind in ("forward", "backward")),
+        *((Seam(f"{_MODULE}:{kind}_step"), around(_timed_step, forecaster, kind)) for kind in ("forward", "backward")),
     ]  # fmt: skip
+
+
+def forward_backward(
+    session: Session,
+    forecaster: Forecaster,
+    interleaved: bool,
+    original: Callable[..., Any],
+    *,
+    num_microbatches: int,
+    forward_only: bool = False,
+    **rest: Any,
+) -> Any:
+    """One forward-backward pass of Megatron's, as an iteration of the session's."""
+    if forward_only:
+        return original(num_microbatches=num_microbatches, forward_only=True, **rest)
+    from megatron.core.utils import get_model_config
+
+    chunks = _chunks(rest["model"])
+    config = get_model_config(chunks[0])
+    refuse_strangers(session, chunks)
+    place(session, chunks[0])
+    schedule = _schedule(session, config, len(chunks) if interleaved else None, num_microbatches)
+    _prepare(session, forecaster, schedule, _gradient(config, rest))
+    with session.iteration(schedule, _loss_scale(config)), without_device_synchronisation(session, config):
+        return original(num_microbatches=num_microbatches, forward_only=False, **rest)
+
+
+def _timed_step(forecaster: Forecaster, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward or a backward step of one micro-batch, which the forecast needs the time of."""
+    with forecaster.computing(kind, training_device()):
+        return original(*args, **kwargs)
 
 
 def _chunks(model: Any) -> list[Any]:
     return model if isinstance(model, list) else [model]
+
+
+def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: int) -> Schedule:
+    """The order of a pass through the pipeline: interleaved over so many model chunks per stage, or not (None)."""
+    assert session.grid is not None, "the session has no place in the grid yet"
+    stages = session.grid.stages
+    if chunks is None:
+        return NonInterleaved(stages, micro_batches)
+    return interleaved_schedule(stages, chunks, micro_batches, config.microbatch_group_size_per_vp_stage)
+
+
+def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradient: torch.Tensor | None) -> None:
+    """Allocate before the first pass, measure and decide before the third, and say what memory that takes."""
+    if session.preallocate(schedule, gradient):
+        _announce_memory(session)
+    undecided = session.gradients.stages_are_open
+    forecaster.before_pass(schedule, gradient, training_device())
+    if undecided and session.gradients.compressed_stages:
+        _announce_memory(session)  # what was said first knew nothing of the stages just chosen
 
 
 def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor | None:
