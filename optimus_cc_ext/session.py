@@ -22,20 +22,19 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, check_layout
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics, collect, technique_metrics
+from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.exchange import BlockCodecs
-from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, union_ranks
-from optimus_cc_ext.techniques.grid import Grid, NewGroups, RankPlace
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.grid import Grid, NewGroups
 from optimus_cc_ext.techniques.messages import coded_in
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
-from optimus_cc_ext.techniques.state import FactorStates, state_dtype
+from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
@@ -88,14 +87,14 @@ class Session:
             codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format))
-        self.techniques: tuple[Technique, ...] = (self.forward, self.backprop, self.gradients, self.parameters)
-
-        self.embedding: FusedEmbeddingSync | None = None
+        self.embedding = FusedEmbeddingSync(
+            wanted=config.fused_embedding_sync, codecs=self.new_codecs(config.fused_embedding_sync_format)
+        )
+        self.techniques: tuple[Technique, ...] = (
+            self.forward, self.backprop, self.gradients, self.parameters, self.embedding
+        )  # fmt: skip
         self.models: WeakSet[torch.nn.Module] = WeakSet()
         """The models whose gradient buckets are attached to this session."""
-
-        self.alone: dist.ProcessGroup | None = None
-        """A group of this rank only; see `hooks.param_and_grad_buffer`."""
 
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
         # By gradient-norm group; equal on all ranks, because the norms are.
@@ -117,17 +116,6 @@ class Session:
         """The same for gradients and for their sums."""
         return BlockCodecs.of(chosen, self._fast_codec)
 
-    @property
-    def gauges(self) -> dict[str, Gauge]:
-        """By technique: what it left out and cost on this rank."""
-        gauges = {technique.name: technique.gauge for technique in self.techniques}
-        return gauges if self.embedding is None else gauges | {"fused_embedding_sync": self.embedding.gauge}
-
-    @property
-    def states(self) -> dict[str, FactorStates]:
-        """By technique: what it remembers on this rank."""
-        return {technique.name: technique.states for technique in self.techniques}
-
     def report(self, device: torch.device, iterations: int | None = None) -> Report:
         """Add up over all ranks the traffic since the last report, and what the last pass measured.
 
@@ -138,15 +126,13 @@ class Session:
             iterations: how many the report covers; None: the applied steps since the last report.
         """
         assert self.grid is not None, "the session has no place in the grid yet"
-        gauges, states = self.gauges, self.states
+        techniques = {technique.name: technique for technique in self.techniques}
         mine = StageMetrics(
             ranks=1,
             techniques={
                 each.title: technique_metrics(
-                    gauges[each.name], states[each.name].residuals() if each.name in states else (), self.loss_scale
+                    techniques[each.name].gauge, techniques[each.name].states.residuals(), self.loss_scale
                 )
-                if each.name in gauges
-                else TechniqueMetrics()
                 for each in CLASSES
             },
             statistics=self.backprop.statistics.sums(),
@@ -188,25 +174,18 @@ class Session:
             return None
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
-        self.gradients.place(grid.place.stage, grid.stages)
         if not self.config.any_technique:
             return None
         places, note = agree(grid, self.config, layout)
-        self.backprop.place(grid)
-        self._make_groups(grid, layout, places)
+        groups = NewGroups(places, grid.timeout)
+        for technique in self.techniques:
+            technique.place(grid, layout, groups)
         return note
 
-    def _make_groups(self, grid: Grid, layout: Layout, places: list[RankPlace]) -> None:
-        codecs, new_groups = self.new_codecs(self.config.fused_embedding_sync_format), NewGroups(places, grid.timeout)
-        if self.config.fused_embedding_sync and layout.distributed_optimizer:
-            if grid.embedding_group is not None:
-                self.embedding = FusedEmbeddingSync(grid.embedding_group, sharded=True, codecs=codecs)
-        elif self.config.fused_embedding_sync:
-            union = new_groups.make(union_ranks(places, grid.stages), "OPTIMUS_CC_EMBEDDING")
-            if union is not None:
-                self.embedding = FusedEmbeddingSync(union, codecs=codecs)
-        if self.config.fused_embedding_sync or self.config.dp_compression or self.parameters.codec is not None:
-            self.alone = new_groups.make([[grid.place.rank]], "OPTIMUS_CC_ALONE")
+    @property
+    def alone(self) -> dist.ProcessGroup | None:
+        """The group of this rank only, which Megatron's collectives are lent where a technique replaces them."""
+        return next((technique.alone for technique in self.techniques if technique.alone is not None), None)
 
     def preallocate(self, schedule: Schedule, gradient: torch.Tensor | None) -> bool:
         """Make room before the first iteration, whose gradients between stages will be like `gradient`.
@@ -218,14 +197,14 @@ class Session:
             return False
         self._preallocated = True
         if gradient is not None:
-            self.backprop.preallocate(schedule, gradient)
+            for technique in self.techniques:
+                technique.preallocate(schedule, gradient)
         return self.config.any_technique
 
     @property
     def message_bytes(self) -> int:
         """Memory of this rank for messages of gradients, of the tied embedding and of parameters."""
-        embedding = 0 if self.embedding is None else self.embedding.nbytes
-        return embedding + self.parameters.nbytes + sum(reducer.nbytes for reducer in self.gradients.reducers)
+        return sum(technique.message_bytes for technique in self.techniques)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 
@@ -287,8 +266,6 @@ class Session:
         )  # fmt: skip
         for technique in self.techniques:
             technique.begin(this)
-        if self.embedding is not None:
-            self.embedding.gauge.begin(this.measured)
         self._step.passes += 1
         self.active = self._step.failed = True
         try:

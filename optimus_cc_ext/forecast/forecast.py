@@ -323,7 +323,7 @@ def _embedding(session: Session, dense_sum: Rate, pair: Rate, sharded: bool) -> 
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
     with_pair = of_pair = 0
     if nbytes and session.grid.stages > 1:
-        formats = session.embedding.formats if session.embedding is not None else None
+        formats = session.embedding.formats
         fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
         if sharded:
             # Shards only: what the pair sums when the replicas have.

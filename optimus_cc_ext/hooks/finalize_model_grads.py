@@ -41,25 +41,19 @@ def all_reduce_word_embedding(
     """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count what Megatron does."""
     chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
     fused = session.embedding
-    if chunk is None and fused is not None and session.active:
+    if chunk is None and fused.group is not None and session.active:
         raise FlagError(
             "--fused-embedding-sync",
             "this stage's model holds no embedding that is tied to another stage's",
             "Leave it out, or tie the embeddings",
         )
-    # A bucket that left the embedding out relies on this, whenever its gradients are finalised.
-    ours = session.in_step or (fused is not None and fused.left_out)
+    ours = fused.takes_over(session.in_step)
     if chunk is None or not ours:
         original(model, *args, **kwargs)
-        return
-    embedding = tied_embedding(chunk)
-    if fused is not None and not (fused.sharded or fused.left_out):
-        fused = None  # its bucket has reduced it as Megatron does
-    if fused is not None:
-        fused.reduce(_to_reduce(fused, chunk, embedding))
     else:
-        original(model, *args, **kwargs)
-    _count(session, fused, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
+        fused.reduce(_to_reduce(fused, chunk, tied_embedding(chunk)))
+    if chunk is not None and (ours or session.in_step):
+        _count(session, ours, tied_embedding(chunk).main_grad, chunk.ddp_config.use_distributed_optimizer)
 
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:
@@ -76,13 +70,13 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
     return own_shard(bucket_group, bucket)
 
 
-def _count(session: Session, fused: FusedEmbeddingSync | None, gradient: torch.Tensor, sharded: bool) -> None:
+def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) -> None:
     """The embedding's whole way: over the replicas (else a part of its bucket) and over the pair of stages."""
     assert session.grid is not None
     nbytes, replicas = gradient.nbytes, session.grid.data_parallel
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)
-    if fused is not None:
-        sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype)
+    if ours:
+        sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=session.embedding.formats, dtype=gradient.dtype)
     else:
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
     session.traffic.add(EMBEDDING, raw=raw, sent=sent)

@@ -39,8 +39,8 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
     sharded: bool = config.use_distributed_optimizer
     replicas = getattr(bucket_group, replaced_group(sharded))
     records = [_record(bucket, experts) for bucket in bucket_group.buckets]
-    fused = session.embedding is not None
-    rules = BucketRules.of(session.config, ranks=replicas.size(), sharded=sharded, fused=fused)
+    fused = None if session.embedding.group is None else session.embedding
+    rules = BucketRules.of(session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None)
     plan = GroupPlan.of(records, rules)
     if gradients.reduces(plan) and any(bucket.params_with_extra_main_grads for bucket in bucket_group.buckets):
         raise FlagError(
@@ -50,7 +50,7 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
         )
     flats = [bucket.grad_data for bucket in bucket_group.buckets]
     buckets = gradients.add_group(
-        plan, flats, replicas, overlapped=config.overlap_grad_reduce, fused=session.embedding
+        plan, flats, replicas, overlapped=config.overlap_grad_reduce, fused=fused
     )  # fmt: skip
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
@@ -102,7 +102,7 @@ def _start_grad_sync(
     reducers = buckets.reducers
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.plan.dense_bytes
-    if session.embedding is not None and buckets.plan.tied_bytes and not started_already:
+    if buckets.plan.tied_bytes and not started_already:
         session.embedding.left_out = session.in_step and buckets.plan.leaves_out
     if not session.in_step or not reducers or started_already:
         original(force_all_reduce)

@@ -19,10 +19,11 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.grid import Grid, NewGroups
 from optimus_cc_ext.techniques.messages import BlockMessages, DenseMessages, LinkPlan, LowRankMessages
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.state import FactorStates
@@ -52,8 +53,8 @@ class CompressedBackprop(Technique):
         self.sending: PipelineLink | None = None
         self.receiving: PipelineLink | None = None
 
-    def place(self, grid: Grid) -> None:
-        """Make the links that a rank at this place has."""
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """See `Technique.place`: make the links that a rank at this place has."""
         if not self._config.compressed_backprop:
             return
         assert grid.pipeline_group is not None, "the model has no pipeline"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.bucket_plan import sent_alone
@@ -33,8 +34,10 @@ from optimus_cc_ext.techniques.exchange import (
     MessagePool,
     message_bytes,
 )
-from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.grid import Grid, NewGroups, RankPlace
 from optimus_cc_ext.techniques.reducers import BlockReducer
+from optimus_cc_ext.techniques.state import FactorStates
+from optimus_cc_ext.techniques.technique import Technique
 
 __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
@@ -55,18 +58,25 @@ def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:
 _PURPOSE = "fused embedding synchronisation"
 
 
-class FusedEmbeddingSync:
-    """The one collective, on a rank of the first or the last stage.
+class FusedEmbeddingSync(Technique):
+    """The one collective, in which the ranks of the first and the last stage take part.
 
     Args:
-        group: the union of both stages' replicas; with the distributed optimizer the pair of stages.
-        sharded: whether it is the distributed optimizer's.
+        wanted: whether the technique is on.
         codecs: of its format; None: dense.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, sharded: bool = False, codecs: BlockCodecs | None = None) -> None:
-        self._group, self._groups, self._pool = group, Groups(group), MessagePool()
-        self.sharded, self.codecs, self.gauge = sharded, codecs, Gauge()
+    def __init__(self, *, wanted: bool = True, codecs: BlockCodecs | None = None) -> None:
+        # An embedding's gradient is sent as it is or in blocks, without error feedback: nothing is remembered.
+        super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
+        self._wanted, self._pool, self.codecs = wanted, MessagePool(), codecs
+        self.group: dist.ProcessGroup | None = None
+        """The union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank has no
+        part in it."""
+
+        self.sharded = False
+        """Whether the group sums the distributed optimizer's shards."""
+
         self.left_out = False
         """Whether the last reduction over the replicas left the embedding out, so that it is still to be reduced."""
 
@@ -74,32 +84,60 @@ class FusedEmbeddingSync:
         self._of_pair: dict[int, GatheredSum] = {}
         """By number of values: a shard, or the whole embedding where Megatron wants that."""
 
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """See `Technique.place`. The stages between have no group, but take part in naming the others'."""
+        if not self._wanted:
+            return
+        self.alone = groups.alone()
+        if layout.distributed_optimizer:
+            self.join(grid.embedding_group, sharded=True)
+        else:
+            union = groups.make(union_ranks(groups.places, grid.stages), "OPTIMUS_CC_EMBEDDING")
+            self.join(union, sharded=False)
+
+    def join(self, group: dist.ProcessGroup | None, *, sharded: bool) -> None:
+        """Sum over this group from now on."""
+        self.group, self.sharded = group, sharded
+
+    def takes_over(self, in_step: bool) -> bool:
+        """Whether this sums the embedding in place of Megatron where gradients are finalised, in a step or outside.
+
+        A bucket that left the embedding out relies on this, whenever its gradients are finalised.
+        """
+        return self.group is not None and (self.left_out or (self.sharded and in_step))
+
     @property
     def formats(self) -> Formats | None:
         """The names of its block formats; None: dense."""
         return None if self.codecs is None else self.codecs.formats
 
     @property
-    def nbytes(self) -> int:
-        """Memory that is kept for messages."""
+    def message_bytes(self) -> int:
+        """See `Technique.message_bytes`."""
         return self._pool.nbytes
 
-    def preallocate(self, gradient: torch.Tensor) -> None:
-        """Make room for the messages of what `reduce` will get, once."""
+    def make_room(self, gradient: torch.Tensor) -> None:
+        """Make room for the messages of the gradient that `reduce` will get, once."""
         if self.codecs is None:
             return
+        groups = Groups(self._joined)
         flat = gradient.view(-1)
         if self.sharded and flat.numel() not in self._of_pair:
             self._of_pair[flat.numel()] = GatheredSum(
-                flat.numel(), flat.dtype, flat.device, self._groups, self.codecs.gradients, gauge=self.gauge,
+                flat.numel(), flat.dtype, flat.device, groups, self.codecs.gradients, gauge=self.gauge,
                 pool=self._pool, purpose=_PURPOSE,
             )  # fmt: skip
         elif not self.sharded and self._of_union is None:
             plan = ExchangePlan(
-                numel=flat.numel(), coded=[(0, flat.numel())], dtype=flat.dtype, ranks=self._group.size(),
+                numel=flat.numel(), coded=[(0, flat.numel())], dtype=flat.dtype, ranks=groups.whole.size(),
                 sharded=False, formats=self.codecs.formats,
             )  # fmt: skip
-            self._of_union = BlockReducer(plan, flat, self._groups, self.codecs, pool=self._pool, gauge=self.gauge)
+            self._of_union = BlockReducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
+
+    @property
+    def _joined(self) -> dist.ProcessGroup:
+        assert self.group is not None, "this rank has no part in fused embedding synchronisation"
+        return self.group
 
     def reduce(self, gradient: torch.Tensor) -> None:
         """Sum the embedding's gradient, already scaled by 1/D, in place.
@@ -109,13 +147,13 @@ class FusedEmbeddingSync:
                 distributed optimizer its flat local shard, reduced over D. The same memory each time.
         """
         self.left_out = False
-        self.preallocate(gradient)
+        self.make_room(gradient)
         if self._of_union is not None:
             self._of_union.reduce()
         elif self._of_pair:
             self._of_pair[gradient.numel()].reduce(gradient.view(-1))
         else:
-            all_reduce_sum(gradient, self._group, _PURPOSE)
+            all_reduce_sum(gradient, self._joined, _PURPOSE)
 
 
 def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:

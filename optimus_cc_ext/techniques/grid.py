@@ -4,7 +4,7 @@ Nothing here waits for a rank outside of the model: a job may have ranks that tr
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -135,9 +135,18 @@ class NewGroups:
         timeout: the time limit of the groups.
     """
 
-    def __init__(self, places: Iterable[RankPlace], timeout: timedelta | None) -> None:
+    def __init__(self, places: Sequence[RankPlace], timeout: timedelta | None) -> None:
+        self.places = places
         self._names = max(place.groups for place in places)
         self._timeout = timeout
+        self._alone: dist.ProcessGroup | None = None
+
+    def alone(self) -> dist.ProcessGroup:
+        """The group of this rank only, which all techniques that need one share."""
+        if self._alone is None:
+            self._alone = self.make([[dist.get_rank()]], "OPTIMUS_CC_ALONE")
+            assert self._alone is not None
+        return self._alone
 
     def make(self, members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
         """The group of this rank among disjoint `members`; None where it is in none of them.

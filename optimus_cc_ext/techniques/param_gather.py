@@ -22,8 +22,10 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
+from optimus_cc_ext.techniques.grid import Grid, NewGroups
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
@@ -129,9 +131,14 @@ class ParamGather(Technique):
         """The buckets that we gather, in the order in which Megatron made them."""
         return list(self._of.values())
 
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """See `Technique.place`."""
+        if self.codec is not None:
+            self.alone = groups.alone()
+
     @property
-    def nbytes(self) -> int:
-        """Memory that is kept for messages."""
+    def message_bytes(self) -> int:
+        """See `Technique.message_bytes`."""
         return sum(shards.nbytes for shards in self.buckets)
 
     @property

@@ -15,10 +15,12 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
+from optimus_cc_ext.techniques.grid import Grid, NewGroups
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer, Reduction, SideStream
@@ -67,7 +69,7 @@ class BucketGroup:
         """Bytes that the last reduction saved on a tied embedding, where that is not fused embedding sync's."""
 
         if fused is not None:
-            fused.preallocate(self._tied_gradient())
+            fused.make_room(self._tied_gradient())
         self._made: dict[ReductionPlan, Reducer] = {}
         self._warmup = self._reducers([bucket.warmup for bucket in plan.buckets])
         self._compressed: list[Reducer] = []
@@ -178,9 +180,20 @@ class SelectiveStageCompression(Technique):
         self._single_rank.add(kept_dense)
         return f"dense, because their data-parallel group is one rank and nothing is sent: {kept_dense}"
 
-    def place(self, stage: int, stages: int) -> None:
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """See `Technique.place`."""
+        self.take_stage(grid.place.stage, grid.stages)
+        if self._config.dp_compression:
+            self.alone = groups.alone()
+
+    def take_stage(self, stage: int, stages: int) -> None:
         """Take a place among the pipeline's stages."""
         self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
+
+    @property
+    def message_bytes(self) -> int:
+        """See `Technique.message_bytes`."""
+        return sum(reducer.nbytes for reducer in self.reducers)
 
     def begin(self, this: Iteration) -> None:
         """See `Technique.begin`."""

@@ -1,10 +1,15 @@
-"""What the session knows of a technique that remembers anything: one protocol, so that it loops over them."""
+"""The technique as the session knows it: one protocol, so that the session loops over all of them alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.grid import Grid, NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
@@ -43,6 +48,27 @@ class Technique:
 
     def __init__(self, name: str, *, on: bool, states: FactorStates, gauge: Gauge) -> None:
         self.name, self.on, self.states, self.gauge = name, on, states, gauge
+
+        self.alone: dist.ProcessGroup | None = None
+        """The group of this rank only, which Megatron's collective is lent where the technique replaces it."""
+
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """Take this rank's place, and make the process groups that the technique needs; nothing where it is off.
+
+        Called on all ranks of the model in the same order, because making groups is collective over their members.
+        """
+
+    def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
+        """Make room for passes by `schedule`.
+
+        Args:
+            like: has the shape, dtype and device of the gradients between stages.
+        """
+
+    @property
+    def message_bytes(self) -> int:
+        """Memory that is kept for messages of gradients and parameters."""
+        return 0
 
     def begin(self, this: Iteration) -> None:
         """A forward-backward pass begins."""

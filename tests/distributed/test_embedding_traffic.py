@@ -82,6 +82,9 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     pair = [dist.new_group([d, D + d]) for d in range(D)][replica]
     union = dist.new_group(list(range(2 * D)))
 
+    technique = FusedEmbeddingSync()
+    technique.join(pair if sharded else union, sharded=sharded)
+
     def gradient(nbytes: int) -> torch.Tensor:
         return torch.full((nbytes // 4,), 2.0**rank)
 
@@ -98,9 +101,9 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     def fused(whole: torch.Tensor) -> None:
         if sharded:
             dist.reduce_scatter_tensor(shard_of(whole), whole, group=replicas)
-            FusedEmbeddingSync(pair, sharded=True).reduce(shard_of(whole))
+            technique.reduce(shard_of(whole))
         else:
-            FusedEmbeddingSync(union).reduce(whole)
+            technique.reduce(whole)
 
     sent, right = [], True
     for synchronise in (unfused, fused):

@@ -359,14 +359,15 @@ NUMEL = 3000
 
 def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     dist.init_process_group("gloo")
-    technique = FusedEmbeddingSync(dist.group.WORLD, sharded=sharded, codecs=codecs("int8"))
+    technique = FusedEmbeddingSync(codecs=codecs("int8"))
+    technique.join(dist.group.WORLD, sharded=sharded)
     technique.gauge.begin(True)
     gradient = torch.randn(60, NUMEL // 60, generator=torch.Generator().manual_seed(dist.get_rank()))
     mine = gradient.clone()
-    technique.preallocate(gradient)
-    memory = technique.nbytes
+    technique.make_room(gradient)
+    memory = technique.message_bytes
     technique.reduce(gradient)
-    assert technique.nbytes == memory > 0
+    assert technique.message_bytes == memory > 0
     lost, of = technique.gauge.squares()
     assert 0.004 < (lost / of) ** 0.5 < INT8
     return mine, gradient

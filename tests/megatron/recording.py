@@ -147,7 +147,7 @@ class Ours:
 
 
 def read(session: Session) -> Ours:
-    groups = [session.alone, session.embedding._group if session.embedding is not None else None]
+    groups = [session.alone, session.embedding.group]
     cpu = torch.device("cpu")
     return Ours(
         traffic={c.tag: counts for c, counts in session.traffic.total().items()},
