@@ -63,7 +63,7 @@ class Compression:
 
     def on_train_start(self, context: Any) -> None:
         """The model and a checkpoint are loaded: take the compressors' state beside it."""
-        from optimus_cc_ext.hooks.checkpointing import resume_beside
+        from optimus_cc_ext.checkpoint.beside import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
         session = current_session()
@@ -96,7 +96,7 @@ class Compression:
 
     def on_checkpoint_save(self, context: Any) -> None:
         """A checkpoint is complete: put the compressors' state beside it."""
-        from optimus_cc_ext.hooks.checkpointing import save_beside
+        from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
         session = current_session()

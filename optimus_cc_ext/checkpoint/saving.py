@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.state_files import Manifest, RankFile
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 
 __all__ = ["Remembers", "Save", "on_all_ranks"]
@@ -28,6 +29,8 @@ _WRITING_FAILED = "writing the state of compression failed: "
 
 class Remembers(Protocol):
     """The owner of the state: a session."""
+
+    config: OptimusConfig
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on from here; tensors are not copies."""

@@ -6,9 +6,8 @@ writes that, and Megatron moves it when every rank's writer is done. Megatron's 
 ours belong to. Loading: after Megatron's, all ranks agree about what they found before any of them uses it.
 """
 
-import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 import torch.distributed as dist
 
 from optimus_cc_ext.checkpoint import state_files
-from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
-from optimus_cc_ext.checkpoint.resuming import settings_of
+from optimus_cc_ext.checkpoint.beside import resume, stage
+from optimus_cc_ext.checkpoint.loading import FoundCheckpoint
 from optimus_cc_ext.checkpoint.saving import Save
 from optimus_cc_ext.errors import OptimusError, exit_with
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam, arguments_of, around
 from optimus_cc_ext.session import Session
 
-__all__ = ["resume_beside", "save_beside", "wraps"]
+__all__ = ["wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
@@ -33,23 +32,6 @@ _LOAD = ("optimizer", "load_arg")
 _MARK = "optimus_cc_checkpoint"
 """Attribute of Megatron's arguments, which are part of its checkpoints."""
 
-_TOPOLOGY = {
-    "the number of ranks": "world_size",
-    "--tensor-model-parallel-size": "tensor_model_parallel_size",
-    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "the number of model chunks per stage": "virtual_pipeline_model_parallel_size",
-    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
-    "the data-parallel size": "data_parallel_size",
-    "--context-parallel-size": "context_parallel_size",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--use-tp-pp-dp-mapping": "use_tp_pp_dp_mapping",
-}
-_MESSAGES = {
-    "--micro-batch-size": "micro_batch_size",
-    "--seq-length": "seq_length",
-    "--sequence-parallel": "sequence_parallel",
-    "the parameters' dtype": "params_dtype",
-}
 _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
 
@@ -89,12 +71,12 @@ class _Saving:
 
         # Megatron, too, warns of a save before the last one is done. Two copies of the state are one too many.
         self._finish()
-        given, megatron_args = _arguments(original, args, kwargs), get_args()
+        given, megatron_args = arguments_of(original, args, kwargs), get_args()
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
         iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
-        save = _staged(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
+        save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
         publish = partial(state_files.publish, None, iteration_folder)  # removes what an earlier save left there
         if save is not None:
             setattr(megatron_args, _MARK, save.mark)
@@ -120,7 +102,7 @@ class _Saving:
         return original(async_request)
 
     def finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        blocking = _arguments(original, args, kwargs)["blocking"]
+        blocking = arguments_of(original, args, kwargs)["blocking"]
         if self._under_way and not blocking and not self._under_way[0].is_written():
             return None  # the loop asks again after each iteration
         return original(*args, **kwargs)
@@ -145,65 +127,6 @@ class _Saving:
         save.publish(iteration_folder)
 
 
-def _staged(session: Session, save_folder: Path, iteration: int, args: Any, *, copied: bool = False) -> Save | None:
-    """A save that is staged beside the checkpoints; None where nothing is remembered. Collective over all ranks.
-
-    Raises:
-        OptimusError: see `Save.stage`.
-    """
-    settings = settings_of(session.config, _words(args, _MESSAGES))
-    if not settings:
-        return None
-    save = Save(save_folder, iteration, settings, _words(args, _TOPOLOGY))
-    save.stage(session, copied=copied)
-    return save
-
-
-def save_beside(session: Session, iteration_folder: Path, iteration: int, args: Any) -> None:
-    """Put the state beside a checkpoint that another program than Megatron's loop has saved. Collective over all ranks.
-
-    Raises:
-        OptimusError: on all ranks, if one of them could not write.
-    """
-    save = _staged(session, iteration_folder.parent, iteration, args)
-    if save is not None:
-        save.finish_writing()
-        save.publish(iteration_folder)
-
-
-def resume_beside(session: Session, iteration_folder: Path, iteration: int, args: Any) -> None:
-    """Restore what `save_beside` put there, and say what does not fit. Collective over all ranks.
-
-    Raises:
-        OptimusError: on all ranks: a file is missing or damaged, or ranks found different ones.
-    """
-    manifest = state_files.read_manifest(iteration_folder)
-    mark = None if manifest is None else manifest.checkpoint
-    _resume(session, FoundCheckpoint(iteration_folder, iteration, mark), args)
-
-
-def _resume(session: Session, found: FoundCheckpoint, args: Any, *, release: bool = False) -> None:
-    """Restore what fits, and say what does not. Collective over all ranks.
-
-    Raises:
-        OptimusError: see `Resume.restore`.
-    """
-    settings = settings_of(session.config, _words(args, _MESSAGES))
-    resume = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=_unwanted(args, release=release))
-    lines = resume.restore(session)
-    for line in lines if dist.get_rank() == 0 else ():
-        print(f"optimus-cc: {line}", flush=True)
-
-
-def _unwanted(args: Any, *, release: bool) -> str | None:
-    """Why the state of a checkpoint is not to be restored, whatever it is."""
-    if args.finetune:
-        return "--finetune"
-    if args.no_load_optim:
-        return "--no-load-optim"
-    return "a release checkpoint has none of a run's state" if release else None
-
-
 class _Loading:
     """Megatron's loads, and ours after them."""
 
@@ -218,12 +141,12 @@ class _Loading:
 
         self._found.clear()
         result = original(*args, **kwargs)
-        given = _arguments(original, args, kwargs)
+        given = arguments_of(original, args, kwargs)
         # Others are loaded too: a teacher to distil, a model to compare with.
         if self._found and given["load_arg"] == "load" and given["optimizer"] is not None:
             found, release = self._found[-1]
             try:
-                _resume(self._session, found, get_args(), release=release)
+                resume(self._session, found, get_args(), release=release)
             except OptimusError as error:
                 exit_with(error)
         return result
@@ -245,16 +168,3 @@ def _save_folder(args: Any, non_persistent: bool) -> str:
     if not non_persistent:
         return str(args.save)
     return str(args.non_persistent_global_ckpt_dir or Path(args.save) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
-
-
-def _words(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """What Megatron's arguments say about these, as JSON would give it back."""
-    values = {words: getattr(args, name, None) for words, name in names.items()}
-    return {words: value if isinstance(value, int | None) else str(value) for words, value in values.items()}
-
-
-def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name: what a call gives to `function`, or leaves at its default."""
-    call = inspect.signature(function).bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments

@@ -22,6 +22,7 @@ __all__ = [
     "UNSUPPORTED_MEGATRON_VARIABLE",
     "AppliedWraps",
     "Seam",
+    "arguments_of",
     "around",
     "check_version",
     "megatron_version",
@@ -111,6 +112,13 @@ def around(hook: Callable[..., Any], *bound: Any) -> Callable[[Any], Any]:
         return wrapper
 
     return factory
+
+
+def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By name: the arguments that a call gives to `function`, or leaves at their defaults."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 def megatron_version() -> str:

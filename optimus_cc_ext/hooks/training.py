@@ -1,19 +1,17 @@
 """Wraps megatron/training/training.py: which steps count, and what is logged."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from optimus_cc_ext.devices import cpu_runtime
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, arguments_of, around
 from optimus_cc_ext.metrics.report import ErrorAlarm
 from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
-__all__ = ["training_device", "wraps"]
+__all__ = ["train_step", "training_device", "training_log", "wraps"]
 
 _MODULE = "megatron.training.training"
 _SKIPPED = 1
@@ -25,29 +23,29 @@ _GRADIENT_NORM = 5
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them."""
-    seams: list[tuple[Seam, Callable[[Any], Any]]] = [
-        (Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), lambda original: _train_step(session, original))
-    ]
+    seams = [(Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), around(train_step, session))]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration", "is_first_iteration"))
-        seams.append((seam, lambda original: _training_log(session, original)))
+        seams.append((seam, around(training_log, _Reporter(session))))
     return seams
 
 
-def _train_step(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+def train_step(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Tell the session where a step of Megatron's begins, and how it ended."""
+    given = arguments_of(original, args, kwargs)
+    iteration = given.get("iteration")
+    measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
+    session.begin_step(iteration, measured=measured)
+    result = original(*args, **kwargs)
+    session.end_step(applied=not result[_SKIPPED], clip=_clip(given["optimizer"], result[_GRADIENT_NORM]))
+    return result
 
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        iteration = given.get("iteration")
-        measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
-        session.begin_step(iteration, measured=measured)
-        result = original(*args, **kwargs)
-        session.end_step(applied=not result[_SKIPPED], clip=_clip(given["optimizer"], result[_GRADIENT_NORM]))
-        return result
 
-    return train_step
+def training_log(reporter: "_Reporter", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write our lines after Megatron's."""
+    result = original(*args, **kwargs)
+    reporter.log(arguments_of(original, args, kwargs)["iteration"])
+    return result
 
 
 def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
@@ -56,20 +54,6 @@ def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
 
     norms = {MAIN_NORM_GROUP: norm, **getattr(optimizer, "grad_norms_by_group", {})}
     return {group: clip_coefficient(get_args().clip_grad, norm) for group, norm in norms.items()}
-
-
-def _training_log(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    reporter = _Reporter(session)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        reporter.log(given["iteration"])
-        return result
-
-    return training_log
 
 
 def _due(iteration: int) -> bool:

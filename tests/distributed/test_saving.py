@@ -11,6 +11,7 @@ import torch.distributed as dist
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
 from optimus_cc_ext.checkpoint.saving import Save, on_all_ranks
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 
@@ -20,6 +21,8 @@ TOPOLOGY = {"the number of ranks": 2}
 
 class Remembering:
     """A session that remembers one tensor."""
+
+    config = OptimusConfig(dp_compression=True, dp_compression_rank=4)
 
     def __init__(self, value: float, misfit: str | None = None) -> None:
         self.tensor, self.misfit = torch.full((3,), value), misfit

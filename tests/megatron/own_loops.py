@@ -43,7 +43,7 @@ def groups_of_ones_own(stages: int) -> Any:
     return groups
 
 
-def build(stages: int, groups: Any = None, *, finalize: bool = True, **ddp: Any) -> Any:
+def build(stages: int, groups: Any = None, *, finalize: bool = True, hidden: int = 32, **ddp: Any) -> Any:
     """A tied GPT in DistributedDataParallel, equal on every call. Without `finalize` its gradients are left to us."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -53,7 +53,7 @@ def build(stages: int, groups: Any = None, *, finalize: bool = True, **ddp: Any)
 
     torch.manual_seed(1)
     pipeline = parallel_state.get_pipeline_model_parallel_group() if groups is None else groups.pp
-    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL)
+    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL | {"hidden_size": hidden})
     model = GPTModel(
         config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
         pre_process=pipeline.rank() == 0, post_process=pipeline.rank() == stages - 1,

@@ -1,0 +1,100 @@
+"""The state beside the checkpoints of a run that Megatron's arguments describe, whichever program saves these.
+
+`args` are Megatron's arguments, or an object with the same names.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from optimus_cc_ext.checkpoint import state_files
+from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
+from optimus_cc_ext.checkpoint.resuming import settings_of
+from optimus_cc_ext.checkpoint.saving import Remembers, Save
+
+__all__ = ["resume", "resume_beside", "save_beside", "stage"]
+
+_TOPOLOGY = {
+    "the number of ranks": "world_size",
+    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "the number of model chunks per stage": "virtual_pipeline_model_parallel_size",
+    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
+    "the data-parallel size": "data_parallel_size",
+    "--context-parallel-size": "context_parallel_size",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--use-tp-pp-dp-mapping": "use_tp_pp_dp_mapping",
+}
+_MESSAGES = {
+    "--micro-batch-size": "micro_batch_size",
+    "--seq-length": "seq_length",
+    "--sequence-parallel": "sequence_parallel",
+    "the parameters' dtype": "params_dtype",
+}
+
+
+def stage(session: Remembers, save_folder: Path, iteration: int, args: Any, *, copied: bool = False) -> Save | None:
+    """Stage a save beside the checkpoints; None where nothing is remembered. Collective over all ranks.
+
+    Raises:
+        OptimusError: see `Save.stage`.
+    """
+    settings = settings_of(session.config, _words(args, _MESSAGES))
+    if not settings:
+        return None
+    save = Save(save_folder, iteration, settings, _words(args, _TOPOLOGY))
+    save.stage(session, copied=copied)
+    return save
+
+
+def save_beside(session: Remembers, iteration_folder: Path, iteration: int, args: Any) -> None:
+    """Put the state beside a checkpoint that another program than Megatron's loop has saved. Collective over all ranks.
+
+    Raises:
+        OptimusError: on all ranks, if one of them could not write.
+    """
+    save = stage(session, iteration_folder.parent, iteration, args)
+    if save is not None:
+        save.finish_writing()
+        save.publish(iteration_folder)
+
+
+def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, args: Any) -> None:
+    """Restore what `save_beside` put there, and say what does not fit. Collective over all ranks.
+
+    Raises:
+        OptimusError: on all ranks: a file is missing or damaged, or ranks found different ones.
+    """
+    manifest = state_files.read_manifest(iteration_folder)
+    mark = None if manifest is None else manifest.checkpoint
+    resume(session, FoundCheckpoint(iteration_folder, iteration, mark), args)
+
+
+def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bool = False) -> None:
+    """Restore what fits, and say what does not. Collective over all ranks.
+
+    Raises:
+        OptimusError: see `Resume.restore`.
+    """
+    settings = settings_of(session.config, _words(args, _MESSAGES))
+    resume = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=_unwanted(args, release=release))
+    lines = resume.restore(session)
+    for line in lines if dist.get_rank() == 0 else ():
+        print(f"optimus-cc: {line}", flush=True)
+
+
+def _unwanted(args: Any, *, release: bool) -> str | None:
+    """Why the state of a checkpoint is not to be restored, whatever it is."""
+    if args.finetune:
+        return "--finetune"
+    if args.no_load_optim:
+        return "--no-load-optim"
+    return "a release checkpoint has none of a run's state" if release else None
+
+
+def _words(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """What Megatron's arguments say about these, as JSON would give it back."""
+    values = {words: getattr(args, name, None) for words, name in names.items()}
+    return {words: value if isinstance(value, int | None) else str(value) for words, value in values.items()}

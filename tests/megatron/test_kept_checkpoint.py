@@ -1,0 +1,78 @@
+"""The state that commit d851e77 saved beside a checkpoint, kept here, is restored to the bit.
+
+`save_beside` of that commit wrote the files after three passes of `train`: PP 2, DP 2, low rank on both classes that
+remember anything.
+"""
+
+import contextlib
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import optimus_cc_ext
+from optimus_cc_ext import OptimusConfig
+from tests.forked_ranks import run_ranks
+from tests.megatron import own_loops
+
+FOLDER = Path(__file__).parent / "checkpoint_of_d851e77" / "iter_0000003"
+PASSES = 3
+ARGUMENTS = SimpleNamespace(
+    world_size=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, data_parallel_size=2,
+    context_parallel_size=1, expert_model_parallel_size=1, micro_batch_size=2, seq_length=32, sequence_parallel=False,
+    params_dtype=torch.float32, finetune=False, no_load_optim=False,
+)  # fmt: skip
+
+
+def train(passes: int) -> Any:
+    """The session of a run that has made so many passes."""
+    own_loops.start(2)
+    config = OptimusConfig(
+        compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
+        residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, force_compression=True,
+        compression_state_dtype="bf16", compression_forecast=False,
+    )  # fmt: skip
+    optimus_cc_ext.install(config)
+    model = own_loops.build(2, hidden=16)
+    for _ in range(passes):
+        optimus_cc_ext.begin_step()
+        own_loops.pass_of(model)
+        optimus_cc_ext.end_step(grad_norm=1.0, clip_grad=1.0)
+    session = optimus_cc_ext.current_session()
+    assert session is not None
+    return session
+
+
+def restored() -> tuple[str, list[str]]:
+    """What restoring said, and what of the saved state is not that of the session."""
+    from optimus_cc_ext.checkpoint.beside import resume_beside
+
+    session, said = train(1), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        resume_beside(session, FOLDER, PASSES, ARGUMENTS)
+    saved = torch.load(FOLDER / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt", weights_only=True)
+    return said.getvalue(), differences(saved["state"], session.state_dict())
+
+
+def differences(saved: Any, now: Any, name: str = "") -> list[str]:
+    if isinstance(saved, dict):
+        missing = [f"{name}/{key}" for key in saved.keys() ^ now.keys()]
+        return missing + [
+            line for key in saved.keys() & now.keys() for line in differences(saved[key], now[key], f"{name}/{key}")
+        ]
+    if isinstance(saved, torch.Tensor):
+        return [] if saved.dtype == now.dtype and torch.equal(saved, now) else [name]
+    return [] if saved == now else [name]
+
+
+def test_a_checkpoint_of_d851e77_is_restored_to_the_bit_with_nothing_to_say() -> None:
+    for said, different in run_ranks(4, restored, timeout=120):
+        assert (said, different) == ("", [])
+
+
+def test_the_comparison_sees_a_bit_and_a_missing_part() -> None:
+    one = {"a": torch.tensor([1.0, 2.0]), "b": {"c": 3}}
+    assert set(differences(one, {"a": torch.tensor([1.0, 2.0000002]), "b": {}})) == {"/a", "/b/c"}
+    assert differences(one, one) == []
