@@ -20,7 +20,7 @@ from optimus_cc_ext.errors import FlagError, OptimusError, require_torch
 
 if TYPE_CHECKING:
     from optimus_cc_ext.hooks import Installation
-    from optimus_cc_ext.session import Session
+    from optimus_cc_ext.techniques.session import Session
 
 __all__ = [
     "begin_step",

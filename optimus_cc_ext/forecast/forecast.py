@@ -36,12 +36,12 @@ from optimus_cc_ext.forecast.timeline import (
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks.registry import Seam, around
-from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["copy_parameters", "wraps"]
 

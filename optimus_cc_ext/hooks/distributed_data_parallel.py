@@ -21,8 +21,8 @@ from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.placement import Placement, placement_line
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["place", "refuse_strangers", "wrap_model", "wraps"]
 

@@ -23,7 +23,7 @@ from optimus_cc_ext.hooks import (
     training,
 )
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
-from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Installation", "all_seams"]
 

@@ -17,7 +17,7 @@ import torch
 from optimus_cc_ext.config.classes import PIPELINE_BACKWARD, PIPELINE_FORWARD
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.transfer import Transfer
 
 __all__ = ["without_device_synchronisation", "wraps"]

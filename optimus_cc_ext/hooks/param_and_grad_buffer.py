@@ -20,12 +20,12 @@ import torch.distributed as dist
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["attach", "own_shard"]
 

@@ -12,8 +12,8 @@ from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strange
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam, around
 from optimus_cc_ext.hooks.training import training_device
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
+from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["forward_backward", "interleaved_schedule", "wraps"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 
 LAYOUT = Layout(stages=2, data_parallel=1, tied_embeddings=True)

@@ -17,13 +17,13 @@ from optimus_cc_ext.forecast import microbenchmark
 from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.forecast.timeline import Link, When
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.messages import BlockMessages, LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards
+from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 
 CONFIG = OptimusConfig(compressed_backprop=True, dp_compression=True, dp_compression_rank=4)

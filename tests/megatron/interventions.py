@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def impatient() -> None:
     """Ranks wait for the one that speaks; here nobody is a launcher, which would end them meanwhile."""
     from optimus_cc_ext import errors
 
-    errors.time.sleep = lambda seconds: sys.exit(2)  # type: ignore[attr-defined]
+    errors.time = SimpleNamespace(sleep=lambda seconds: sys.exit(2))  # type: ignore[attr-defined]
 
 
 def full_disk_on_rank_1() -> None:

@@ -12,13 +12,13 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.messages import BlockMessages, LowRankMessages
 from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.reducers import BlockReducer
+from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.allocations import Watch

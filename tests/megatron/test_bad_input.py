@@ -20,7 +20,7 @@ from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import distrib_optimizer
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
-from optimus_cc_ext.session import Session
+from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, launch
 from tests.megatron import interventions

@@ -7,9 +7,9 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.messages import BlockMessages
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.technique import Iteration
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.formats import lossy

@@ -25,8 +25,8 @@ from optimus_cc_ext.config.refusals import REFUSALS
 from optimus_cc_ext.errors import FlagError, UnknownName
 from optimus_cc_ext.forecast import forecast
 from optimus_cc_ext.plan.variants import VARIANTS
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques import agreement
+from optimus_cc_ext.techniques.session import Session
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
 SEEN = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.clipping import UsualClipping, clip_coefficient
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.session import Session
 from tests.unit.test_links import done, gradient, residual_of
 from tests.unit.test_session import new_session
 

@@ -7,8 +7,8 @@ import torch
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.session import Session
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.session import Session
 from tests.unit.test_links import done, gradient, residual_of
 
 MICRO_BATCHES = 2
