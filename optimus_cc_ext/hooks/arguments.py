@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, around
 
 __all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 
@@ -26,50 +25,46 @@ def wraps(
     on_resolved: Callable[[Resolution, Layout], None],
 ) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them; `on_resolved` is called once the flags are valid."""
-
-    def add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            return prepare_parser(original(parser))
-
-        return add
-
-    def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def parse(*args: Any, **kwargs: Any) -> Any:
-            if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
-                # Megatron then builds its arguments from the file alone and never calls validate_args.
-                exit_with(FlagError("--yaml-cfg", "Optimus-CC cannot be set up from a YAML file", "Use flags"))
-            return original(*args, **kwargs)
-
-        return parse
-
-    def validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-            notes = take_notes(args)
-            try:
-                result = original(args, *rest, **kwargs)
-            except SystemExit as ended:
-                # Megatron leaves with exit() where a flag is no longer valid: status 0, and nothing was trained.
-                raise SystemExit(ended.code or 2) from None
-            try:
-                resolution, layout = resolution_from(args)
-            except FlagError as error:
-                exit_with(error)
-            if is_first_local_rank():
-                for note in (*notes, *resolution.notes):
-                    print(f"optimus-cc: {note}", flush=True)
-            on_resolved(resolution, layout)
-            return result
-
-        return validate
-
     return [
-        (Seam(f"{_MODULE}:add_megatron_arguments", ("parser",)), add_megatron_arguments),
-        (Seam(f"{_MODULE}:parse_args", imported_by=_IMPORTED_BY), parse_args),
-        (Seam(f"{_MODULE}:validate_args", ("args",), imported_by=_IMPORTED_BY), validate_args),
+        (Seam(f"{_MODULE}:add_megatron_arguments", ("parser",)), around(_add_arguments)),
+        (Seam(f"{_MODULE}:parse_args", imported_by=_IMPORTED_BY), around(_parse)),
+        (Seam(f"{_MODULE}:validate_args", ("args",), imported_by=_IMPORTED_BY), around(_validate, on_resolved)),
     ]
+
+
+def _add_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    return prepare_parser(original(parser))
+
+
+def _parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
+        # Megatron then builds its arguments from the file alone and never calls validate_args.
+        exit_with(FlagError("--yaml-cfg", "Optimus-CC cannot be set up from a YAML file", "Use flags"))
+    return original(*args, **kwargs)
+
+
+def _validate(
+    on_resolved: Callable[[Resolution, Layout], None],
+    original: Callable[..., Any],
+    args: argparse.Namespace,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    notes = take_notes(args)
+    try:
+        result = original(args, *rest, **kwargs)
+    except SystemExit as ended:
+        # Megatron leaves with exit() where a flag is no longer valid: status 0, and nothing was trained.
+        raise SystemExit(ended.code or 2) from None
+    try:
+        resolution, layout = resolution_from(args)
+    except FlagError as error:
+        exit_with(error)
+    if is_first_local_rank():
+        for note in (*notes, *resolution.notes):
+            print(f"optimus-cc: {note}", flush=True)
+    on_resolved(resolution, layout)
+    return result
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -20,7 +20,6 @@ from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam, around
-from optimus_cc_ext.placement import Placement, placement_line
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
@@ -68,27 +67,10 @@ def place(session: Session, model: Any) -> None:
     if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")
     note = session.place(grid, layout)
-    lines = [note, _placement(grid) if session.config.any_technique else None]
-    for line in lines if grid.is_first else []:
+    lines = (note, grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0")))) if session.config.any_technique else ()
+    for line in lines if grid.is_first else ():
         if line is not None:
             print(f"optimus-cc: {line}", flush=True)
-
-
-def _placement(grid: Grid) -> str | None:
-    """Return which groups stay inside nodes; None for one rank, and where nobody says how many ranks a node has.
-
-    A node is what one torchrun agent starts.
-    """
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not grid.groups or not ranks_per_node:
-        return None
-    tensor = 1 if grid.tensor_group is None else grid.tensor_group.size()
-    stages = [] if grid.pipeline_group is None else torch.distributed.get_process_group_ranks(grid.pipeline_group)
-    placement = Placement(
-        tensor=tensor, data=grid.data_parallel, pipeline=grid.stages, ranks_per_node=ranks_per_node,
-        pipeline_before_data=len(stages) > 1 and grid.data_parallel > 1 and stages[1] - stages[0] == tensor,
-    )  # fmt: skip
-    return placement_line(placement)
 
 
 def refuse_strangers(session: Session, chunks: Iterable[Any]) -> None:
@@ -150,9 +132,7 @@ def _grid(session: Session, model: Any) -> Grid:
         pipeline_group=pipeline,
         tensor_group=tensor,
         replica_group=replicas,
-        embedding_group=embedding
-        if embedding is not None and rank in dist.get_process_group_ranks(embedding)
-        else None,
+        embedding_group=embedding,
         dtype=config.params_dtype,
         timeout=_timeout(),
     )

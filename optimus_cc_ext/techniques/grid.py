@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.placement import Placement, placement_line
 
 __all__ = ["Grid", "NewGroups", "RankPlace", "groups_of_this_rank"]
 
@@ -68,6 +69,21 @@ class Grid:
     def is_first(self) -> bool:
         """Whether this is the model's first rank, which speaks for all of them."""
         return all(group.rank() == 0 for group in self.groups)
+
+    def placement(self, ranks_per_node: int) -> str | None:
+        """Return the line that says which groups stay inside nodes; None for one rank, or ranks per node unknown (0).
+
+        A node is what one torchrun agent starts.
+        """
+        if not self.groups or not ranks_per_node:
+            return None
+        tensor = 1 if self.tensor_group is None else self.tensor_group.size()
+        stages = [] if self.pipeline_group is None else dist.get_process_group_ranks(self.pipeline_group)
+        placement = Placement(
+            tensor=tensor, data=self.data_parallel, pipeline=self.stages, ranks_per_node=ranks_per_node,
+            pipeline_before_data=len(stages) > 1 and self.data_parallel > 1 and stages[1] - stages[0] == tensor,
+        )  # fmt: skip
+        return placement_line(placement)
 
     def is_pipeline(self, group: dist.ProcessGroup) -> bool:
         """Whether `group` has the ranks of this model's pipeline; it may be another object of the user's."""
