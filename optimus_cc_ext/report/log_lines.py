@@ -13,7 +13,7 @@ _ITERATION = re.compile(
     r"elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) \|.*?lm loss: (?P<loss>\S+) \|"
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
-_TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+_TECHNIQUES = re.compile(r"^(?:\d+: )?optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Tag to the pattern of its parts. Ranks write to one log: a line can begin in the middle of another.
 _SCALARS = {

@@ -277,10 +277,11 @@ def test_the_validation_losses_of_a_log_are_those_within_training(tmp_path: Path
     assert read_logs(tmp_path).validation == Curve((4, 8), (5.0, 4.0))
 
 
-def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(tmp_path: Path) -> None:
+@pytest.mark.parametrize("label", ["", "1: "], ids=["a log", "a log with the numbers of nodes, as srun --label writes"])
+def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(label: str, tmp_path: Path) -> None:
     report = Report({traffic: (RAW[traffic.tag], SENT[traffic.tag]) for traffic in CLASSES}, ())
     lines = [ITERATION, *(f"  optimus-cc {line}" for line in report.lines())]
-    (tmp_path / "log-node0.txt").write_text("\n".join(lines))
+    (tmp_path / "log-node0.txt").write_text("\n".join(label + line for line in lines))
     record = read_logs(tmp_path)
     assert record.seconds == Curve((11,), (1.2698,))
     scalars = {tag: {11: pytest.approx(value, rel=1e-3)} for tag, value in report.scalars().items()}
