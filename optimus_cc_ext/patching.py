@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Patches"]
+__all__ = ["Patches", "around"]
 
 _ABSENT = object()
 
@@ -32,18 +32,13 @@ class Patches(ExitStack):
         """Return whether `owner.name` was replaced or wrapped by this object."""
         return (id(owner), name) in self._replaced
 
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Make every call of `owner.name` a call of `around(original, *args, **kwargs)`.
+    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Make every call of `owner.name` a call of `hook(original, *args, **kwargs)`.
 
         Args:
             owner: a module, a class, or an object, whose method is then wrapped for this object only.
         """
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
+        wrapper = around(hook)(getattr(owner, name))
         is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
         self.replace(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
@@ -54,6 +49,19 @@ class Patches(ExitStack):
         else:
             self.callback(os.environ.pop, name, None)
         os.environ[name] = value
+
+
+def around(hook: Callable[..., Any], *bound: Any) -> Callable[[Any], Any]:
+    """Make what wraps a function: each of its calls becomes `hook(*bound, original, *args, **kwargs)`."""
+
+    def wrap(original: Any) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return hook(*bound, original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
 
 
 def _restore(owner: Any, name: str, value: Any, previous: Any) -> None:

@@ -12,7 +12,8 @@ from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.patching import around
 
 __all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 

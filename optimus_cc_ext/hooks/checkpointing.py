@@ -20,7 +20,8 @@ from optimus_cc_ext.checkpoint.beside import resume, stage
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint
 from optimus_cc_ext.checkpoint.saving import Save
 from optimus_cc_ext.errors import OptimusError, exit_with
-from optimus_cc_ext.hooks.registry import Seam, arguments_of, around
+from optimus_cc_ext.hooks.registry import Seam, arguments_of
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["wraps"]

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["copy_parameters", "wraps"]

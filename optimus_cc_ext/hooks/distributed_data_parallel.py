@@ -19,7 +19,8 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 

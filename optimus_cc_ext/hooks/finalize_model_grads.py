@@ -8,7 +8,8 @@ import torch
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.session import Session
 

@@ -4,7 +4,6 @@ A seam is one attribute of one Megatron module. Wraps are registered first and a
 holds and all are wrapped, or nothing is touched.
 """
 
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -23,7 +22,6 @@ __all__ = [
     "AppliedWraps",
     "Seam",
     "arguments_of",
-    "around",
     "check_version",
     "megatron_version",
 ]
@@ -99,19 +97,6 @@ class AppliedWraps(Patches):
             wrapped = factory(original)
             for holder in (owner, *seam.importers(name, original)):
                 self.replace(holder, name, wrapped)
-
-
-def around(hook: Callable[..., Any], *bound: Any) -> Callable[[Any], Any]:
-    """Make what wraps a function: each of its calls becomes `hook(*bound, original, *args, **kwargs)`."""
-
-    def factory(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return hook(*bound, original, *args, **kwargs)
-
-        return wrapper
-
-    return factory
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

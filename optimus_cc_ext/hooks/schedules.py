@@ -10,8 +10,9 @@ import torch
 from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
-from optimus_cc_ext.hooks.registry import Seam, around
+from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.training import training_device
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 from optimus_cc_ext.techniques.session import Session
 

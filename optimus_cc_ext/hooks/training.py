@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.devices import cpu_runtime
-from optimus_cc_ext.hooks.registry import Seam, arguments_of, around
+from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.metrics.report import ErrorAlarm
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.session import Session
 
