@@ -146,11 +146,14 @@ def main() -> int:
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     )
     on_gpus = torch.cuda.is_available() and os.environ.get("OPTIMUS_CC_DEVICE") != "cpu"
-    faults = node_faults(asked.interface, on_gpus) if local == 0 else []
-    if local == 0 and (said := doctor_says()):
-        faults.append(said)
+    faults = node_faults(asked.interface, on_gpus)
+    if not faults and local == 0 and (said := doctor_says()):
+        faults = [said]
+    if faults and local > 0:
+        time.sleep(5)  # torchrun ends a node's ranks with the first that ends: that has to be the one that speaks
     if faults:
-        print("\n".join(f"preflight: error: {fault}" for fault in faults), flush=True)
+        if local == 0:
+            print("\n".join(f"preflight: error: {fault}" for fault in faults), flush=True)
         return 1
     device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
     if on_gpus:
