@@ -41,14 +41,14 @@ class Need:
     """The field of `Layout`."""
 
     reason: str
-    """What a refusal says where the fact does not hold."""
+    """The reason that a refusal gives if the fact does not hold."""
 
     cure: str
     at_least: int = True
     """The smallest value of the field that will do."""
 
     left_out: str = ""
-    """What a preset says about why it leaves the class out; empty: nothing, because nobody would miss it."""
+    """The reason that a preset gives for leaving the class out; empty: no line, since nobody would miss it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
