@@ -128,7 +128,13 @@ def _estimated(
     args: argparse.Namespace, layout: Layout, config: OptimusConfig
 ) -> tuple[dict[str, Any], Sequence[Finding]]:
     """Return the estimates for programs, in bytes, and the same for people, with warnings."""
-    from optimus_cc_ext.doctor.estimate import bytes_by_class, gpt_from, state_bytes, without_gain
+    from optimus_cc_ext.doctor.estimate import (
+        bytes_by_class,
+        gpt_from,
+        new_communicator_bytes,
+        state_bytes,
+        without_gain,
+    )
     from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
 
     micro_batches, found = _micro_batches(args), []
@@ -147,6 +153,9 @@ def _estimated(
             for name, (raw, sent) in traffic.items()
         ]
         memory.append(f"compressor state {_size(state)}")
+    if args.distributed_backend == "nccl" and (nbytes := new_communicator_bytes(layout, config)):
+        numbers["new_communicator_bytes"] = nbytes
+        memory.append(f"one more NCCL communicator {_size(nbytes)}")
     said = f"up to {', '.join(memory)} (Megatron's own estimate, and ours)"
     return numbers, [*found, Finding("memory per rank", said)]
 

@@ -25,11 +25,12 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.groups import communicator_bytes
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 
-__all__ = ["Gpt", "bytes_by_class", "gpt_from", "state_bytes", "without_gain"]
+__all__ = ["Gpt", "bytes_by_class", "gpt_from", "new_communicator_bytes", "state_bytes", "without_gain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +250,15 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
     buckets = max(taken, default=0)
     shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
     return link + buckets + shards
+
+
+def new_communicator_bytes(layout: Layout, config: OptimusConfig) -> int:
+    """Return the GPU memory that NCCL takes for the process groups that the first and the last stage make more.
+
+    Without the distributed optimizer the replicas of both stages sum the tied embedding together.
+    """
+    union = config.fused_embedding_sync and not layout.distributed_optimizer
+    return communicator_bytes(2 * layout.data_parallel) if union else 0
 
 
 def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> int:

@@ -138,6 +138,8 @@ def _announce_memory(session: Session) -> None:
             "is room for it",
             flush=True,
         )
+    if session.new_groups is not None and (line := session.new_groups.line) is not None:
+        print(f"optimus-cc: {line}", flush=True)
     if None not in free:
         print(f"optimus-cc: GPU memory that is left, at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
 

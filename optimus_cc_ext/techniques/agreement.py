@@ -11,7 +11,8 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
-from optimus_cc_ext.techniques.grid import Grid, RankPlace, groups_of_this_rank
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.groups import groups_of_this_rank
 from optimus_cc_ext.techniques.state import state_dtype
 
 __all__ = ["Machine", "agree"]

@@ -23,7 +23,8 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.grid import Grid, NewGroups
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import BlockMessages, DenseMessages, LinkPlan, LowRankMessages
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.state import FactorStates

@@ -34,7 +34,8 @@ from optimus_cc_ext.techniques.exchange import (
     MessagePool,
     message_bytes,
 )
-from optimus_cc_ext.techniques.grid import Grid, NewGroups, RankPlace
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.reducers import BlockReducer
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique

@@ -1,10 +1,9 @@
-"""The place of a process in 3D parallelism, the ranks that hold one model with it, and process groups of our own.
+"""The place of a process in 3D parallelism, and the ranks that hold one model with it.
 
 Nothing here waits for a rank outside of the model: a job may have ranks that train another model, or none.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.placement import Placement, placement_line
 
-__all__ = ["Grid", "NewGroups", "RankPlace", "groups_of_this_rank"]
+__all__ = ["Grid", "RankPlace"]
 
 _LONGEST_WAIT = timedelta(minutes=10)
 """NCCL's time limit, and the shorter one of torch's two defaults."""
@@ -32,7 +31,7 @@ class RankPlace:
     stage: int
     tensor_rank: int
     groups: int = 0
-    """Number of process groups that the rank is a member of; see `NewGroups`."""
+    """Number of process groups that the rank is a member of; see `groups.NewGroups`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,51 +131,3 @@ class Grid:
 
 def _arrivals(rank: int) -> str:
     return f"optimus_cc/meetings/{rank}"
-
-
-def groups_of_this_rank() -> int:
-    """The number of process groups that this rank is a member of, which torch makes names of."""
-    return len(dist.distributed_c10d._world.pg_names)
-
-
-class NewGroups:
-    """Makes process groups of which only the members take part in making them.
-
-    torch names such a group by its ranks and by the number of groups that a process has. Megatron's first stage has one
-    more than its last, and a process with a second model many more: named differently, members would wait for each
-    other for ever. So each rank first fills up with groups of itself alone to the largest number in the model.
-
-    Args:
-        places: of all ranks of the model.
-        timeout: the time limit of the groups.
-    """
-
-    def __init__(self, places: Sequence[RankPlace], timeout: timedelta | None) -> None:
-        self.places = places
-        self._names = max(place.groups for place in places)
-        self._timeout = timeout
-        self._alone: dist.ProcessGroup | None = None
-
-    def alone(self) -> dist.ProcessGroup:
-        """The group of this rank only, which all techniques that need one share."""
-        if self._alone is None:
-            self._alone = self.make([[dist.get_rank()]], "OPTIMUS_CC_ALONE")
-            assert self._alone is not None
-        return self._alone
-
-    def make(self, members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
-        """The group of this rank among disjoint `members`; None where it is in none of them.
-
-        All ranks of the model call this for the same groups, in the same order. Only members wait for one another.
-        """
-        rank = dist.get_rank()
-        while groups_of_this_rank() < self._names:
-            self._new([rank], "OPTIMUS_CC_NAME")
-        self._names += 1
-        mine = next((ranks for ranks in members if rank in ranks), None)
-        return None if mine is None else self._new(mine, description)
-
-    def _new(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-        return dist.new_group(
-            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=description
-        )

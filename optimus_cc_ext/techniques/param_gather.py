@@ -25,7 +25,8 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
-from optimus_cc_ext.techniques.grid import Grid, NewGroups
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 

@@ -20,7 +20,8 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
-from optimus_cc_ext.techniques.grid import Grid, NewGroups
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer, Reduction, SideStream

@@ -29,7 +29,8 @@ from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
-from optimus_cc_ext.techniques.grid import Grid, NewGroups
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import coded_in
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import Schedule
@@ -74,6 +75,9 @@ class Session:
     def __init__(self, config: OptimusConfig, layout: Layout | None = None, train_iters: int | None = None) -> None:
         self.config, self.layout, self.train_iters = config, layout, train_iters
         self.grid: Grid | None = None
+        self.new_groups: NewGroups | None = None
+        """The process groups of our own; None with every technique off."""
+
         self.traffic = Traffic()
         self.active = False
         """Inside a training iteration. Forward-only passes leave it False, and then nothing is touched."""
@@ -177,9 +181,9 @@ class Session:
         if not self.config.any_technique:
             return None
         places, note = agree(grid, self.config, layout)
-        groups = NewGroups(places, grid.timeout)
+        self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
-            technique.place(grid, layout, groups)
+            technique.place(grid, layout, self.new_groups)
         return note
 
     @property

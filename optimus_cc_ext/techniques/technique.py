@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.grid import Grid, NewGroups
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
