@@ -177,11 +177,18 @@ def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
     """The weights of a mixture's routed experts: low rank leaves them dense, whatever the expert parallelism.
 
     An expert's gradient comes from the few tokens that were routed to it, on some replicas from none: what one step
-    leaves out is not what a later step lacks. Only with expert parallelism does Megatron give them buckets (and a
-    group of ranks) of their own; without it they lie among the others, so they are told by their place in the model:
-    `MoELayer.experts` (megatron/core/transformer/moe/moe_layer.py). Shared experts and routers see every token.
+    leaves out is not what a later step lacks. Megatron marks a parameter that not every replica holds (`allreduce` is
+    False), and gives it a bucket and a group of ranks of its own. Without expert parallelism it marks none, and experts
+    lie among the others: they are what its `MoELayer` holds as `experts`, by whatever name the model holds the layer.
+    Shared experts and routers see every token.
     """
-    return frozenset(p for name, p in module.named_parameters() if ".experts." in name)
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    marked = (parameter for parameter in module.parameters() if not getattr(parameter, "allreduce", True))
+    layers = (layer.experts for layer in module.modules() if isinstance(layer, BaseMoELayer))
+    return frozenset(
+        (*marked, *(parameter for experts in layers if experts is not None for parameter in experts.parameters()))
+    )
 
 
 def _facts(ddp: Any) -> argparse.Namespace:
