@@ -1,4 +1,9 @@
-"""The configuration: what can be asked for, how a command line asks for it, and what is done on a layout."""
+"""Configuration: the options of each class of traffic, their command-line flags, presets, and refusals.
+
+Uses only the standard library, `compressors/formats.py` and `errors.py`, so that a command line can be checked without
+torch or Megatron. Start reading at `classes.py`, the table of the classes of traffic; `presets.py` turns a parsed
+command line into an `OptimusConfig`.
+"""
 
 from optimus_cc_ext.config.classes import (
     CompressedBackpropConfig,

@@ -1,7 +1,8 @@
-"""Names of another day: the published artifact's flags, and those of its Megatron (v2.5) that today's has lost.
+"""Flags of the published artifact, and flags of its Megatron (v2.5) that today's Megatron no longer has.
 
-Two tables say what each stands for: a flag of the artifact's for fields of `OptimusConfig`; one of Megatron's for its
-fields of today, or for nothing, because what it chose is the only behaviour left, which the user is told in a line.
+One table maps each flag of the artifact to fields of `OptimusConfig`. The other maps each removed flag of Megatron to
+today's fields of Megatron, or to nothing where the behaviour that it selected is the only one left; the user gets one
+line about each.
 """
 
 import argparse
@@ -20,43 +21,43 @@ __all__ = [
 
 @dataclass(frozen=True)
 class OldFlag:
-    """A flag of another day, and the fields of today that its value goes to."""
+    """An old flag, and the fields of today that receive its value."""
 
     spelling: str
     fields: tuple[str, ...] = ()
     parse: Callable[[str], Any] = str
     _: KW_ONLY
     const: Any = None
-    """The value that a switch stands for."""
+    """The value that the flag stands for if it is a switch."""
 
 
 @dataclass(frozen=True)
 class ArtifactFlag(OldFlag):
-    """The published artifact's name of fields of `OptimusConfig`."""
+    """The published artifact's name for fields of `OptimusConfig`."""
 
     default: Any = None
-    """What the artifact does where the flag is left out (its megatron/arguments.py); None: what we do."""
+    """The artifact's default for this flag (its megatron/arguments.py); None: our default applies."""
 
     needs: str | None = None
-    """The switch without which its value means nothing."""
+    """The switch without which this flag has no effect."""
 
 
 @dataclass(frozen=True)
 class RemovedFlag(OldFlag):
-    """A flag that Megatron has lost: translated into fields of Megatron's, dropped or refused."""
+    """A flag that Megatron no longer has: it is translated into fields of today's Megatron, dropped, or refused."""
 
     _: KW_ONLY
     today: str
-    """What there is today instead."""
+    """The part of the message that says what replaces the flag today."""
 
     accepts: tuple[str, ...] = ()
-    """The only values that can be honoured; empty: any."""
+    """The only values that can be honoured; empty: any value."""
 
     cure: str = ""
-    """What to do instead of a flag that is refused; empty: it is not refused."""
+    """The cure in the refusal; empty: the flag is not refused."""
 
     implies: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's that it sets as well, unless the user did."""
+    """Further fields of Megatron that the flag sets unless the user has set them."""
 
 
 ARTIFACT_FLAGS = (
@@ -74,11 +75,11 @@ ARTIFACT_FLAGS = (
     ArtifactFlag("--check_orth_error_acti", ("compression_error_statistics",), const=True),
     ArtifactFlag("--comp_seed", ("compression_seed",), int, 714),
 )
-"""The artifact's flags. Their defaults are those of its megatron/arguments.py."""
+"""The artifact's flags, with the defaults of its megatron/arguments.py."""
 
 REMOVED_FLAGS = (
     RemovedFlag("--data-impl", today="the memory-mapped dataset is the only one today", accepts=("mmap", "infer")),
-    RemovedFlag("--DDP-impl", today="Megatron's own DDP is what is used today", accepts=("local",)),
+    RemovedFlag("--DDP-impl", today="Megatron uses its own DDP today", accepts=("local",)),
     RemovedFlag(
         "--activations-checkpoint-method", ("recompute_method",), accepts=("uniform", "block"),
         today="--recompute-granularity full --recompute-method with the same value",
@@ -104,12 +105,12 @@ REMOVED_FLAGS = (
         "--use-checkpoint-lr-scheduler", ("use_checkpoint_opt_param_scheduler",), const=True,
         today="--use-checkpoint-opt-param-scheduler",
     ),
-    RemovedFlag("--no-query-key-layer-scaling", const=True, today="not scaling is today's default"),
+    RemovedFlag("--no-query-key-layer-scaling", const=True, today="query-key layer scaling is off by default today"),
     RemovedFlag("--no-contiguous-buffers-in-local-ddp", const=True, today="gradients lie in contiguous buffers today"),
     RemovedFlag("--use-contiguous-buffers-in-ddp", const=True, today="gradients lie in contiguous buffers today"),
     RemovedFlag(
         "--no-scatter-gather-tensors-in-pipeline", const=True,
-        today="tensors between stages are sent whole, or with --sequence-parallel as the shards that they are",
+        today="stages exchange full tensors today, or with --sequence-parallel each rank's shard",
     ),
     RemovedFlag(
         "--no-async-tensor-model-parallel-allreduce", const=True, today="today's all-reduce is always asynchronous"
@@ -117,23 +118,25 @@ REMOVED_FLAGS = (
     RemovedFlag("--mmap-warmup", const=True, today="datasets are not warmed up today"),
     RemovedFlag("--log-batch-size-to-tensorboard", const=True, today="the batch size is always logged today"),
     RemovedFlag("--no-log-learnig-rate-to-tensorboard", const=True, today="the learning rate is always logged today"),
-    RemovedFlag("--local_rank", parse=int, today="the launcher's LOCAL_RANK says it"),
+    RemovedFlag("--local_rank", parse=int, today="the launcher sets LOCAL_RANK in the environment"),
     RemovedFlag("--retriever-seq-length", parse=int, today="only retrievers read it, never GPT"),
     RemovedFlag("--img-dim", parse=int, today="only vision models read it, never GPT"),
     RemovedFlag(
-        "--pipeline-model-parallel-split-rank", parse=int, today="models of encoder and decoder are gone from Megatron",
+        "--pipeline-model-parallel-split-rank", parse=int, today="Megatron no longer trains encoder-decoder models",
         cure="Leave it out",
     ),
-    RemovedFlag("--experiment_name", today="a label that nothing reads; name --tensorboard-dir or --save instead"),
+    RemovedFlag("--experiment_name", today="nothing reads this label; give --tensorboard-dir or --save"),
     RemovedFlag("--save_json_log", const=True, today="losses and traffic go to --tensorboard-dir"),
     RemovedFlag("--save_json_path", today="losses and traffic go to --tensorboard-dir"),
-    RemovedFlag("--check_comp_speed", const=True, today="nothing read it; --compression-metrics logs times"),
-    RemovedFlag("--check_comp_ratio", const=True, today="nothing read it; --compression-metrics logs traffic"),
-    RemovedFlag("--grad_comp_type", today="PowerSGD is the compressor", accepts=("PowerSGD",)),
-    RemovedFlag("--inter_grad_comp_type", today="PowerSGD is the compressor", accepts=("PowerSGD",)),
+    RemovedFlag("--check_comp_speed", const=True, today="the artifact never read it; --compression-metrics logs times"),
+    RemovedFlag(
+        "--check_comp_ratio", const=True, today="the artifact never read it; --compression-metrics logs traffic",
+    ),
+    RemovedFlag("--grad_comp_type", today="PowerSGD is the only low-rank compressor", accepts=("PowerSGD",)),
+    RemovedFlag("--inter_grad_comp_type", today="PowerSGD is the only low-rank compressor", accepts=("PowerSGD",)),
     RemovedFlag(
         "--emb_grad_comp", const=True, today="compressing the embedding's gradient costs more than it saves",
-        cure="Give --emb_comm_opt, or --fused-embedding-sync, which halves its traffic without loss",
+        cure="Give --emb_comm_opt, or --fused-embedding-sync, which halves the embedding's traffic without loss",
     ),
     RemovedFlag(
         "--mp_grad_comp", const=True, today="tensor-parallel traffic stays within a node and is not compressed",
@@ -151,13 +154,13 @@ REMOVED_FLAGS = (
         cure="Train without it, then run scripts/eval/perplexity.sh on the checkpoints",
     ),
     *(
-        RemovedFlag(f"--{switch}_{value}", today=f"it means nothing without --{switch}")
+        RemovedFlag(f"--{switch}_{value}", today=f"it has no effect without --{switch}")
         for switch in ("emb_grad_comp", "mp_grad_comp", "mp_acti_comp", "inter_acti_comp")
         for value in ("type", "rank", "warm_up")
     ),
-    RemovedFlag("--emb_use_error_feedback", const=True, today="it means nothing without --emb_grad_comp"),
+    RemovedFlag("--emb_use_error_feedback", const=True, today="it has no effect without --emb_grad_comp"),
     *(
-        RemovedFlag(spelling, today="it means nothing without --get_val_ppls")
+        RemovedFlag(spelling, today="it has no effect without --get_val_ppls")
         for spelling in (
             "--src_ckpt_path", "--val_start_iteration", "--val_target_iteration", "--val_ckpt_interval",
             "--val_ppls_save_path",
@@ -168,13 +171,13 @@ REMOVED_FLAGS = (
 ARTIFACT_DEFAULTS: Mapping[str, Any] = {
     name: flag.default for flag in ARTIFACT_FLAGS for name in flag.fields if flag.default is not None
 } | {"residual_across_iterations": "carry"}
-"""What a command line in the artifact's names means where it is silent."""
+"""The fields that a command line in the artifact's names leaves at the artifact's defaults."""
 
 _GIVEN, _NOTES = "optimus_cc_artifact", "optimus_cc_gone_flags"
 
 
 class _Action(argparse.Action):
-    """Reads a flag's value, or takes the one that a switch stands for, and does with it what its kind of flag does."""
+    """Parse an old flag's value, or take the value that a switch stands for, and pass it to the action of its kind."""
 
     def __init__(self, option_strings: list[str], dest: str, flag: Any, take: Callable[..., None], help: str) -> None:
         nargs = None if flag.const is None else 0
@@ -186,19 +189,19 @@ class _Action(argparse.Action):
 
 
 def add_artifact_flags(group: argparse._ArgumentGroup) -> None:
-    """Let `group`'s parser accept what the published artifact calls our options."""
+    """Let `group`'s parser accept the published artifact's names for our options."""
     for flag in ARTIFACT_FLAGS:
         help = f"The published artifact's name (see {flag_of(flag.fields[0])})."
         group.add_argument(flag.spelling, action=_Action, flag=flag, take=_keep, dest=_GIVEN, help=help)
 
 
 def _keep(parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: ArtifactFlag, value: Any) -> None:
-    """Keep a flag of the artifact's for `given_artifact_flags`."""
+    """Keep the value of an artifact flag for `given_artifact_flags`."""
     setattr(namespace, _GIVEN, getattr(namespace, _GIVEN, {}) | {flag.spelling: value})
 
 
 def add_removed_flags(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` accept every flag of Megatron v2.5 in the table that it does not know by itself."""
+    """Let `parser` accept every removed flag of Megatron v2.5 that it does not define itself."""
     for flag in REMOVED_FLAGS:
         if flag.spelling not in parser._option_string_actions:
             parser.add_argument(
@@ -207,12 +210,12 @@ def add_removed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _translate(parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: RemovedFlag, value: Any) -> None:
-    """Do what a lost flag stands for, with a line to say; or refuse it."""
+    """Set the fields that a removed flag stands for and note a line about it, or refuse the flag."""
     if flag.cure:
         parser.error(str(FlagError(flag.spelling, flag.today, flag.cure)))
     if flag.accepts and value not in flag.accepts:
         cure = f"Leave the flag out, or give {' or '.join(flag.accepts)}"
-        parser.error(str(FlagError(flag.spelling, f"{value!r} is gone from Megatron ({flag.today})", cure)))
+        parser.error(str(FlagError(flag.spelling, f"Megatron no longer has {value!r} ({flag.today})", cure)))
     unset = {name: implied for name, implied in flag.implies.items() if getattr(namespace, name, None) is None}
     vars(namespace).update(unset, **dict.fromkeys(flag.fields, value))
     shown = f"{value:g}" if isinstance(value, float) else value
@@ -222,12 +225,12 @@ def _translate(parser: argparse.ArgumentParser, namespace: argparse.Namespace, f
 
 
 def given_artifact_flags(args: argparse.Namespace) -> list[tuple[ArtifactFlag, Any]]:
-    """The artifact's flags in `args` and their values, in the table's order."""
+    """Return the artifact's flags in `args` with their values, in the order of the table."""
     values: dict[str, Any] = getattr(args, _GIVEN, {})
     return [(flag, values[flag.spelling]) for flag in ARTIFACT_FLAGS if flag.spelling in values]
 
 
 def take_notes(args: argparse.Namespace) -> list[str]:
-    """The lines to say about gone flags in `args`; they are taken off the namespace."""
+    """Remove the lines about removed flags from `args`, and return them."""
     notes: list[str] = vars(args).pop(_NOTES, [])
     return notes

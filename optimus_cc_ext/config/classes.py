@@ -1,8 +1,8 @@
-"""The table of the classes of traffic: what can be chosen for each, and what the package has to know of it.
+"""The table of the classes of traffic: the options of each class, and the facts that the package needs about it.
 
-A class of traffic is one kind of message or collective that can be compressed. Its dataclass of options says what can
-be chosen for it; its row in `CLASSES` says what the rest of the package has to know in order to name it, to refuse it,
-to report it and to resume it. Whatever loops over classes loops over this table.
+A class of traffic is one kind of message or collective that can be compressed. Its dataclass of options has a field for
+each flag; its row in `CLASSES` has the names, needs and settings by which the package refuses, reports and resumes it.
+All code that loops over classes loops over this table.
 """
 
 import dataclasses
@@ -38,69 +38,72 @@ class Need:
     """A fact about the layout without which a class of traffic cannot be compressed."""
 
     fact: str
-    """The field of `Layout`."""
+    """The name of the field of `Layout`."""
 
     reason: str
-    """The reason that a refusal gives if the fact does not hold."""
+    """The reason in the refusal if the need is not met."""
 
     cure: str
     at_least: int = True
-    """The smallest value of the field that will do."""
+    """The smallest value of the field that meets the need."""
 
     left_out: str = ""
-    """The reason that a preset gives for leaving the class out; empty: no line, since nobody would miss it."""
+    """The reason that a preset gives for leaving the class out; empty: no line, because the layout has no such traffic.
+    """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrafficClass:
-    """A class of traffic. Rows are compared by identity, so that they are cheap keys."""
+    """A class of traffic. Rows compare by identity, so that they are cheap dictionary keys."""
 
     name: str
-    """The name in checkpoints, with which the names of the class's fields begin."""
+    """The name in checkpoints; the names of the class's fields begin with it."""
 
     options: type[Options]
-    """The dataclass of the options: a field for each flag of the class."""
+    """The dataclass of the class's options, one field for each flag."""
 
     phrase: str
-    """The name in sentences."""
+    """The name of the class within a sentence."""
 
     title: str
-    """The name in the log's line about errors and times."""
+    """The name in the log line about errors and times."""
 
     tag: str
-    """The name in the log's line about traffic, and in the tags of event files."""
+    """The name in the log line about traffic, and in the tags of event files."""
 
     collective: str
-    """The collective that carries it in vanilla Megatron."""
+    """The collective that vanilla Megatron uses for this traffic."""
 
     group: str
-    """The ranks that this collective runs over, with a preposition."""
+    """The ranks that take part in the collective, with a preposition."""
 
     needs: tuple[Need, ...]
-    """The layouts on which there is something to compress; the first need that does not hold is named."""
+    """The needs of the class, in the order in which a refusal checks them."""
 
     settings: tuple[str, ...] = ()
-    """The fields that the state in a checkpoint depends on, beside the format; a class that keeps no state has none."""
+    """The fields that the checkpointed state depends on, besides the format; empty for a class without state."""
 
     remembers: str = ""
-    """The property of the options that says whether the class keeps state in checkpoints."""
+    """The property of the options that is true if the class keeps state in checkpoints."""
 
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """The fields that a preset sets, by the preset's name. A fraction is one of the pipeline's stages, rounded up."""
+    """The fields that each preset sets, by the preset's name. A fraction means that share of the pipeline stages,
+    rounded up.
+    """
 
     @property
     def format_field(self) -> str:
-        """The field of the format."""
+        """The name of the field that holds the wire format."""
         return f"{self.name}_format"
 
     @property
     def format_flag(self) -> str:
-        """The flag of the format."""
+        """The flag of the wire format."""
         return flag_of(self.format_field)
 
     @property
     def switch(self) -> str:
-        """The field that says whether the class is on: a boolean, or else the format itself."""
+        """The field that switches the class on: a boolean, or the format itself."""
         return self.name if hasattr(self.options, self.name) else self.format_field
 
     @property
@@ -110,30 +113,32 @@ class TrafficClass:
 
     @property
     def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
-        """The options by name."""
+        """The option fields of the class, by name."""
         return {field.name: field for field in dataclasses.fields(self.options)}  # type: ignore[arg-type]
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats that the class can travel as, dense included."""
+        """The wire formats that the class supports, dense included."""
         return literals_of(self.fields[self.format_field].type)
 
     @property
     def block_formats(self) -> tuple[str, ...]:
-        """The formats of blocks among them."""
+        """The block formats among the class's wire formats."""
         return tuple(name for name in self.formats if block_format(name) is not None)
 
     @property
     def default(self) -> str:
-        """The format that the switch alone stands for."""
+        """The wire format that the switch alone selects."""
         return str(self.fields[self.format_field].default)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the row by its name, so that it is the same row in every process."""
+        """Pickle the row by its name, so that unpickling gives the same object in every process."""
         return class_named, (self.name,)
 
     def check_format(self, settings: Mapping[str, Any]) -> None:
-        """Raise UnknownName, with the names that are known, if `settings`, by flag, name another format than these."""
+        """Raise UnknownName, with the known formats, if `settings` (by flag) has a format that this class does not
+        support.
+        """
         if (named := settings.get(self.format_flag, "dense")) not in self.formats:
             raise UnknownName(f"format for {self.tag}", named, self.formats)
 
@@ -143,18 +148,18 @@ def _two_stages(reason: str) -> Need:
     return Need("stages", reason, cure, at_least=2, left_out="one pipeline stage")
 
 
-def _two_replicas(what: str, left_out: str = "") -> Need:
-    reason = f"there is nothing to compress: with one data-parallel replica no {what}"
+def _two_replicas(transfer: str, left_out: str = "") -> Need:
+    reason = f"there is nothing to compress: with one data-parallel replica no {transfer}"
     return Need("data_parallel", reason, "Leave it out, or run more replicas", at_least=2, left_out=left_out)
 
 
 @completed
 @dataclass(frozen=True, kw_only=True)
 class PipelineForwardConfig(Options):
-    """Beyond the paper: activations between pipeline stages in 8 bits."""
+    """Options of activations between pipeline stages; 8-bit formats, not in the paper."""
 
     pipeline_forward_format: Literal["dense", "int8", "fp8"] = option(
-        "dense", "What the activations that a pipeline stage sends on travel as; not in evaluation."
+        "dense", "Wire format of the activations sent to the next pipeline stage, in training only."
     )
 
 
@@ -170,34 +175,44 @@ PIPELINE_FORWARD = TrafficClass(
 @completed
 @dataclass(frozen=True, kw_only=True)
 class CompressedBackpropConfig(Options):
-    """Technique 1, paper sections 5.1 and 5.2: activation gradients between pipeline stages."""
+    """Options of activation gradients between pipeline stages: technique 1, paper sections 5.1 and 5.2."""
 
     compressed_backprop: bool = option(
-        False, "Compress the activation gradients that a pipeline stage sends back.",
+        False, "Compress the activation gradients sent to the previous pipeline stage.",
         switched_by="compressed_backprop_format",
     )  # fmt: skip
     compressed_backprop_format: Literal["low-rank", "int8", "int4", "fp8", "dense"] = option(
-        "low-rank", "What they travel as; one that is given switches --compressed-backprop on, dense switches it off."
+        "low-rank",
+        "Wire format of activation gradients between pipeline stages. A format of 8 or 4 bits also switches "
+        "--compressed-backprop on, dense switches it off.",
     )
-    compressed_backprop_rank: int = option(16, "Rank of their factorisation.", RANK, low_rank_only=True)
+    compressed_backprop_rank: int = option(
+        16, "Rank of the low-rank approximation of activation gradients.", RANK, low_rank_only=True
+    )
     compressed_backprop_messages: Literal["epilogue", "all"] | None = option(
-        None, "Which of them; epilogue: those of the receiver's cooldown, which no computation hides.",
+        None,
+        "Activation gradients to compress: all, or only those that arrive in the receiver's 1F1B cooldown (epilogue), "
+        "where no computation hides them.",
         follows=Follows("compressed_backprop_format", low_rank="epilogue", others="all"), said={None: "{} messages"},
     )  # fmt: skip
-    compressed_backprop_warmup: float = option(0.0, "Fraction of the iterations that send them dense first.", FRACTION)
+    compressed_backprop_warmup: float = option(
+        0.0, "Fraction of the training iterations, at the start, that send activation gradients dense.", FRACTION
+    )
     lazy_error_propagation: bool | None = option(
-        None, "Add what was left out to the link's next compressed message.",
+        None, "Add the compression error of an activation gradient to the next compressed message of the same link.",
         follows=Follows("compressed_backprop_format", low_rank=True, others=False),
         said={True: "with lazy error propagation", False: "without lazy error propagation"},
     )  # fmt: skip
     residual_across_iterations: Literal["carry", "drop"] = option(
-        "drop", "What becomes of an iteration's last residual. Carried, it meets other weights and other text.",
+        "drop",
+        "Treatment of an iteration's last residual: drop it, or carry it into the next iteration, where weights and "
+        "training data are different.",
         low_rank_only=True,
     )  # fmt: skip
 
     @property
     def backprop_remembers(self) -> bool:
-        """Whether something outlives an iteration: block formats leave nothing behind."""
+        """True if the class keeps state across iterations; block formats keep none."""
         return self.compressed_backprop and self.compressed_backprop_format == "low-rank"
 
 
@@ -218,22 +233,30 @@ PIPELINE_BACKWARD = TrafficClass(
 @completed
 @dataclass(frozen=True, kw_only=True)
 class DataParallelCompressionConfig(Options):
-    """Technique 3, paper section 7: data-parallel gradients, on the first stages or on all."""
+    """Options of data-parallel gradients, on the first stages or on all: technique 3, paper section 7."""
 
-    dp_compression: bool = option(False, "Compress data-parallel gradients.", switched_by="dp_compression_format")
-    dp_compression_format: Literal["low-rank", "int8", "int4", "dense"] = option(
-        "low-rank", "What they travel as; one that is given switches --dp-compression on, dense switches it off."
+    dp_compression: bool = option(
+        False, "Compress the gradients that data-parallel replicas reduce.", switched_by="dp_compression_format"
     )
-    dp_compression_rank: int = option(128, "Rank of their factorisation.", RANK, low_rank_only=True)
-    dp_compression_warmup: float = option(0.0, "Fraction of the iterations that reduce them dense first.", FRACTION)
+    dp_compression_format: Literal["low-rank", "int8", "int4", "dense"] = option(
+        "low-rank",
+        "Wire format of data-parallel gradients. A format of 8 or 4 bits also switches --dp-compression on, dense "
+        "switches it off.",
+    )
+    dp_compression_rank: int = option(
+        128, "Rank of the low-rank approximation of data-parallel gradients.", RANK, low_rank_only=True
+    )
+    dp_compression_warmup: float = option(
+        0.0, "Fraction of the training iterations, at the start, that reduce gradients dense.", FRACTION
+    )
     dp_error_feedback: bool | None = option(
-        None, "Add what compression left out to the next iteration's gradient.",
+        None, "Add the compression error of a data-parallel gradient to the next iteration's gradient.",
         follows=Follows("dp_compression_format", low_rank=True, others=False),
     )  # fmt: skip
     dp_compression_stages: int | Literal["all", "auto"] = option(
         "all",
-        "The first N pipeline stages compress; auto: those whose dense reduction holds up the iteration, by what the "
-        "first iterations measure.",
+        "Pipeline stages that compress data-parallel gradients: all, the first N, or auto, the stages whose dense "
+        "reduction would delay the iteration, as measured in the first iterations.",
         STAGES,
         said={
             "all": "all stages",
@@ -248,14 +271,16 @@ class DataParallelCompressionConfig(Options):
         if self.dp_error_feedback and self.dp_compression_format not in ("dense", "low-rank"):
             raise FlagError(
                 "--dp-error-feedback",
-                f"{self.dp_compression_format} leaves noise out, which averages out by itself: fed back, int4 cost "
-                "0.09 % more loss (docs/study.md), and the memory of the gradients",
+                f"the rounding errors of {self.dp_compression_format} average out without feedback; feeding them back "
+                "cost 0.09 % more loss with int4 (docs/study.md), and as much memory as the gradients",
                 "Leave it out, or use --dp-compression-format low-rank",
             )
 
     @property
     def gradients_remember(self) -> bool:
-        """Whether something outlives an iteration: low rank's states, or which stages were chosen."""
+        """True if the class keeps state across iterations: low-rank factors and residuals, or the stages that auto has
+        chosen.
+        """
         kept = self.dp_compression_format == "low-rank" or self.dp_compression_stages == "auto"
         return self.dp_compression and kept
 
@@ -277,14 +302,16 @@ DP_GRADIENTS = TrafficClass(
 @completed
 @dataclass(frozen=True, kw_only=True)
 class FusedEmbeddingSyncConfig(Options):
-    """Technique 2, paper section 6: one all-reduce for the tied embedding instead of two."""
+    """Options of the tied embedding's gradient, reduced once instead of twice: technique 2, paper section 6."""
 
     fused_embedding_sync: bool = option(
-        False, "Reduce the tied embedding once, over all replicas of its two stages.",
+        False, "Reduce the tied embedding's gradient in one all-reduce over all replicas of the first and last stage.",
         switched_by="fused_embedding_sync_format",
     )  # fmt: skip
     fused_embedding_sync_format: Literal["dense", "int8", "int4"] = option(
-        "dense", "What its gradient travels as; one other than dense switches --fused-embedding-sync on."
+        "dense",
+        "Wire format of the tied embedding's gradient. A format other than dense also switches --fused-embedding-sync "
+        "on.",
     )
 
 
@@ -309,11 +336,12 @@ EMBEDDING = TrafficClass(
 @completed
 @dataclass(frozen=True, kw_only=True)
 class ParamGatherConfig(Options):
-    """Beyond the paper: what the distributed optimizer's replicas tell each other after its step."""
+    """Options of the all-gather of parameters after the distributed optimizer's step; not in the paper."""
 
     param_gather_format: Literal["dense", "int8", "int4"] = option(
         "dense",
-        "What the distributed optimizer gathers parameters as; in int8 and int4 what changed since the last gather.",
+        "Wire format of the parameters that the distributed optimizer gathers. int8 and int4 send the change of each "
+        "parameter since the last gather.",
     )
 
 
@@ -329,7 +357,7 @@ PARAM_GATHER = TrafficClass(
         ),
         Need(
             "master_copies",
-            "what a message leaves out has to stay in an fp32 copy that Megatron updates the parameters from",
+            "the compression error has to stay in an fp32 copy of the parameters, and Megatron keeps none here",
             "Leave it out, or use --bf16 or --fp16, without --use-precision-aware-optimizer",
             left_out="no fp32 copies of parameters",
         ),
@@ -339,14 +367,14 @@ PARAM_GATHER = TrafficClass(
 
 
 CLASSES = (PIPELINE_FORWARD, PIPELINE_BACKWARD, DP_GRADIENTS, EMBEDDING, PARAM_GATHER)
-"""All classes of traffic, in the order in which an iteration sends them, which is that of the log."""
+"""All classes of traffic, in the order in which an iteration sends them and the log lists them."""
 
 
 def class_named(name: str) -> TrafficClass:
     """Return the class of traffic of this name.
 
     Raises:
-        UnknownName: there is none; the message lists those that there are.
+        UnknownName: there is none; the message lists the known names.
     """
     found = {traffic.name: traffic for traffic in CLASSES}
     if name not in found:

@@ -1,7 +1,7 @@
-"""The group "Optimus-CC" in Megatron's own parser, and the way from parsed flags to what the user asked for.
+"""The group "Optimus-CC" in Megatron's parser, and the conversion of parsed flags into a `Request`.
 
-Every flag defaults to None, so that "not given" can be told from "given": a preset must give way to an
-individual flag, and two spellings of one option must not be mixed.
+Every flag defaults to None, so that "not given" can be told from "given": an individual flag overrides a preset, and
+two spellings of one option must not be mixed.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from optimus_cc_ext.errors import FlagError
 __all__ = ["PRESETS", "Request", "add_flags", "request_from"]
 
 PRESETS = ("paper", "balanced")
-"""What `--optimus-cc` may name; alone it is the first."""
+"""The presets of `--optimus-cc`; the flag alone selects the first one."""
 
 _PREFIX = "optimus_cc_"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for, before the cluster's layout is known.
+    """The options that a command line asks for, before the layout of the run is known.
 
-    `explicit` holds fields of `OptimusConfig` that were given one by one, or by the artifact's defaults; `preset`
-    which of `PRESETS` `--optimus-cc` names; `spelling` the flag that a field was given by; `artifact` whether it
-    is written in the published artifact's names.
+    `explicit` holds the fields of `OptimusConfig` that were given one by one, or follow from the artifact's defaults;
+    `preset` is the one of `PRESETS` that `--optimus-cc` names; `spelling` maps a field to the flag that gave it;
+    `artifact` is true if the command line uses the published artifact's names.
     """
 
     explicit: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Request:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "Optimus-CC": a flag for each field, and the published artifact's names for them."""
+    """Add the group "Optimus-CC" to `parser`: a flag for each field, and the published artifact's names."""
     group = parser.add_argument_group("Optimus-CC", "Compression of 3D-parallel traffic (arXiv 2301.09830).")
     group.add_argument(
         "--optimus-cc",
@@ -48,11 +48,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="?",
         const=PRESETS[0],
         choices=PRESETS,
-        help="A preset, as far as the layout allows it; individual flags win. paper (the flag alone): "
-        "--compressed-backprop, --fused-embedding-sync, and --dp-compression on ceil(0.75 P) stages, with their "
-        "defaults. balanced: vanilla's loss first; activations in fp8, their gradients in int8, data-parallel "
-        "gradients in int4 on the stages where it pays (auto), the tied embedding in int8, the distributed optimizer's "
-        "parameters in int4.",
+        help="Preset, as far as the layout allows it; individual flags override it. balanced (recommended) puts "
+        "vanilla Megatron's loss first: activations in fp8, activation gradients in int8, data-parallel gradients in "
+        "int4 on the stages where compression saves time (auto), the tied embedding in int8, the distributed "
+        "optimizer's parameters in int4. paper (--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, "
+        "and --dp-compression on the first 75 %% of the pipeline stages, with their defaults.",
     )
     for field in dataclasses.fields(OptimusConfig):
         text = field.metadata["help"]
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             flag_of(field.name),
             dest=_PREFIX + field.name,
             default=None,
-            help=f"{text.removesuffix('.')} ({default_of(field)})." if text else argparse.SUPPRESS,
+            help=f"{text} (default: {default_of(field)})" if text else argparse.SUPPRESS,
             **_parsing(field),
         )
     add_artifact_flags(group)
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """How argparse reads a field."""
+    """Return the keyword arguments with which argparse parses a field's flag."""
     kind, words = type_of(field), literals_of(field.type)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -83,7 +83,7 @@ def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 
 def request_from(args: argparse.Namespace) -> Request:
-    """Read what was asked for out of the parsed arguments.
+    """Read the requested options out of the parsed arguments.
 
     Raises:
         FlagError: one option was given in both spellings, or the artifact's names together with `--optimus-cc`.
@@ -98,11 +98,11 @@ def request_from(args: argparse.Namespace) -> Request:
 
     for flag, _ in artifact:
         if twice := [name for name in flag.fields if name in given]:
-            reason = f"it is the published artifact's name of {flag_of(twice[0])}, which is given too"
+            reason = f"it is the published artifact's name for {flag_of(twice[0])}, which is given too"
             raise FlagError(flag.spelling, reason, "Give one of the two")
     if preset:
         reason = f"the preset cannot be combined with the published artifact's names ({artifact[0][0].spelling})"
-        raise FlagError("--optimus-cc", reason, "Write the command line in one spelling")
+        raise FlagError("--optimus-cc", reason, "Give either the preset or the artifact's flags")
     asked, spelled = dict(ARTIFACT_DEFAULTS), dict[str, str]()
     for flag, value in artifact:
         if flag.needs is None or flag.needs in [other.spelling for other, _ in artifact]:

@@ -1,4 +1,4 @@
-"""`OptimusConfig`: the options of all classes of traffic, and those that concern every class."""
+"""`OptimusConfig`: the options of all classes of traffic, and the options that concern every class."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -25,28 +25,36 @@ class OptimusConfig(
     ParamGatherConfig, DataParallelCompressionConfig, FusedEmbeddingSyncConfig, CompressedBackpropConfig,
     PipelineForwardConfig,
 ):  # fmt: skip
-    """Everything that `optimus_cc_ext.install` needs to know.
+    """The configuration that `optimus_cc_ext.install` takes.
 
     Raises:
         FlagError: a field is out of range; the message names the command-line flag of that field.
     """
 
     compression_seed: int = option(
-        1234, "Seed of the private generators.", Values("S"), shown_default="Megatron's --seed"
+        1234, "Seed of compression's own random generators.", Values("S"), shown_default="Megatron's --seed"
     )
     compression_state_dtype: Literal["fp32", "bf16"] = option(
-        "fp32", "What residuals and factors are kept in between messages and steps; bf16 halves their memory."
+        "fp32", "Data type of residuals and low-rank factors between messages and steps; bf16 halves their memory."
     )
     low_rank_wire: Literal["dense", "int8"] = option(
-        "dense", "What low-rank factors travel as: in the gradients' dtype, or in blocks of int8."
+        "dense", "Wire format of low-rank factors: the gradients' data type (dense), or blocks of int8."
     )
     block_rotation: bool = option(
-        True, "Rotate the blocks of int8 and int4 (random signs, Hadamard), so that an outlier spoils its block less."
+        True,
+        "Rotate blocks by a random-sign Hadamard transform before rounding to int8 or int4, so that one outlier costs "
+        "the other values of its block less precision.",
     )
-    compression_metrics: bool = option(True, "Log traffic by class, compression errors, residuals and times.")
-    compression_forecast: bool = option(True, "Measure links and times first; say what each technique will gain.")
-    compression_error_statistics: bool = option(False, "Log errors against activation differences (figure 11).")
-    # Tests': low-rank for what is not worth it as well; blocks that leave nothing out.
+    compression_metrics: bool = option(
+        True, "Log the bytes of each class of traffic, and the errors, residual norms and times of compression."
+    )
+    compression_forecast: bool = option(
+        True, "Measure links and computation in the first iterations, and log the gain to expect from each technique."
+    )
+    compression_error_statistics: bool = option(
+        False, "Log how compression errors relate to activation differences (the paper's figure 11)."
+    )
+    # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
     force_compression: bool = option(False, None)
     exact_blocks: bool = option(False, None)
 
@@ -55,30 +63,32 @@ class OptimusConfig(
         if self.compression_error_statistics and not (self.backprop_remembers and self.compression_metrics):
             raise FlagError(
                 "--compression-error-statistics",
-                "they are logged with --compression-metrics, and are about low-rank errors of --compressed-backprop",
-                "Switch both on, or leave it out",
+                "it describes low-rank errors of --compressed-backprop, and --compression-metrics logs them",
+                "Switch on --compressed-backprop and --compression-metrics, or leave it out",
             )
 
     def is_on(self, traffic: TrafficClass) -> bool:
-        """Return whether a class of traffic is sent in another form than Megatron's own."""
+        """Return True if a class of traffic is sent in another form than vanilla Megatron's."""
         return getattr(self, traffic.switch) not in (False, "dense")
 
     def format_of(self, traffic: TrafficClass) -> str:
-        """Return the format that a class of traffic travels as; dense where it is off."""
+        """Return the wire format of a class of traffic; dense where the class is off."""
         chosen: str = getattr(self, traffic.format_field)
         return chosen if self.is_on(traffic) else "dense"
 
     def remembers(self, traffic: TrafficClass) -> bool:
-        """Return whether a class of traffic keeps state in checkpoints."""
+        """Return True if a class of traffic keeps state in checkpoints."""
         return bool(traffic.remembers and getattr(self, traffic.remembers))
 
     @property
     def any_technique(self) -> bool:
-        """Whether anything is sent in another form than Megatron's own."""
+        """True if any class of traffic is sent in another form than vanilla Megatron's."""
         return any(map(self.is_on, CLASSES))
 
     def replace(self, **changes: object) -> "OptimusConfig":
-        """A copy with some fields changed, validated again; what follows from a format that is changed follows anew."""
+        """Return a validated copy with some fields changed. A changed format also resets the fields that follow from
+        it.
+        """
         follow = {field.name: field.metadata["follows"] for field in dataclasses.fields(self)}
         anew = {name: None for name, follows in follow.items() if follows is not None and follows.format in changes}
         return dataclasses.replace(self, **anew | changes)  # type: ignore[arg-type]
@@ -86,4 +96,4 @@ class OptimusConfig(
 
 _FIELDS = [field.name for field in dataclasses.fields(OptimusConfig)]
 CLASSES_BY_FLAG = tuple(sorted(CLASSES, key=lambda traffic: _FIELDS.index(traffic.format_field)))
-"""The classes of traffic in the order of their flags, which is that of the paper's techniques."""
+"""The classes of traffic in the order of their flags, which is the order of the paper's techniques."""

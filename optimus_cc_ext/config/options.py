@@ -1,7 +1,7 @@
-"""A field of the configuration is all there is to know of the command-line flag of its name.
+"""The declaration of an option: one dataclass field holds everything about the command-line flag of its name.
 
-`option` declares type, default, help and range; `optimus_cc_ext.config.flags` makes the parser from it. A dataclass
-of options validates itself, without knowing the cluster.
+`option` declares type, default, help and range; `optimus_cc_ext.config.flags` builds the parser from them. A dataclass
+of options validates itself, without knowing the layout of the run.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ __all__ = ["FRACTION", "RANK", "STAGES", "Follows", "Options", "Values", "comple
 
 
 class Values(NamedTuple):
-    """The values that a field takes, and how others are refused; `{}` is the value."""
+    """The values that a field takes, and the refusal of others, in which `{}` stands for the value."""
 
     metavar: str | None = None
     allows: Callable[[Any], bool] = lambda value: True
@@ -26,17 +26,17 @@ class Values(NamedTuple):
     cure: str = ""
 
 
-RANK = Values("R", lambda rank: rank >= 1, "a rank of {} leaves nothing to send", "Give a whole number of at least 1")
+RANK = Values("R", lambda rank: rank >= 1, "a rank of {} sends nothing", "Give a whole number of at least 1")
 FRACTION = Values(
     "F",
-    lambda fraction: 0.0 <= fraction <= 1.0,  # NaN is not, either
+    lambda fraction: 0.0 <= fraction <= 1.0,  # also false for NaN
     "{} is not a fraction of the training iterations",
     "Give a number from 0 to 1",
 )
 STAGES = Values(
     "{all,auto,N}",
     lambda stages: stages in ("all", "auto") or (isinstance(stages, int) and stages >= 1),
-    "{!r} names no stages",
+    "{!r} does not name pipeline stages",
     "Give 'all', 'auto' or a number of at least 1",
 )
 
@@ -45,13 +45,13 @@ class Follows(NamedTuple):
     """The default of a field that follows from the format of its class of traffic."""
 
     format: str
-    """The field of the format."""
+    """The name of the field of the format."""
 
     low_rank: Any
-    """The default beside low-rank."""
+    """The default if the format is low-rank."""
 
     others: Any
-    """The default beside every other format."""
+    """The default for every other format."""
 
 
 def option[T](
@@ -62,15 +62,15 @@ def option[T](
     """Declare a field and its flag.
 
     Args:
-        default: its value where nothing is given.
-        help: what the flag does; None: one that is not shown.
-        values: which values it takes; None: all of its type.
-        shown_default: how `--help` writes the default.
-        follows: where its value comes from if that is None.
-        switched_by: for the switch of a class of traffic: the field of the format, which wins over the switch.
-        low_rank_only: whether it means nothing to other formats than low-rank.
-        said: by value, its part in the line that says what is switched on; None stands for all other values, `{}` for
-            the value.
+        default: the field's value if the flag is not given.
+        help: the flag's help text; None hides the flag.
+        values: the values that the field takes; None: all values of its type.
+        shown_default: the default as `--help` writes it.
+        follows: the source of the field's value if that is None.
+        switched_by: for the switch of a class of traffic: the field of the format, which overrides the switch.
+        low_rank_only: true if the option has no effect on other formats than low-rank.
+        said: text about the field in the line that lists what is on, by value; the key None stands for all other
+            values, `{}` for the value.
     """
     metadata = {
         "help": help, "values": values, "shown_default": shown_default, "follows": follows, "switched_by": switched_by,
@@ -85,7 +85,7 @@ def flag_of(name: str) -> str:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> str:
-    """Return a flag's default as `--help` and the documents say it."""
+    """Return a flag's default as `--help` and the documents write it."""
     if (follows := field.metadata["follows"]) is not None:
         return f"{_in_words(follows.low_rank)} for low-rank, else {_in_words(follows.others)}"
     return field.metadata["shown_default"] or _in_words(field.default)
@@ -104,20 +104,20 @@ def type_of(field: "dataclasses.Field[Any]") -> Any:
 
 
 def literals_of(kind: Any) -> tuple[str, ...]:
-    """Return the words among the values of a field's type."""
+    """Return the literal words among the values of a field's type."""
     parts = typing.get_args(kind)
     return parts if typing.get_origin(kind) is Literal else tuple(word for part in parts for word in literals_of(part))
 
 
 def values_of(field: "dataclasses.Field[Any]") -> Values:
-    """Return which values a field takes: what it says of them itself, or else the words of its type."""
+    """Return the values that a field takes: those it declares, or else the literal words of its type."""
     words = ", ".join(literals_of(field.type))
     choice = Values(None, literals_of(field.type).__contains__, f"{{!r}} is not one of {words}", f"Give one of {words}")
     return field.metadata["values"] or (choice if words else Values())
 
 
 class Options:
-    """The base of dataclasses of options: refuses what is out of range, by the name of its flag."""
+    """The base of dataclasses of options, which refuses values out of range and names their flags."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -127,10 +127,10 @@ class Options:
 
 
 def completed[T](options: type[T]) -> type[T]:
-    """Let a frozen dataclass of options be made from few arguments: those that follow from others are filled in first.
+    """Let a frozen dataclass of options be built from few arguments, by filling in the fields that follow from others.
 
-    A value that is None and follows from a format becomes what follows. A format other than the default one decides
-    about the switch of its class of traffic.
+    A field that is None and follows from a format gets the default for that format. A format other than the default one
+    sets the switch of its class of traffic: on, or off for dense.
     """
     store: Callable[..., None] = options.__init__
     fields = dataclasses.fields(options)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""From what was asked for to what is done: the preset, the cluster's layout, and what must be refused.
+"""Rules that turn a request into a configuration: presets, needs of the layout, and flags that cannot work.
 
-Pure rules: no Megatron, no process group, so that each can be tested by itself.
+The rules are pure functions without Megatron or process groups, so that each can be tested by itself.
 """
 
 import argparse
@@ -26,19 +26,19 @@ class Layout:
     """The facts about a run that decide which techniques can work."""
 
     stages: int
-    """Pipeline stages P."""
+    """The number of pipeline stages, P."""
 
     data_parallel: int
-    """Data-parallel replicas D."""
+    """The number of data-parallel replicas, D."""
 
     tied_embeddings: bool
-    """Whether the first stage's word embedding is the last stage's output weight as well."""
+    """True if the first stage's word embedding is also the last stage's output weight."""
 
     distributed_optimizer: bool = False
-    """Whether each replica's optimizer reads only its shard of the gradients."""
+    """True if each replica's optimizer reads only its own shard of the gradients."""
 
     master_copies: bool = False
-    """Whether Megatron keeps parameters in bf16 or fp16, and copies them over from an fp32 copy after each step."""
+    """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
 
     train_iters: int | None = None
     seed: int = 1234
@@ -47,19 +47,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A validated configuration, and the lines that say what was changed or left out on the way."""
+    """A validated configuration, and the lines about everything that was changed or left out on the way."""
 
     config: OptimusConfig
     notes: tuple[str, ...] = ()
 
 
 def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = False) -> OptimusConfig:
-    """Return what training would make of these flags of ours on a layout.
+    """Return the configuration that training would use for these Optimus-CC flags on a layout.
 
     Args:
         flags: words of a command line.
-        layout: the run's.
-        ignore_others: leave flags that are not ours, such as Megatron's, alone instead of refusing them.
+        layout: the run's layout.
+        ignore_others: skip flags that are not ours, such as Megatron's, instead of refusing them.
 
     Raises:
         FlagError: a flag is not one of ours, or training would refuse it.
@@ -67,12 +67,14 @@ def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = Fal
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     args, others = parser.parse_known_args(list(flags))
     if others and not ignore_others:
-        raise FlagError(others[0], "not an Optimus-CC flag", "Leave it out: all else must be the same in every run")
+        raise FlagError(
+            others[0], "not an Optimus-CC flag", "Leave it out: compared runs differ in Optimus-CC's flags only"
+        )
     return resolve(request_from(args), layout).config
 
 
 def resolve(request: Request, layout: Layout) -> Resolution:
-    """Apply the preset and the defaults, and refuse what cannot work on this layout.
+    """Apply the preset and the defaults, and refuse flags that cannot work on this layout.
 
     Raises:
         FlagError: a flag that was given one by one cannot work, or is out of range.
@@ -82,7 +84,8 @@ def resolve(request: Request, layout: Layout) -> Resolution:
     stages = fields.get("dp_compression_stages")
     in_artifacts_spelling = request.spelling.get("dp_compression_stages", "").startswith("--selective_grad_comp")
     if in_artifacts_spelling and isinstance(stages, int) and stages > layout.stages:
-        # The artifact's own 335M scripts ask for 3 compressed stages of 2; there it meant all of them.
+        # The artifact's own 335M scripts ask for 3 compressed stages of a pipeline of 2; the artifact then compressed
+        # both.
         fields["dp_compression_stages"] = layout.stages
         notes.append(f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are")
     try:
@@ -90,7 +93,7 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         _check_formats(config, request)
         check_layout(config, layout)
     except FlagError as error:
-        # Named as the user wrote it; a technique that a format switched on, by that.
+        # Name the flag as the user wrote it. If a format switched the technique on, name the format's flag.
         name = error.flag.removeprefix("--").replace("-", "_")
         written = request.spelling.get(name) or request.spelling.get(f"{name}_format", error.flag)
         raise FlagError(written, error.reason, error.cure) from None
@@ -101,12 +104,12 @@ def resolve(request: Request, layout: Layout) -> Resolution:
 
 
 def _preset(name: str, explicit: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], list[str]]:
-    """Return a preset's fields as far as the layout allows them, and the lines that say what it leaves out."""
+    """Return a preset's fields as far as the layout allows them, and the lines about classes that it leaves out."""
     fields: dict[str, Any] = {}
     notes = []
     for traffic in CLASSES_BY_FLAG:
         wanted = traffic.presets.get(name, {})
-        # A class that is switched off takes the preset's format with it, which would switch it on.
+        # If the user switched a class off, skip the preset's format as well, since a format would switch it on again.
         taken = (traffic.switch, traffic.format_field) if explicit.get(traffic.switch) is False else ()
         need = _unmet(traffic, layout)
         if need is None:
@@ -119,26 +122,27 @@ def _preset(name: str, explicit: Mapping[str, Any], layout: Layout) -> tuple[dic
 
 
 def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:
-    """Return the first need of a class of traffic that does not hold on a layout."""
+    """Return the first need of a class of traffic that a layout does not meet, or None."""
     return next((need for need in traffic.needs if getattr(layout, need.fact) < need.at_least), None)
 
 
 def _check_formats(config: OptimusConfig, request: Request) -> None:
-    """Refuse what was given beside a format that it means nothing to. Dense is a way out: it goes with anything."""
+    """Refuse options that have no effect on the chosen format. A dense format goes with every option."""
     for traffic in CLASSES_BY_FLAG:
         chosen, flag = getattr(config, traffic.format_field), traffic.format_flag
         if chosen in ("dense", "low-rank"):
             continue
         if request.explicit.get(traffic.switch) is False:
-            raise FlagError(flag, f"{request.spelling[traffic.switch]} says the opposite", "Give one of the two")
+            contradiction = f"it contradicts {request.spelling[traffic.switch]}"
+            raise FlagError(flag, contradiction, "Give one of the two")
         for name, field in traffic.fields.items():
             if field.metadata["low_rank_only"] and name in request.spelling:
-                reason = f"{flag} {chosen} has no rank, and keeps nothing across iterations"
+                reason = f"it has no effect on {flag} {chosen}, which has neither a rank nor state across iterations"
                 raise FlagError(flag_of(name), reason, f"Leave it out, or give {flag} low-rank")
 
 
 def check_layout(config: OptimusConfig, layout: Layout) -> None:
-    """Refuse what has nothing to work on.
+    """Refuse a configuration that the layout leaves nothing to compress for.
 
     Raises:
         FlagError: naming the flag, the reason and the cure.
@@ -148,17 +152,17 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
             raise FlagError(traffic.flag, need.reason, need.cure)
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
-        reason = f"{stages} stages are to be compressed but there are only {layout.stages}"
+        reason = f"{stages} stages are to be compressed, but the pipeline has only {layout.stages}"
         raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
     for traffic in filter(config.is_on, CLASSES_BY_FLAG):
         warmup = f"{traffic.name}_warmup"
         if getattr(config, warmup, 0) and layout.train_iters is None:
-            reason = "a fraction of the training iterations means nothing where their number is not known"
+            reason = "a fraction of the training iterations is given, but their number is not known"
             raise FlagError(flag_of(warmup), reason, "Give --train-iters, or a warm-up of 0")
 
 
 def describe(config: OptimusConfig) -> str:
-    """Return what is switched on, in one line."""
+    """Return one line that lists the techniques that are on."""
     return ", ".join(_described(config, traffic) for traffic in CLASSES_BY_FLAG if config.is_on(traffic)) or (
         "every technique is off"
     )
@@ -174,11 +178,11 @@ def _described(config: OptimusConfig, traffic: TrafficClass) -> str:
     return traffic.phrase if details == ["dense"] else f"{traffic.phrase} ({', '.join(details)})"
 
 
-# -- what a command line does that it does not show -------------------------------------------------------------------
+# -- lines about effects that the command line does not show ----------------------------------------------------------
 
 
 def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
-    """Yield a line for each flag that does nothing; `spelling` has, by field, the flag that the user gave it by."""
+    """Yield a line for each flag that has no effect; `spelling` maps a field to the flag by which the user gave it."""
     idle: dict[str, str] = {}
     working: set[str] = set()
     for traffic in CLASSES_BY_FLAG:
@@ -200,7 +204,7 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
 
 
 def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
-    """Yield lines that name the artifact's defaults that are in force although no flag says so, and ours are others."""
+    """Yield lines that name the artifact's defaults in force that no flag shows and that differ from our defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(OptimusConfig)}
     in_force = {name for traffic in CLASSES if config.is_on(traffic) for name in traffic.fields} | {"compression_seed"}
     silent = {
@@ -213,8 +217,8 @@ def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[s
         yield f"the published artifact's defaults: {', '.join(_written(*item) for item in silent.items())}"
     if carried and config.lazy_error_propagation:
         yield (
-            "--use_error_feedback: carries the residual across iterations: as the published artifact does. Add "
-            "--residual-across-iterations drop, our default: carrying cost 3 % of loss"
+            "--use_error_feedback: carries the residual across iterations, as the published artifact does. Carrying "
+            "cost 3 % of loss; --residual-across-iterations drop, our default, avoids it"
         )
 
 

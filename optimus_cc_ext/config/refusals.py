@@ -1,4 +1,4 @@
-"""Megatron's options that classes of traffic do not work with yet: each refused by name, before anything starts."""
+"""Megatron's options that classes of traffic do not support yet. Each is refused by name, before training starts."""
 
 import argparse
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt
 
 @dataclass(frozen=True)
 class Refusal:
-    """An option of Megatron, the classes of traffic that do not work with it, and what to say."""
+    """An option of Megatron, the classes of traffic that do not support it, and the reason and cure of the refusal."""
 
     flag: str
     classes: tuple[TrafficClass, ...]
@@ -37,13 +37,13 @@ class Refusal:
     reason: str
     cure: str = "Leave it out, or leave out the technique"
     given: Callable[[argparse.Namespace], Any] | None = None
-    """Whether Megatron's arguments ask for the option; None: where the flag's own argument is true."""
+    """A test for the option in Megatron's arguments; None: the argument of the flag's own name is true."""
 
     where: Callable[[OptimusConfig, TrafficClass], bool] = OptimusConfig.is_on
-    """Whether the option affects one of these classes in a configuration."""
+    """A test for whether the option affects one of these classes in a configuration."""
 
     def affected(self, args: argparse.Namespace, config: OptimusConfig) -> tuple[TrafficClass, ...]:
-        """Return the classes of traffic that do not work with these arguments."""
+        """Return the classes of traffic that these arguments make unsupported."""
         name = self.flag.removeprefix("--").replace("-", "_")
         if not (getattr(args, name, None) if self.given is None else self.given(args)):
             return ()
@@ -55,7 +55,8 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
 
 
 def _graph_of_everything(args: argparse.Namespace) -> bool:
-    # Megatron 0.17 has it as a scope of "local", a member of an enumeration; later ones have turned it into their own.
+    # Megatron 0.17 has full_iteration as a scope (a member of an enumeration) of the implementation "local"; later
+    # versions have made it an implementation of its own.
     scopes = getattr(args, "cuda_graph_scope", None) or ()
     return getattr(args, "cuda_graph_impl", "none") == "full_iteration" or any(
         getattr(scope, "name", scope) == "full_iteration" for scope in scopes
@@ -64,12 +65,12 @@ def _graph_of_everything(args: argparse.Namespace) -> bool:
 
 _FLAGS = "{}, {} and {}".format(*(traffic.flag for traffic in _BUFFERS))
 _QUANTISED = f"quantised parameter buffers are not supported with {_FLAGS}"
-_SHARDED = f"it shards weights and their gradients over ranks that {_FLAGS} do not know"
+_SHARDED = f"it shards weights and their gradients over ranks that {_FLAGS} do not take into account"
 
 REFUSALS = (
-    # Before the distributed optimizer, which Megatron switches on with it.
-    Refusal("--use-megatron-fsdp", CLASSES, "FSDP keeps its gradients elsewhere"),
-    Refusal("--use-torch-fsdp2", CLASSES, "FSDP keeps its gradients elsewhere"),
+    # These come before the distributed optimizer, which Megatron switches on together with FSDP.
+    Refusal("--use-megatron-fsdp", CLASSES, "FSDP keeps gradients outside of Megatron DDP's buffers"),
+    Refusal("--use-torch-fsdp2", CLASSES, "FSDP keeps gradients outside of Megatron DDP's buffers"),
     Refusal(
         "--context-parallel-size", CLASSES, "context parallelism is not supported by Optimus-CC",
         given=_above_one("context_parallel_size"),
@@ -97,41 +98,43 @@ REFUSALS = (
     ),
     Refusal(
         "--overlap-moe-expert-parallel-comm", CLASSES,
-        "it runs another schedule than the 1F1B that decides which messages are compressed",
+        "it replaces the 1F1B schedule, by which both ends decide which messages are compressed",
     ),
     Refusal(
         "--mtp-num-layers", (EMBEDDING,),
         "multi-token prediction keeps more than two copies of the embedding",
     ),
     Refusal(
-        "--optimizer", _BUFFERS, "layer-wise optimizers (Muon and others) lay their buffers out differently",
+        "--optimizer", _BUFFERS, "layer-wise optimizers (Muon and others) use another layout of the gradient buffers",
         "Use --optimizer adam or sgd", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
     ),
     Refusal(
-        "--cuda-graph-impl", CLASSES, "a graph of the whole iteration would replay one iteration's decisions for ever",
+        "--cuda-graph-impl", CLASSES,
+        "a graph of the whole iteration would repeat one iteration's choice of compressed messages for ever",
         given=_graph_of_everything,
     ),
     Refusal(
         "--use-ring-exchange-p2p", (PIPELINE_FORWARD, PIPELINE_BACKWARD),
-        "ring exchange does not pass through the calls that compression wraps",
+        "ring exchange bypasses the point-to-point calls that compression wraps",
     ),
     Refusal(
         "--compression-error-statistics", (PIPELINE_BACKWARD,),
-        "with interleaving, consecutive messages belong to different layers",
-        "Leave it out, or leave out the interleaving", _above_one("virtual_pipeline_model_parallel_size"),
+        "with the interleaved schedule, consecutive messages belong to different layers",
+        "Leave it out, or use the non-interleaved schedule", _above_one("virtual_pipeline_model_parallel_size"),
         lambda config, _: config.compression_error_statistics,
     ),
     Refusal(
-        "--inprocess-restart", CLASSES, "a restart inside the process would keep the state of the run before",
+        "--inprocess-restart", CLASSES, "an in-process restart would keep the compression state of the previous run",
     ),
     Refusal(
         "--non-persistent-ckpt-type", CLASSES,
-        "local checkpoints have no folder in which the compressors' state could lie beside them",
+        "local checkpoints have no folder for the state of compression",
         "Use --non-persistent-ckpt-type global, or leave it out",
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
     ),
     Refusal(
-        "--enable-msc", CLASSES, "the state of compression cannot be saved to a remote store", "Save to a file system",
+        "--enable-msc", CLASSES, "the state of compression cannot be saved to a remote store",
+        "Give --save and --load paths of a file system",
         lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
         OptimusConfig.remembers,
     ),
@@ -140,7 +143,7 @@ REFUSALS = (
 
 
 def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
-    """Refuse the first option in `args` that a class of traffic in `config` does not work with.
+    """Refuse the first option in `args` that a class of traffic in `config` does not support.
 
     Raises:
         FlagError: naming Megatron's flag, the reason and the cure.

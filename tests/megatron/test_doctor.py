@@ -65,7 +65,7 @@ BAD = [
     (TINY + " --compressed-backprop", 4, "--compressed-backprop: there is nothing to compress"),
     (PP2 + "--dp-compression", 2, "--dp-compression: there is nothing to compress"),
     (PP2 + "--optimus-cc --context-parallel-size 2", 8, "--context-parallel-size: context parallelism"),
-    (PP2 + "--optimus-cc --grad_comp", 4, "Write the command line in one spelling"),
+    (PP2 + "--optimus-cc --grad_comp", 4, "Give either the preset or the artifact's flags"),
     (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
     # Where the parser does.
     (PP2 + "--optimus-c", 4, "--optimus-c: did you mean --optimus-cc"),

@@ -54,7 +54,7 @@ def test_a_rank_is_accepted_from_one_on(field: str, rank: int) -> None:
     error = refused(**{field: rank})
     assert error.flag == flag_of(field)
     assert flag_of(field) in str(error) and str(rank) in str(error)
-    assert "leaves nothing to send" in str(error) and "at least 1" in str(error)
+    assert "sends nothing" in str(error) and "at least 1" in str(error)
 
 
 @pytest.mark.parametrize("field", WARMUPS)
@@ -73,7 +73,7 @@ def test_a_warmup_is_accepted_where_it_is_a_fraction(field: str, fraction: float
 def test_stages_that_name_none_are_refused(stages: object) -> None:
     error = refused(dp_compression_stages=stages)
     assert error.flag == "--dp-compression-stages"
-    assert "names no stages" in str(error) and "'all', 'auto' or a number of at least 1" in str(error)
+    assert "does not name pipeline stages" in str(error) and "'all', 'auto' or a number of at least 1" in str(error)
 
 
 @pytest.mark.parametrize("stages", ["all", "auto", 1, 64])

@@ -31,7 +31,7 @@ def test_megatrons_help_shows_every_flag_with_its_default_and_the_artifacts_name
     text = " ".join(shown.output.split("\nOptimus-CC:\n")[1].split())
     for field in FIELDS:
         switch = f", --no-{flag_of(field.name)[2:]} " if type_of(field) is bool else " "
-        assert re.search(f"{flag_of(field.name)}{switch}.*? \\({default_of(field)}\\)", text), field.name
+        assert re.search(f"{flag_of(field.name)}{switch}.*? \\(default: {default_of(field)}\\)", text), field.name
     assert all(f" {flag.spelling} " in text for flag in ARTIFACT_FLAGS)
     assert "--force-compression" not in text, "a test's knob is no user's flag"
 
