@@ -11,36 +11,20 @@ from statistics import fmean
 
 import torch
 
-from optimus_cc_ext.compressors.blocks import BlockLayout
-from optimus_cc_ext.compressors.fast import fast_compressor
-from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.options import flag_of
-from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
-from optimus_cc_ext.forecast.probe import probe_collective, probe_link
+from optimus_cc_ext.forecast.measure import EMBEDDING, GATHER, GRADIENTS, Measured, measure
 from optimus_cc_ext.forecast.timeline import (
-    FREE,
     INDIFFERENT,
-    ClassCost,
     IterationTimes,
-    Link,
-    RankCost,
     Rate,
     Switches,
-    When,
     iteration,
-    reduction,
     useful_stages,
 )
-from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.exchange import BlockCodecs
-from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
-from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
-from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
@@ -48,25 +32,8 @@ __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
 _TIMED_PASS = 1
 """Counted from 0. The one before allocates, compiles and connects."""
 
-FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
-GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
 _FLAGS = {each.tag: each.flag for each in CLASSES_BY_FLAG if each.tag != GATHER}
 """The flag that switches a class on whose seconds are part of the comparison, in the order of the lines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One rank's costs, its links, and the memory that it lacks."""
-
-    cost: RankCost
-    link: Rate | None
-    """To the next stage; None with one stage."""
-
-    replicas: Rate | None
-    """An all-reduce over the replicas; None: one replica."""
-
-    lacking: int = 0
-    """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +56,9 @@ class Forecast:
     replicas: float
     """Bytes per second of sums over replicas; 0 with one replica."""
 
+    exchange: float = 0.0
+    """Bytes per second of an all-to-all over replicas; 0 where none is used."""
+
     warmups: Mapping[str, float]
     """By flag: the share of the iterations in which a class waits, which the predicted iteration does not."""
 
@@ -97,7 +67,9 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return the terminal's lines: the links, what is gained, class by class, and what does not pay."""
-        rates = (self.link, "between stages"), (self.replicas, "among replicas")
+        rates = (
+            (self.link, "between stages"), (self.replicas, "among replicas"), (self.exchange, "in their all-to-all")
+        )  # fmt: skip
         links = ", ".join(f"{rate / 1e6:.1f} MB/s {where}" for rate, where in rates if rate)
         plain, ours = self.plain.reduced, self.ours.reduced
         lines = [
@@ -172,6 +144,7 @@ def forecast(
         compressed_stages=stages,
         link=_mean_rate([m.link for m in everyone]),
         replicas=_mean_rate([m.replicas for m in everyone]),
+        exchange=_mean_rate([m.exchange for m in everyone]),
         lacking=lacking,
         warmups={flag_of(f"{row.name}_warmup"): share for row, share in waiting.items() if share},
     )
@@ -219,142 +192,12 @@ class Forecaster:
     def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
         session = self._session
         assert session.grid is not None, "the session has no place in the grid yet"
-        everyone = session.grid.gather(self._measure(gradient, device))
+        everyone = session.grid.gather(measure(session, self._stopwatch, gradient, device))
         found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
         if session.gradients.stages_are_open:
             session.gradients.choose_stages(found.compressed_stages)
         if session.grid.is_first:
             _say(session, found)
-
-    def _measure(self, gradient: torch.Tensor | None, device: torch.device) -> Measured:
-        session, gradients = self._session, self._session.gradients
-        assert session.grid is not None, "the session has no place in the grid yet"
-        sharded = session.layout is not None and session.layout.distributed_optimizer
-        everyone = session.grid.groups
-        link = probe_link(session.grid.pipeline_group, device, everyone)
-        # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
-        replicas = dense_sum = probe_collective(gradients.replicas, device, everyone, scattered=False)
-        if sharded:
-            dense_sum = probe_collective(gradients.replicas, device, everyone, scattered=True)
-        classes = (
-            _forward(session, gradient, link or FREE),
-            _backward(session, gradient, link or FREE),
-            _gradients(session, dense_sum or FREE, replicas or FREE, sharded),
-            *_embedding(session, dense_sum or FREE, replicas or link or FREE, sharded),
-            _gather(session, replicas or FREE),
-        )
-        return Measured(
-            cost=RankCost(
-                stage=session.grid.place.stage,
-                forward=self._stopwatch.median("forward"),
-                backward=self._stopwatch.median("backward"),
-                classes=classes,
-                buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
-            ),
-            link=link,
-            replicas=replicas,
-            lacking=_lacking(gradients.state_bytes, device),
-        )
-
-
-# Each class of traffic, measured. What is tried has memory of its own: buckets' is used on their own stream.
-
-
-def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
-    dense = compressed = link.sent(like.nbytes if like is not None else 0)
-    if like is not None and session.forward.messages is not None:
-        format = session.config.format_of(classes.PIPELINE_FORWARD)
-        codec = session.new_codec(format)
-        assert codec is not None
-        encode, decode, _ = time_message(BlockMessages(codec, Gauge()), like)
-        compressed = link.sent(message_bytes(format, like.numel(), like.dtype), encode=encode, decode=decode)
-    return ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, dense, compressed)
-
-
-def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
-    dense = compressed = link.sent(like.nbytes if like is not None else 0)
-    ends = session.backprop.sending or session.backprop.receiving
-    if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
-        tried = CompressedBackprop(session.config, fast_compressor(), session.new_codec(coded_in(session.config)))
-        compress, decompress, remember = time_message(tried.messages(ends.plan), like)
-        nbytes = ends.plan.message_bytes(like.shape, like.dtype)
-        compressed = link.sent(nbytes, encode=compress, decode=decompress, remember=remember)
-    return ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, dense, compressed)
-
-
-def _gradients(session: Session, dense_sum: Rate, replicas: Rate, sharded: bool) -> ClassCost:
-    gradients, config, coding = session.gradients, session.config, 0.0
-    if config.dp_compression and session.alone is not None:
-        coding = time_gradients(
-            [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
-            alone=session.alone,
-            compressor=fast_compressor(),
-            config=config,
-            state_dtype=gradients.state_dtype,
-            codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
-            wire=session.new_codec(config.low_rank_wire),
-            sharded=sharded,
-        )
-    compressed = sum(buckets.plan.compressed_bytes() for buckets in gradients.buckets)
-    return ClassCost(
-        GRADIENTS,
-        When.AFTER_BACKWARD,
-        Link.REPLICAS,
-        dense_sum.sent(sum(buckets.plan.dense_bytes for buckets in gradients.buckets)),
-        reduction(replicas, compressed, coding, _second_phase(gradients.codecs, sharded)),
-    )
-
-
-def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
-    """Return the share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
-    if codecs is None:
-        return 0.5  # P and Q are of much the same size
-    if sharded:
-        return 0.0
-    block = BlockLayout.of_one(BLOCK)
-    there, back = (codec.message_bytes(block, torch.float32) for codec in codecs)
-    return back / (there + back)
-
-
-def _embedding(session: Session, dense_sum: Rate, pair: Rate, sharded: bool) -> tuple[ClassCost, ClassCost]:
-    """Return the tied embedding's way over the replicas, then over the first and the last stage."""
-    assert session.grid is not None
-    nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
-    with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
-    with_pair = of_pair = 0
-    if nbytes and session.grid.stages > 1:
-        formats = session.embedding.formats
-        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
-        if sharded:
-            # Shards only: what the pair sums when the replicas have.
-            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
-        with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
-        fused_with_replicas = fused - of_pair
-    return (
-        ClassCost(
-            EMBEDDING, When.AFTER_BACKWARD, Link.REPLICAS,
-            dense_sum.sent(with_replicas), dense_sum.sent(fused_with_replicas),
-        ),
-        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, pair.sent(with_pair), pair.sent(of_pair)),
-    )  # fmt: skip
-
-
-def _gather(session: Session, replicas: Rate) -> ClassCost:
-    coding, codec = 0.0, session.new_codec(session.config.format_of(classes.PARAM_GATHER))
-    if codec is not None and session.alone is not None:
-        coding = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
-    dense = replicas.sent(sum(buckets.plan.gather_bytes for buckets in session.gradients.buckets))
-    compressed = replicas.sent(session.parameters.sent_bytes, encode=coding)
-    return ClassCost(GATHER, When.AFTER_STEP, Link.REPLICAS, dense, compressed)
-
-
-def _lacking(nbytes: int, device: torch.device) -> int:
-    """Return how many of `nbytes` exceed the memory left at the run's peak GPU allocation; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return max(0, nbytes - room)
 
 
 def _say(session: Session, found: Forecast) -> None:

@@ -7,6 +7,7 @@ and raise OptimusError, naming the ranks, where a transfer fails. `everyone` are
 
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,20 @@ import torch.distributed as dist
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.forecast.timeline import Rate
 
-__all__ = ["probe_collective", "probe_link"]
+__all__ = ["Collective", "probe_collective", "probe_link"]
+
+
+class Collective(Enum):
+    """The collectives that gradients and parameters travel by. Each has a rate of its own.
+
+    A ring over replicas that share nodes leaves a node once for all of them, an all-to-all once for each of them.
+    """
+
+    ALL_REDUCE = "a sum"
+    REDUCE_SCATTER = "a sum of shards"
+    ALL_TO_ALL = "an all-to-all"
+    ALL_GATHER = "a gather"
+
 
 _SMALL = 1 << 14
 _LARGE = 1 << 18
@@ -51,13 +65,15 @@ def probe_link(
 
 
 def probe_collective(
-    group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup], *, scattered: bool
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    everyone: Sequence[dist.ProcessGroup],
+    collective: Collective,
 ) -> Rate | None:
-    """The rate of a sum over `group`, in the bytes that a ring moves; None where it is one rank, or none.
+    """The rate of a collective over `group`, in the bytes that a rank sends; None where it is one rank, or none.
 
     Args:
-        group: the replicas of this rank; None: it has nothing to sum, but takes part in what all ranks agree on.
-        scattered: a reduce-scatter instead of an all-reduce.
+        group: the replicas of this rank; None: it has nothing to send, but takes part in what all ranks agree on.
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
@@ -65,13 +81,21 @@ def probe_collective(
 
     def exchange(nbytes: int) -> float:
         values = torch.zeros(nbytes // 4 // ranks * ranks, dtype=torch.float32, device=device)
-        if scattered:
-            dist.reduce_scatter_tensor(values[: values.numel() // ranks], values, group=group)
-        else:
-            dist.all_reduce(values, group=group)
-        return values.nbytes * (ranks - 1) / ranks * (1 if scattered else 2)
+        part = values[: values.numel() // ranks]
+        match collective:
+            case Collective.ALL_REDUCE:
+                dist.all_reduce(values, group=group)
+            case Collective.REDUCE_SCATTER:
+                dist.reduce_scatter_tensor(part, values, group=group)
+            case Collective.ALL_TO_ALL:
+                dist.all_to_all_single(torch.empty_like(values), values, group=group)
+            case Collective.ALL_GATHER:
+                dist.all_gather_into_tensor(values, part.clone(), group=group)
+        return values.nbytes * (ranks - 1) / ranks * (2 if collective is Collective.ALL_REDUCE else 1)
 
-    return _probed(exchange, device, everyone, f"a sum over ranks {dist.get_process_group_ranks(group)}")
+    return _probed(
+        exchange, device, everyone, f"{collective.value} over ranks {dist.get_process_group_ranks(group)}"
+    )  # fmt: skip
 
 
 def _nothing(nbytes: int) -> float:

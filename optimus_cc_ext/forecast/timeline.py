@@ -62,6 +62,11 @@ class Rate:
         """Return a transfer of `nbytes` on this link, with the seconds of both ends."""
         return Sent(nbytes=nbytes, transfer=self.seconds(nbytes), encode=encode, decode=decode, remember=remember)
 
+    def then(self, other: "Rate", share: float) -> "Rate":
+        """Return the rate of bytes of which this share follows on another link, once the rest has arrived."""
+        seconds = (1 - share) / self.bytes_per_second + share / other.bytes_per_second
+        return Rate(self.latency + other.latency, 1 / seconds if seconds else float("inf"))
+
 
 FREE = Rate(0.0, float("inf"))
 """The link of a rank that has nobody to send to."""
@@ -88,11 +93,15 @@ class Sent:
     """Seconds of a reduction that begin only when its bucket is waited for: factors Q, or the gather of sums."""
 
 
-def reduction(link: Rate, nbytes: float, coding: float, second_phase: float) -> Sent:
-    """Return a compressed reduction: `coding` seconds included, of all of which `second_phase` is the later share."""
-    both = link.seconds(nbytes) + coding
-    later = second_phase * both
-    return Sent(nbytes=nbytes, transfer=both - later, second_phase=later)
+def reduction(link: Rate, nbytes: float, coding: float, second_phase: float, later: Rate | None = None) -> Sent:
+    """Return a compressed reduction: `coding` seconds included, of all of which `second_phase` is the later share.
+
+    Args:
+        later: the link of that share; None: the same.
+    """
+    first = link.seconds(nbytes * (1 - second_phase)) + coding * (1 - second_phase)
+    then = (later or link).seconds(nbytes * second_phase) + coding * second_phase
+    return Sent(nbytes=nbytes, transfer=first, second_phase=then)
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,21 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.forecast import measure as measuring
 from optimus_cc_ext.forecast import microbenchmark
-from optimus_cc_ext.forecast.forecast import Forecaster
-from optimus_cc_ext.forecast.timeline import Link, When
+from optimus_cc_ext.forecast.forecast import forecast
+from optimus_cc_ext.forecast.measure import measure
+from optimus_cc_ext.forecast.probe import Collective
+from optimus_cc_ext.forecast.timeline import Link, Rate, When
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.messages import BlockMessages, LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards
+from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 
@@ -68,6 +73,46 @@ def _measure() -> list[float]:
     return seconds
 
 
+def _passes() -> Stopwatch:
+    stopwatch = Stopwatch(on=True)
+    for name in ("forward", "backward"):
+        with stopwatch.timed(name, torch.device("cpu")):
+            pass
+    return stopwatch
+
+
+def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
+    """The stages that `auto` chooses for int4 on a group whose all-to-all has this fraction of its all-reduce's rate.
+
+    Of 100 kB/s: so a reduction takes seconds, and coding it nothing to speak of.
+    """
+    dist.init_process_group("gloo")
+    config = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto")
+    layout = Layout(stages=1, data_parallel=2, tied_embeddings=False, distributed_optimizer=sharded)
+    session, world = Session(config, layout), dist.group.WORLD
+    place = RankPlace(rank=dist.get_rank(), stage=0, tensor_rank=0)
+    session.place(Grid(place=place, stages=1, data_parallel=2, replica_group=world), layout)
+    record = BucketRecord(
+        numel=512 * 512, dtype=torch.float32, parameters=[ParameterRecord(shape=(512, 512), start=0)]
+    )  # fmt: skip
+    rules = BucketRules.of(config, ranks=2, sharded=sharded, fused=False)
+    flat = torch.ones(record.numel)
+    session.gradients.add_group(GroupPlan.of([record], rules), [flat], world, overlapped=False, fused=None)
+    measuring.probe_collective = lambda *_: Rate(0.0, 1e5 * (fraction if _[-1] is Collective.ALL_TO_ALL else 1.0))
+    measured = measure(session, _passes(), None, torch.device("cpu"))
+    found = forecast(session.grid.gather(measured), NonInterleaved(1, 4), config, None)
+    return set(found.compressed_stages), found.lines()[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_all_to_all_that_is_slower_than_an_all_reduce_changes_what_auto_chooses(sharded):
+    """int4 sends an eighth of fp32's bytes there, by the all-to-all: at less than an eighth of the rate it loses."""
+    for fraction, stages in ((1.0, {0}), (0.05, set())):
+        for chosen, line in run_ranks(2, _chosen_stages, sharded, fraction, timeout=60):
+            assert chosen == stages
+            assert f"0.1 MB/s among replicas, {0.1 * fraction:.1f} MB/s in their all-to-all" in line
+
+
 def _scratch_after_measuring() -> list[int]:
     dist.init_process_group("gloo")
     rank, layout = dist.get_rank(), Layout(stages=2, data_parallel=2, tied_embeddings=False)
@@ -84,7 +129,7 @@ def _scratch_after_measuring() -> list[int]:
         GroupPlan.of([record], replace(rules, force=True)), [torch.ones(sum(sizes))], session.alone,
         overlapped=False, fused=None,
     )  # fmt: skip
-    measured = Forecaster(session)._measure(torch.empty(64, 2, 32), torch.device("cpu"))
+    measured = measure(session, _passes(), torch.empty(64, 2, 32), torch.device("cpu"))
     assert [(cost.name, cost.when, cost.link) for cost in measured.cost.classes] == [
         ("pipeline forward", When.ACTIVATION, Link.STAGES),
         ("pipeline backward", When.GRADIENT, Link.STAGES),

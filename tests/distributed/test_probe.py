@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.forecast import probe
-from optimus_cc_ext.forecast.probe import probe_collective, probe_link
+from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import Rate
 from tests.forked_ranks import run_ranks
 
@@ -43,19 +43,32 @@ def _probe() -> tuple[Rate | None, ...]:
     everyone = [dist.group.WORLD]
     return (
         probe_link(dist.group.WORLD, CPU, everyone),
-        probe_collective(dist.group.WORLD, CPU, everyone, scattered=False),
-        probe_collective(dist.group.WORLD, CPU, everyone, scattered=True),
         probe_link(alone, CPU, everyone),
-        probe_collective(alone, CPU, everyone, scattered=False),
+        probe_collective(alone, CPU, everyone, Collective.ALL_REDUCE),
+        *(probe_collective(dist.group.WORLD, CPU, everyone, collective) for collective in Collective),
     )
 
 
 def test_every_rank_of_a_pipeline_finds_a_rate_and_one_alone_finds_none() -> None:
-    for link, summed, scattered, *alone in run_ranks(3, _probe, timeout=60):
-        assert alone == [None, None]
-        for rate in (link, summed, scattered):
+    for link, *found in run_ranks(3, _probe, timeout=60):
+        assert found[:2] == [None, None]
+        assert len(found[2:]) == len(Collective)
+        for rate in (link, *found[2:]):
             # Loopback: more than a slow network's, less than memory's.
             assert 1e6 < rate.bytes_per_second < 1e11 and 0 <= rate.latency < 1
+
+
+def _sent_by_a_probe() -> dict[str, object]:
+    """By collective: bytes that the probe counts for one of so many bytes, over 3 ranks."""
+    dist.init_process_group("gloo")
+    probe._probed = lambda exchange, *_: exchange(12_000)
+    return {each.name: probe_collective(dist.group.WORLD, CPU, [], each) for each in Collective}
+
+
+def test_bytes_of_a_probe_are_counted_as_traffic_is() -> None:
+    """12,000 bytes: a ring's, or two messages of 4,000 to each of the others."""
+    expected = {"ALL_REDUCE": 16_000, "REDUCE_SCATTER": 8_000, "ALL_TO_ALL": 8_000, "ALL_GATHER": 8_000}
+    assert run_ranks(3, _sent_by_a_probe, timeout=60) == [expected] * 3
 
 
 def _lose_a_rank() -> str:

@@ -201,11 +201,11 @@ def unbatched() -> None:
 
 def links_of(bytes_per_second: float) -> None:
     """The rates that a forecast goes by are given: so the decision is known."""
-    from optimus_cc_ext.forecast import forecast
+    from optimus_cc_ext.forecast import measure
     from optimus_cc_ext.forecast.timeline import Rate
 
-    forecast.probe_link = lambda *_: Rate(0.0, bytes_per_second)
-    forecast.probe_collective = lambda *_, scattered: Rate(0.0, bytes_per_second)
+    measure.probe_link = lambda *_: Rate(0.0, bytes_per_second)
+    measure.probe_collective = lambda *_: Rate(0.0, bytes_per_second)
 
 
 def start_one_ulp_away() -> None:

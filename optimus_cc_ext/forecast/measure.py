@@ -1,0 +1,241 @@
+"""What one rank finds out for the forecast: rates of its links, and seconds and bytes of each class of traffic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.compressors.fast import fast_compressor
+from optimus_cc_ext.compressors.formats import BLOCK, block_format
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
+from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_link
+from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, When, reduction
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
+from optimus_cc_ext.techniques.exchange import BlockCodecs
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
+from optimus_cc_ext.techniques.schedule import Message
+from optimus_cc_ext.techniques.session import Session
+
+__all__ = ["EMBEDDING", "GATHER", "GRADIENTS", "Measured", "measure"]
+
+FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
+GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's costs, its links, and the memory that it lacks."""
+
+    cost: RankCost
+    link: Rate | None
+    """To the next stage; None with one stage."""
+
+    replicas: Rate | None
+    """An all-reduce over the replicas; None: one replica."""
+
+    exchange: Rate | None = None
+    """An all-to-all over the replicas, where one is used; None: it is not, or one replica."""
+
+    lacking: int = 0
+    """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
+
+
+def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, device: torch.device) -> Measured:
+    """Try this rank's links and compressors. Collective over all ranks of the model.
+
+    Args:
+        passes: timed forward and backward passes.
+        gradient: like every gradient between stages; None where that is not known beforehand.
+        device: where collectives take their tensors.
+
+    Raises:
+        OptimusError: a link failed.
+    """
+    gradients = session.gradients
+    assert session.grid is not None, "the session has no place in the grid yet"
+    sharded = session.layout is not None and session.layout.distributed_optimizer
+    everyone = session.grid.groups
+    link = probe_link(session.grid.pipeline_group, device, everyone)
+    blocks = _sums_in_blocks(session.config)
+    # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
+    found = {
+        collective: probe_collective(gradients.replicas, device, everyone, collective)
+        for collective, used in (
+            (Collective.ALL_REDUCE, True), (Collective.REDUCE_SCATTER, sharded),
+            (Collective.ALL_TO_ALL, blocks), (Collective.ALL_GATHER, blocks or sharded),
+        ) if used
+    }  # fmt: skip
+    replicas = found[Collective.ALL_REDUCE]
+    rates = _Rates.of({collective: rate or FREE for collective, rate in found.items()})
+    classes = (
+        _forward(session, gradient, link or FREE),
+        _backward(session, gradient, link or FREE),
+        _gradients(session, rates, sharded),
+        *_embedding(session, rates, replicas or link or FREE, sharded),
+        _gather(session, rates.gather),
+    )
+    return Measured(
+        cost=RankCost(
+            stage=session.grid.place.stage,
+            forward=passes.median("forward"),
+            backward=passes.median("backward"),
+            classes=classes,
+            buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
+        ),
+        link=link,
+        replicas=replicas,
+        exchange=found.get(Collective.ALL_TO_ALL),
+        lacking=_lacking(gradients.state_bytes, device),
+    )
+
+
+def _sums_in_blocks(config: OptimusConfig) -> bool:
+    """Return whether any sum over replicas travels in blocks of few bits, by an all-to-all."""
+    wire = config.low_rank_wire if config.format_of(classes.DP_GRADIENTS) == "low-rank" else "dense"
+    chosen = wire, config.format_of(classes.DP_GRADIENTS), config.format_of(classes.EMBEDDING)
+    return any(block_format(each) is not None for each in chosen)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Rates over the replicas, by what travels."""
+
+    dense: Rate
+    """Sums as Megatron has them: a reduce-scatter with the distributed optimizer, else an all-reduce."""
+
+    factors: Rate
+    """Sums of P and Q as they are: an all-reduce."""
+
+    blocks: Rate
+    """Blocks of few bits on their way to the rank that adds them up: an all-to-all."""
+
+    gather: Rate
+    """Blocks of sums, and parameters, on their way to all ranks."""
+
+    @classmethod
+    def of(cls, found: Mapping[Collective, Rate]) -> "_Rates":
+        """Take what was measured; what was not is not used."""
+        summed = found[Collective.ALL_REDUCE]
+        return cls(
+            dense=found.get(Collective.REDUCE_SCATTER, summed), factors=summed,
+            blocks=found.get(Collective.ALL_TO_ALL, summed), gather=found.get(Collective.ALL_GATHER, summed),
+        )  # fmt: skip
+
+
+# Each class of traffic, measured. What is tried has memory of its own: buckets' is used on their own stream.
+
+
+def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
+    dense = compressed = link.sent(like.nbytes if like is not None else 0)
+    if like is not None and session.forward.messages is not None:
+        format = session.config.format_of(classes.PIPELINE_FORWARD)
+        codec = session.new_codec(format)
+        assert codec is not None
+        encode, decode, _ = time_message(BlockMessages(codec, Gauge()), like)
+        compressed = link.sent(message_bytes(format, like.numel(), like.dtype), encode=encode, decode=decode)
+    return ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, dense, compressed)
+
+
+def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
+    dense = compressed = link.sent(like.nbytes if like is not None else 0)
+    ends = session.backprop.sending or session.backprop.receiving
+    if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
+        tried = CompressedBackprop(session.config, fast_compressor(), session.new_codec(coded_in(session.config)))
+        compress, decompress, remember = time_message(tried.messages(ends.plan), like)
+        nbytes = ends.plan.message_bytes(like.shape, like.dtype)
+        compressed = link.sent(nbytes, encode=compress, decode=decompress, remember=remember)
+    return ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, dense, compressed)
+
+
+def _gradients(session: Session, rates: _Rates, sharded: bool) -> ClassCost:
+    gradients, config, coding = session.gradients, session.config, 0.0
+    if config.dp_compression and session.alone is not None:
+        coding = time_gradients(
+            [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
+            alone=session.alone,
+            compressor=fast_compressor(),
+            config=config,
+            state_dtype=gradients.state_dtype,
+            codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
+            wire=session.new_codec(config.low_rank_wire),
+            sharded=sharded,
+        )
+    compressed = sum(buckets.plan.compressed_bytes() for buckets in gradients.buckets)
+    share = _second_phase(gradients.codecs, sharded)
+    if gradients.codecs is not None:
+        first, later = rates.blocks, rates.gather
+    else:
+        # Of P and of Q the sums are gathered in the format in which they came.
+        first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
+    return ClassCost(
+        GRADIENTS,
+        When.AFTER_BACKWARD,
+        Link.REPLICAS,
+        rates.dense.sent(sum(buckets.plan.dense_bytes for buckets in gradients.buckets)),
+        reduction(first, compressed, coding, share, later),
+    )
+
+
+def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
+    """Return the share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
+    if codecs is None:
+        return 0.5  # P and Q are of much the same size
+    return 0.0 if sharded else _share_of_sums(codecs)
+
+
+def _share_of_sums(codecs: BlockCodecs) -> float:
+    """Return the share of a reduction's bytes that are sums, which all ranks get."""
+    block = BlockLayout.of_one(BLOCK)
+    there, back = (codec.message_bytes(block, torch.float32) for codec in codecs)
+    return back / (there + back)
+
+
+def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tuple[ClassCost, ClassCost]:
+    """Return the tied embedding's way over the replicas, then over the first and the last stage."""
+    assert session.grid is not None
+    nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
+    with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
+    with_pair = of_pair = 0
+    codecs, formats = session.embedding.codecs, session.embedding.formats
+    # In blocks: over the replicas of a stage and then between two ranks, or over the replicas of both stages.
+    ours, of_both = rates.dense if codecs is None else rates.blocks, pair
+    if codecs is not None and not sharded:
+        of_both = rates.blocks.then(rates.gather, _share_of_sums(codecs))
+    if nbytes and session.grid.stages > 1:
+        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
+        if sharded:
+            # Shards only: what the pair sums when the replicas have.
+            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
+        with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
+        fused_with_replicas = fused - of_pair
+    return (
+        ClassCost(
+            EMBEDDING, When.AFTER_BACKWARD, Link.REPLICAS,
+            rates.dense.sent(with_replicas), ours.sent(fused_with_replicas),
+        ),
+        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, pair.sent(with_pair), of_both.sent(of_pair)),
+    )  # fmt: skip
+
+
+def _gather(session: Session, rate: Rate) -> ClassCost:
+    coding, codec = 0.0, session.new_codec(session.config.format_of(classes.PARAM_GATHER))
+    if codec is not None and session.alone is not None:
+        coding = time_parameters(session.parameters.buckets, alone=session.alone, codec=codec)
+    dense = rate.sent(sum(buckets.plan.gather_bytes for buckets in session.gradients.buckets))
+    compressed = rate.sent(session.parameters.sent_bytes, encode=coding)
+    return ClassCost(GATHER, When.AFTER_STEP, Link.REPLICAS, dense, compressed)
+
+
+def _lacking(nbytes: int, device: torch.device) -> int:
+    """Return how many of `nbytes` exceed the memory left at the run's peak GPU allocation; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(0, nbytes - room)
