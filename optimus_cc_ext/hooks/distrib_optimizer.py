@@ -1,29 +1,33 @@
 """Wraps megatron/core/optimizer/distrib_optimizer.py: what a step changed in a replica's shard becomes a message."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.patching import around
-from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["copy_parameters", "wraps"]
 
 _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params"
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seam of this file, with what wraps it; none where parameters are gathered as they are."""
-    return [(Seam(_TARGET, ("self",)), around(copy_parameters, session))] if session.parameters.codec else []
+def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
+    """The seam of this file, with what wraps it."""
+    return [(Seam(_TARGET, ("self",)), around(copy_parameters, sessions))]
 
 
-def copy_parameters(session: Session, original: Callable[..., None], optimizer: Any) -> None:
+def copy_parameters(sessions: Sessions, original: Callable[..., None], optimizer: Any) -> None:
     """Make messages of what a step changes in this replica's shards, in place of the gather of whole parameters."""
-    if optimizer.config.use_precision_aware_optimizer:
+    buckets = [bucket for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets]
+    gathers = [session.parameters for session in sessions if session.parameters.holds(buckets)]
+    if gathers and optimizer.config.use_precision_aware_optimizer:
         # In a custom training loop: nobody has seen its optimizer's configuration before.
         reason = "a precision-aware optimizer writes parameters by itself, and nobody could tell what changed"
         raise FlagError("--param-gather-format", reason, "Leave out one of the two")
-    buckets = [bucket for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets]
-    with session.parameters.updating(buckets):
+    with ExitStack() as updates:
+        for parameters in gathers:
+            updates.enter_context(parameters.updating(buckets))
         original(optimizer)

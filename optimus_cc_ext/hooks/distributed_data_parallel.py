@@ -1,4 +1,4 @@
-"""Wraps megatron/core/distributed/distributed_data_parallel.py: every model's gradient buckets join the session.
+"""Wraps megatron/core/distributed/distributed_data_parallel.py: a model's gradient buckets join its session.
 
 The process groups of the first model give the session its place. They are those that DDP holds, whether Megatron's
 `parallel_state` made them or the user, who passes a `ProcessGroupCollection`.
@@ -20,29 +20,37 @@ from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.sessions import Sessions, layers_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["place", "refuse_strangers", "wrap_model", "wraps"]
+__all__ = ["join", "place", "refuse_strangers", "wrap_model", "wraps"]
 
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(sessions: Sessions, session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
-    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, session))]
+    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, sessions, session))]
 
 
-def wrap_model(session: Session, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Attach the buckets of the model that `DistributedDataParallel.__init__` wraps to the session."""
+def wrap_model(
+    sessions: Sessions, session: Session, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Let the model that `DistributedDataParallel.__init__` wraps join the session."""
     original(model, *args, **kwargs)
+    join(sessions, session, model)
+
+
+def join(sessions: Sessions, session: Session, model: Any) -> None:
+    """Let a model that is wrapped in DistributedDataParallel join a session: its gradient buckets are attached."""
     refuse_unsupported(_facts(model), session.config)
     place(session, model)
     experts = _expert_parameters(model.module)
     for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         attach(session, bucket_group, experts=experts)
-    session.models.add(model)
+    sessions.add(model, session)
 
 
 def place(session: Session, model: Any) -> None:
@@ -74,26 +82,20 @@ def place(session: Session, model: Any) -> None:
             print(f"optimus-cc: {line}", flush=True)
 
 
-def refuse_strangers(session: Session, chunks: Iterable[Any]) -> None:
-    """Refuse to train a model whose gradient buckets are not attached to this session, where a technique is on.
+def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
+    """Refuse to train a model that did not join the session of `install`, where a technique is on.
 
     Its buckets would reduce a tied embedding which finalisation then sums over the replicas once more.
     """
-    for chunk in chunks if session.config.any_technique else ():
-        wrapper = next((module for module in _layers(chunk) if hasattr(module, "bucket_groups")), None)
-        if wrapper is not None and wrapper not in session.models:
+    session = sessions.of_every_model
+    for chunk in chunks if session is not None and session.config.any_technique else ():
+        wrapper = next((module for module in layers_of(chunk) if hasattr(module, "bucket_groups")), None)
+        if wrapper is not None and not sessions.of([wrapper]):
             raise OptimusError(
                 "this model was wrapped in DistributedDataParallel before optimus_cc_ext.install(), or under an "
                 "earlier installation: Optimus-CC does not reduce its gradients, and those of a tied embedding "
                 "would be wrong. Build the model after install(), or call uninstall() to train it without compression"
             )
-
-
-def _layers(chunk: Any) -> Iterable[Any]:
-    """The chunk, and what it wraps: Megatron's wrappers keep that as `module`."""
-    while chunk is not None:
-        yield chunk
-        chunk = getattr(chunk, "module", None)
 
 
 def _grid(session: Session, model: Any) -> Grid:
@@ -143,7 +145,7 @@ def _group(model: Any, attribute: str, of_parallel_state: Callable[[], Any]) -> 
     """The process group that a model or what it wraps holds by this name; else Megatron's own, or None."""
     from megatron.core import parallel_state
 
-    for layer in _layers(model):
+    for layer in layers_of(model):
         if hasattr(layer, attribute):
             return getattr(layer, attribute)
     return of_parallel_state() if parallel_state.model_parallel_is_initialized() else None

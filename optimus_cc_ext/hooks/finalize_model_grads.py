@@ -9,6 +9,7 @@ from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.session import Session
@@ -30,17 +31,21 @@ def tied_embedding(module: torch.nn.Module) -> Any:
     return None
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seam of this file, with what wraps it."""
     seam = Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config"))
-    return [(seam, around(all_reduce_word_embedding, session))]
+    return [(seam, around(all_reduce_word_embedding, sessions))]
 
 
 def all_reduce_word_embedding(
-    session: Session, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
+    sessions: Sessions, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
 ) -> None:
     """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count what Megatron does."""
     chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
+    session = next(iter(sessions.of(model if chunk is None else [chunk])), None)
+    if session is None:
+        original(model, *args, **kwargs)
+        return
     fused = session.embedding
     if chunk is None and fused.group is not None and session.active:
         raise FlagError(

@@ -1,7 +1,8 @@
 """Puts the wraps on Megatron and takes them off again.
 
-Two moments: `Installation.start` wraps the argument parser (or, where a configuration is given, goes on at once);
-`Installation.activate` wraps the training loop, once it is known what was asked for.
+What models of all kinds share is wrapped while there is a session (`shared_sessions`). An installation adds what makes
+every model of the process join one: `Installation.start` wraps the argument parser (or, where a configuration is given,
+goes on at once); `Installation.activate` wraps the training loop, once it is known what was asked for.
 """
 
 import importlib.util
@@ -9,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import (
@@ -23,11 +23,38 @@ from optimus_cc_ext.hooks import (
     training,
 )
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
+from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Installation", "all_seams"]
+__all__ = ["Installation", "all_seams", "close_unless_used", "shared_sessions"]
 
 _Wraps = list[tuple[Seam, Callable[[Any], Any]]]
+
+_shared: tuple[Sessions, AppliedWraps] | None = None
+"""The sessions of this process and the wraps that ask for them: Megatron's functions are the process's, too."""
+
+
+def shared_sessions() -> Sessions:
+    """Return the sessions of this process; Megatron is wrapped where there were none.
+
+    Raises:
+        UnsupportedMegatron: of another version, or with a seam that does not hold.
+    """
+    global _shared
+    if _shared is None:
+        check_version()
+        sessions, applied = Sessions(), AppliedWraps()
+        applied.apply(_shared_wraps(sessions))
+        _shared = sessions, applied
+    return _shared[0]
+
+
+def close_unless_used() -> None:
+    """Take the wraps off Megatron where no session is left. What others wrapped meanwhile stays, and asks in vain."""
+    global _shared
+    if _shared is not None and not _shared[0].in_use:
+        _shared[1].close()
+        _shared = None
 
 
 class Installation:
@@ -35,6 +62,7 @@ class Installation:
 
     def __init__(self) -> None:
         self._applied = AppliedWraps()
+        self._sessions: Sessions | None = None
         self.session: Session | None = None
 
     def start(self, config: OptimusConfig | None, train_iters: int | None = None) -> None:
@@ -58,12 +86,19 @@ class Installation:
         if self.session is not None:
             return
         self.session = Session(config, layout, train_iters)
-        self._applied.apply(_training_wraps(self.session))
+        if config.any_technique or config.compression_metrics:
+            self._sessions = shared_sessions()
+            self._sessions.of_every_model = self.session
+            self._applied.apply(_loop_wraps(self._sessions, self.session))
 
     def remove(self) -> None:
         """Take every wrap off. Models that were built meanwhile keep their bucket reducers."""
         self._applied.close()
-        self.session = None
+        if self._sessions is not None and self.session is not None:
+            self._sessions.of_every_model = None
+            self._sessions.remove(self.session)
+            close_unless_used()
+        self.session = self._sessions = None
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)
@@ -73,24 +108,25 @@ class Installation:
 
 def all_seams() -> list[Seam]:
     """Every seam that some configuration wraps, for `optimus-cc doctor`."""
-    everything = Session(OptimusConfig().replace(**{each.format_field: "int8" for each in CLASSES}))
-    wraps = [*arguments.wraps(lambda *_: None), *_training_wraps(everything)]
+    sessions, everything = Sessions(), Session(OptimusConfig())
+    wraps = [*arguments.wraps(lambda *_: None), *_shared_wraps(sessions), *_loop_wraps(sessions, everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
 
 
-def _training_wraps(session: Session) -> _Wraps:
-    if not (session.config.any_technique or session.config.compression_metrics):
-        return []
-
-    wraps: _Wraps = [
-        *p2p_communication.wraps(session),
-        *schedules.wraps(session),
-        *finalize_model_grads.wraps(session),
-        *distributed_data_parallel.wraps(session),
-        *distrib_optimizer.wraps(session),
+def _shared_wraps(sessions: Sessions) -> _Wraps:
+    return [
+        *p2p_communication.wraps(sessions),
+        *schedules.wraps(sessions),
+        *finalize_model_grads.wraps(sessions),
+        *distrib_optimizer.wraps(sessions),
     ]
+
+
+def _loop_wraps(sessions: Sessions, session: Session) -> _Wraps:
     loop = [*training.wraps(session), *checkpointing.wraps(session)]
-    return wraps + [wrap for wrap in loop if _importable(wrap[0])]
+    return [
+        *distributed_data_parallel.wraps(sessions, session), *(wrap for wrap in loop if _importable(wrap[0]))
+    ]  # fmt: skip
 
 
 def _importable(seam: Seam) -> bool:

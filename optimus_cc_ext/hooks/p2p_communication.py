@@ -17,6 +17,8 @@ import torch
 from optimus_cc_ext.config.classes import PIPELINE_BACKWARD, PIPELINE_FORWARD
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.sessions import Sessions
+from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.transfer import Transfer
 
@@ -43,36 +45,38 @@ class _Then:
             step()
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
+def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def p2p_ops(*, group: torch.distributed.ProcessGroup, **rest: Any) -> Any:
-            if not session.active or session.grid is None or not session.grid.is_pipeline(group):
-                return original(group=group, **rest)
-            tensors = {role: rest[f"tensor_{role}"] for role in _ROLES}
-            transfers = session.transfers(tensors)
-            _count(session, tensors, transfers)
-            posted = {f"tensor_{role}": transfer.tensor for role, transfer in transfers.items()}
-            requests = original(group=group, **rest | posted)
-            for transfer in transfers.values():
-                transfer.after_post()
-            peers = {"send_prev": rest["prev_pipeline_rank"], "send_next": rest["next_pipeline_rank"]}
-            if isinstance(requests, dict):
-                return {
-                    role: _then(request, transfers.get(role), peers.get(role)) for role, request in requests.items()
-                }
-            roles = [role for role in _ROLES if tensors[role] is not None]
-            if len(roles) != 1:
-                # NCCL makes one request of all that a batched call posts: it is waited for, and then all is finished.
-                return [*requests, *(_Then(transfer.after_wait) for transfer in transfers.values())]
-            (role,) = roles
-            return [_then(request, transfers.get(role), peers.get(role)) for request in requests]
-
-        return p2p_ops
-
     parameters = (*(f"tensor_{role}" for role in _ROLES), "group", "prev_pipeline_rank", "next_pipeline_rank")
-    return [(Seam(f"{_MODULE}:{name}", parameters), wrap) for name in ("_batched_p2p_ops", "_p2p_ops")]
+    return [
+        (Seam(f"{_MODULE}:{name}", parameters), around(_communicate, sessions))
+        for name in ("_batched_p2p_ops", "_p2p_ops")
+    ]
+
+
+def _communicate(
+    sessions: Sessions, original: Callable[..., Any], *, group: torch.distributed.ProcessGroup, **rest: Any
+) -> Any:
+    """Post what passes between two stages, compressed where it belongs to an open pass of a session."""
+    session = sessions.with_pipeline(group)
+    if session is None:
+        return original(group=group, **rest)
+    tensors = {role: rest[f"tensor_{role}"] for role in _ROLES}
+    transfers = session.transfers(tensors)
+    _count(session, tensors, transfers)
+    posted = {f"tensor_{role}": transfer.tensor for role, transfer in transfers.items()}
+    requests = original(group=group, **rest | posted)
+    for transfer in transfers.values():
+        transfer.after_post()
+    peers = {"send_prev": rest["prev_pipeline_rank"], "send_next": rest["next_pipeline_rank"]}
+    if isinstance(requests, dict):
+        return {role: _then(request, transfers.get(role), peers.get(role)) for role, request in requests.items()}
+    roles = [role for role in _ROLES if tensors[role] is not None]
+    if len(roles) != 1:
+        # NCCL makes one request of all that a batched call posts: it is waited for, and then all is finished.
+        return [*requests, *(_Then(transfer.after_wait) for transfer in transfers.values())]
+    (role,) = roles
+    return [_then(request, transfers.get(role), peers.get(role)) for request in requests]
 
 
 def _then(request: _Request, transfer: Transfer | None, receiver: int | None) -> _Request:

@@ -1,9 +1,11 @@
 """Wraps megatron/core/pipeline_parallel/schedules.py: an iteration begins and ends with a forward-backward pass."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,6 +13,7 @@ from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
@@ -23,20 +26,28 @@ _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_pipelining_without_interleaving")
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
+class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
+    """The forecaster of each session, made when it is first asked for."""
+
+    def of(self, session: Session) -> Forecaster:
+        return self.setdefault(session, Forecaster(session))
+
+
+def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
-    forecaster = Forecaster(session)
+    forecasters = _Forecasters()
     return [
         *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")),
-           around(forward_backward, session, forecaster, name == _INTERLEAVED))
+           around(forward_backward, sessions, forecasters, name == _INTERLEAVED))
           for name in _SCHEDULES),
-        *((Seam(f"{_MODULE}:{kind}_step"), around(_timed_step, forecaster, kind)) for kind in ("forward", "backward")),
+        *((Seam(f"{_MODULE}:{kind}_step"), around(_timed_step, sessions, forecasters, kind))
+          for kind in ("forward", "backward")),
     ]  # fmt: skip
 
 
 def forward_backward(
-    session: Session,
-    forecaster: Forecaster,
+    sessions: Sessions,
+    forecasters: _Forecasters,
     interleaved: bool,
     original: Callable[..., Any],
     *,
@@ -44,24 +55,55 @@ def forward_backward(
     forward_only: bool = False,
     **rest: Any,
 ) -> Any:
-    """One forward-backward pass of Megatron's, as an iteration of the session's."""
-    if forward_only:
-        return original(num_microbatches=num_microbatches, forward_only=True, **rest)
+    """One forward-backward pass of Megatron's, as an iteration of the sessions whose models it trains."""
+    chunks = _chunks(rest["model"])
+    trained = () if forward_only else _trained(sessions, chunks)
+    with ExitStack() as passes:
+        for session in trained:
+            number = len(chunks) if interleaved else None
+            passes.enter_context(
+                _iteration(session, forecasters.of(session), chunks[0], number, num_microbatches, rest)
+            )
+        passes.enter_context(sessions.passing(trained))
+        return original(num_microbatches=num_microbatches, forward_only=forward_only, **rest)
+
+
+def _trained(sessions: Sessions, chunks: list[Any]) -> tuple[Session, ...]:
+    """The sessions of the models that these chunks are; that of `install` where they belong to no other."""
+    found, of_every_model = sessions.of(chunks), sessions.of_every_model
+    if of_every_model is None or (found and of_every_model not in found):
+        return found
+    refuse_strangers(sessions, chunks)
+    place(of_every_model, chunks[0])
+    return (of_every_model,)
+
+
+@contextmanager
+def _iteration(
+    session: Session,
+    forecaster: Forecaster,
+    chunk: Any,
+    chunks: int | None,
+    micro_batches: int,
+    schedule_arguments: dict[str, Any],
+) -> Iterator[None]:
+    """One session's part in a pass, interleaved over so many model chunks or not (None)."""
     from megatron.core.utils import get_model_config
 
-    chunks = _chunks(rest["model"])
-    config = get_model_config(chunks[0])
-    refuse_strangers(session, chunks)
-    place(session, chunks[0])
-    schedule = _schedule(session, config, len(chunks) if interleaved else None, num_microbatches)
-    _prepare(session, forecaster, schedule, _gradient(config, rest))
+    config = get_model_config(chunk)
+    schedule = _schedule(session, config, chunks, micro_batches)
+    _prepare(session, forecaster, schedule, _gradient(config, schedule_arguments))
     with session.iteration(schedule, _loss_scale(config)), without_device_synchronisation(session, config):
-        return original(num_microbatches=num_microbatches, forward_only=False, **rest)
+        yield
 
 
-def _timed_step(forecaster: Forecaster, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward or a backward step of one micro-batch, which the forecast needs the time of."""
-    with forecaster.computing(kind, training_device()):
+def _timed_step(
+    sessions: Sessions, forecasters: _Forecasters, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A forward or a backward step of one micro-batch, which the forecasts need the time of."""
+    with ExitStack() as timed:
+        for session in sessions.passing_now:
+            timed.enter_context(forecasters.of(session).computing(kind, training_device()))
         return original(*args, **kwargs)
 
 

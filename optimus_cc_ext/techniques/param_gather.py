@@ -156,6 +156,10 @@ class ParamGather(Technique):
         self._of[id(bucket)] = shards
         return shards
 
+    def holds(self, buckets: Sequence[object]) -> bool:
+        """Return whether one of these buckets of Megatron's is gathered here."""
+        return any(id(bucket) in self._of for bucket in buckets)
+
     @contextmanager
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""The one installed session: what is configured, where this rank stands, and how its techniques are stepped.
+"""The session of a model: what is configured, where this rank stands, and how its techniques are stepped.
 
-Hooks ask the session; it never imports Megatron. A session is made by `install`, placed in the grid (`place`) when
-the first model is wrapped, and told about steps and passes:
+Hooks find the session by the model; it never imports Megatron. It is placed in the grid (`place`) when the model is
+wrapped, and told about steps and passes:
 
     begin_step -> (iteration: one forward-backward pass) once, or again where a step is repeated -> end_step
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,7 @@ class _Step:
 
 
 class Session:
-    """State of one installation on one rank.
+    """State of one model's compression on one rank: its grid, techniques and iteration.
 
     Args:
         config: what was asked for.
@@ -97,9 +96,6 @@ class Session:
         self.techniques: tuple[Technique, ...] = (
             self.forward, self.backprop, self.gradients, self.parameters, self.embedding
         )  # fmt: skip
-        self.models: WeakSet[torch.nn.Module] = WeakSet()
-        """The models whose gradient buckets are attached to this session."""
-
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
         # By gradient-norm group; equal on all ranks, because the norms are.
         self._preallocated = False

@@ -27,10 +27,10 @@ def _send_to_a_rank_that_is_gone(batched: bool) -> str:
         return ""
     forward = CompressedForward(fast_codec("int8", seed=1, rotated=True))
     session = SimpleNamespace(
-        active=True, grid=SimpleNamespace(is_pipeline=lambda _: True), transfers=forward.transfers,
-        traffic=Traffic(),
+        transfers=forward.transfers, traffic=Traffic()
     )  # fmt: skip
-    wraps = {seam.target.partition(":")[2]: wrap for seam, wrap in p2p_communication.wraps(session)}
+    sessions = SimpleNamespace(with_pipeline=lambda _: session)
+    wraps = {seam.target.partition(":")[2]: wrap for seam, wrap in p2p_communication.wraps(sessions)}
     name = "_batched_p2p_ops" if batched else "_p2p_ops"
     requests = wraps[name](getattr(megatrons, name))(
         tensor_send_prev=None, tensor_recv_prev=None, tensor_recv_next=None, tensor_send_next=torch.ones(LARGE),

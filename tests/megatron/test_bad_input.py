@@ -4,6 +4,7 @@ Each case is one forked rank of four that do not exist (PP2 x DP2 unless said), 
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import socket
@@ -20,7 +21,6 @@ from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import distrib_optimizer
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
-from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, launch
 from tests.megatron import interventions
@@ -224,15 +224,22 @@ def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
 
 
 def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_copied_anything() -> None:
-    [(_, wrap)] = distrib_optimizer.wraps(Session(OptimusConfig(param_gather_format="int4")))
-    copied: list[object] = []
-    optimizer = types.SimpleNamespace(config=types.SimpleNamespace(use_precision_aware_optimizer=True), buffers=[])
+    bucket, copied, compressed = object(), list[object](), list[object]()
+    gather = types.SimpleNamespace(
+        holds=lambda buckets: bucket in buckets,
+        updating=lambda buckets: contextlib.nullcontext(compressed.append(buckets)),
+    )
+    [(_, wrap)] = distrib_optimizer.wraps([types.SimpleNamespace(parameters=gather)])  # type: ignore[arg-type]
+    optimizer = types.SimpleNamespace(
+        config=types.SimpleNamespace(use_precision_aware_optimizer=True),
+        buffers=[types.SimpleNamespace(buckets=[bucket])],
+    )
     with pytest.raises(FlagError, match=r"--param-gather-format: a precision-aware optimizer"):
         wrap(copied.append)(optimizer)
     assert not copied
     optimizer.config.use_precision_aware_optimizer = False
     wrap(copied.append)(optimizer)
-    assert copied == [optimizer]
+    assert copied == [optimizer] and compressed == [[bucket]]
 
 
 def _refused_by_the_entry() -> str:

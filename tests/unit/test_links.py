@@ -368,19 +368,14 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_at_t
     ours = technique("drop", _Recording(log))
     ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
     group = object()
-    session = SimpleNamespace(
-        active=True,
-        grid=SimpleNamespace(is_pipeline=lambda asked: asked is group),
-        transfers=ours.transfers,
-        traffic=Traffic(),
-    )
+    session = SimpleNamespace(transfers=ours.transfers, traffic=Traffic())
 
     def original(*, tensor_send_prev, **rest):
         log.append("posted")
         request = SimpleNamespace(wait=lambda: log.append("waited"))
         return [request] if batched else {"send_prev": request}
 
-    (_, wrap), _ = p2p_communication.wraps(session)
+    (_, wrap), _ = p2p_communication.wraps(SimpleNamespace(with_pipeline={group: session}.get))
     requests = wrap(original)(
         tensor_send_prev=gradient(1), tensor_recv_prev=None, tensor_recv_next=None, tensor_send_next=None, group=group,
         prev_pipeline_rank=0, next_pipeline_rank=0,
