@@ -1,9 +1,4 @@
-"""`optimus-cc doctor`: whether this machine, and a command line on it, would train.
-
-`optimus-cc files` says where scripts/ and patches/ are.
-`optimus-cc plan` predicts iteration times on a cluster that need not be there.
-`optimus-cc report` shows what one run has logged, or two side by side.
-"""
+"""Command line of `optimus-cc`: doctor, plan, report, files and completion."""
 
 import argparse
 import dataclasses
@@ -39,7 +34,7 @@ complete -F _optimus_cc optimus-cc"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status: 0, or what training would end with."""
+    """Run the console script; return the exit status: 0, or for doctor the status that training would end with."""
     options = build_parser().parse_args(argv)
     if options.command == "plan":
         return run_plan(options)
@@ -51,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "completion":
         print(_completion(build_parser(), options.shell))
         return 0
-    # Megatron's, about fused kernels that are not there: the verdict comes first.
+    # Silence Megatron's warnings about missing fused kernels, because the verdict has to come first.
     warnings.simplefilter("ignore")
     report = _examine(options)
     print(report.as_json() if options.json else "\n".join(report.lines()))
@@ -70,60 +65,80 @@ def _examine(options: argparse.Namespace) -> Diagnosis:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of `optimus-cc`."""
-    parser = argparse.ArgumentParser(prog="optimus-cc", description=__doc__)
+    """Build the parser of `optimus-cc`."""
+    parser = argparse.ArgumentParser(
+        prog="optimus-cc",
+        description="Tools for Megatron training with compressed traffic. Training itself takes --optimus-cc and the "
+        "flags of docs/flags.md.",
+    )
     parser.add_argument("--version", action="version", version=f"optimus-cc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine, and a command line that is to be used on it",
-        description="Whether this machine, and a command line on it, would train. The exit status is what training "
-        "would end with before its first iteration.",
+        help="check whether this machine and a launch line would train, and estimate traffic and memory",
+        description="Check whether this machine, and a launch line on it, would train; estimate traffic and memory. It "
+        "needs no GPU and starts nothing. The exit status is 0, or the status with which training would end before its "
+        "first iteration.",
     )
-    doctor.add_argument("--world-size", type=int, help="number of processes that LINE is for, where it does not say so")
-    doctor.add_argument("--ranks-per-node", type=int, help="processes on a node, where LINE does not say so (8)")
-    doctor.add_argument("--gpu", action="store_true", help="only this machine's GPU: driver, compiler, a first kernel")
-    doctor.add_argument("--json", action="store_true", help="print JSON, for programs")
+    doctor.add_argument("--world-size", type=int, help="world size of the run, if LINE does not give it (default: 1)")
+    doctor.add_argument("--ranks-per-node", type=int, help="ranks per node, if LINE does not give them (default: 8)")
+    doctor.add_argument(
+        "--gpu", action="store_true", help="check this machine's GPU only: driver, compiler, one compiled kernel"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of lines")
     doctor.add_argument(
         "flags",
         nargs=argparse.REMAINDER,
         metavar="-- LINE",
-        help="a whole launch line (torchrun ... pretrain_gpt.py ..., srun ...), or its flags alone",
+        help="the launch line to check (torchrun ... pretrain_gpt.py ..., or srun ...), or only its flags",
     )
-    plan_arguments(commands.add_parser("plan", help="what an iteration takes on a cluster, vanilla and compressed"))
+    plan_arguments(
+        commands.add_parser(
+            "plan",
+            help="predict the seconds per iteration on a cluster, vanilla and compressed",
+            description="Predict the seconds per iteration of a GPT on a cluster, with vanilla Megatron and with each "
+            "technique and format, from published measurements. Needs neither the cluster nor a GPU.",
+        )
+    )
     report = commands.add_parser(
         "report",
-        help="what one run has logged, or two side by side, as a page with pictures",
-        description="What a run has logged with --tensorboard-dir, with or without optimus_cc_ext: losses, traffic by "
-        "class, errors, time, as index.html, CSV and pictures. Of two runs the second is held against the first.",
+        help="show the log of one run, or of two runs side by side, as a page with pictures",
+        description="Show the losses, traffic by class, compression errors and seconds of a run, with or without "
+        "optimus_cc_ext, as index.html, CSV and pictures. If two runs are given, the second is compared with the "
+        "first.",
     )
     report.add_argument(
         "folders",
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="the --tensorboard-dir of a run, or a folder with its log*.txt",
+        help="the --tensorboard-dir of a run, or a folder with its log*.txt; seconds need the run's "
+        "--log-timers-to-tensorboard",
     )
     report.add_argument(
-        "--output", type=Path, default=Path("optimus-cc-report"), metavar="DIR", help="(default: %(default)s)"
+        "--output",
+        type=Path,
+        default=Path("optimus-cc-report"),
+        metavar="DIR",
+        help="folder to write, replaced if it holds a report (default: %(default)s)",
     )
-    commands.add_parser("files", help="print the folder that holds scripts/ and patches/")
+    commands.add_parser("files", help="print the folder that contains scripts/ and patches/")
     shells = commands.add_parser(
-        "completion", help='print completion for a shell: eval "$(optimus-cc completion bash)"'
+        "completion", help='print a completion script for a shell: eval "$(optimus-cc completion bash)"'
     )
     shells.add_argument("shell", choices=("bash", "zsh"))
     return parser
 
 
 def _report(options: argparse.Namespace) -> None:
-    # Here: it takes the extra `report`, which the other commands do not.
+    # Imported here, because it needs the extra `report`, which the other commands do not.
     from optimus_cc_ext.report.comparison import write_report
 
     write_report(options.folders, options.output)
 
 
 def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return a script that completes our commands, and our training flags after `doctor --`; zsh takes bash's."""
+    """Return a shell script that completes our commands, and our training flags after `doctor --`; zsh uses bash's."""
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     cases = "\n".join(f'    {name}) words="{_words(sub)}" ;;' for name, sub in commands.choices.items())
     flags = " ".join(
@@ -139,7 +154,7 @@ def _words(parser: argparse.ArgumentParser) -> str:
 
 
 def shared_folder(package: Path = Path(__file__).parent) -> Path:
-    """The folder of scripts/ and patches/: the checkout, or what setup.py installs of it inside of the package."""
+    """Return the folder of scripts/ and patches/: the checkout, or the copy that setup.py installs in the package."""
     installed = package / "share"
     return installed if installed.is_dir() else package.parent
 

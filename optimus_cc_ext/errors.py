@@ -1,6 +1,7 @@
-"""What goes wrong by a user's hand or by another version of Megatron, and how a process then ends.
+"""Errors that a user or another version of Megatron causes, and the way in which a process ends after one.
 
-Each error says what, why and what to do; no traceback where there is nothing to debug.
+The message of each error names the fault, the reason and the cure. No traceback is printed where there is nothing to
+debug.
 """
 
 import importlib
@@ -30,15 +31,17 @@ __all__ = [
 ]
 
 OLDEST_TORCH = (2, 9)
-"""The first release of torch with `torch.backends.cuda.matmul.fp32_precision`, which compressors/precision.py sets."""
+"""The first release of torch that has `torch.backends.cuda.matmul.fp32_precision`, which
+compressors/numerics.py sets.
+"""
 
 
 class OptimusError(RuntimeError):
-    """Base of every error that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class FlagError(OptimusError, ValueError):
-    """A flag that cannot work. The message names the flag, the reason and the cure."""
+    """A flag that cannot work; the message names the flag, the reason and the cure."""
 
     def __init__(self, flag: str, reason: str, cure: str) -> None:
         super().__init__(f"{flag}: {reason}. {cure}.")
@@ -46,82 +49,88 @@ class FlagError(OptimusError, ValueError):
 
 
 class UnknownName(OptimusError, ValueError):
-    """A name that no table has. The message lists the names that the table has."""
+    """A name that is missing from a table; the message lists the names that the table has."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         super().__init__(f"{name!r} is not the name of a {kind}; known are {', '.join(known)}")
 
 
 class MissingExtra(OptimusError, ImportError):
-    """Packages that only some users need, and this one has not. The message says how to install them."""
+    """A missing optional dependency; the message says how to install it."""
 
 
 class UnsupportedMegatron(OptimusError):
-    """A Megatron whose version is not known, or whose seams are not where they were."""
+    """A Megatron of an unknown version, or one in which a function that we wrap has moved or changed its parameters."""
 
 
 class RanksDisagree(OptimusError):
-    """Two ranks hold different ideas of what is sent. The message names both."""
+    """Two ranks disagree about the messages that they exchange; the message names both ranks."""
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raise MissingExtra unless all `modules`, which the extra of this name installs, are there."""
+    """Raise MissingExtra unless all `modules`, which the extra of this name installs, can be imported."""
     if missing := [module for module in modules if find_spec(module) is None]:
         raise MissingExtra(
-            f"not installed: {', '.join(missing)}. Install what this needs: pip install 'optimus_cc_ext[{extra}]'"
+            f"not installed: {', '.join(missing)}. Install the extra that provides it: "
+            f"pip install 'optimus_cc_ext[{extra}]'"
         )
 
 
 def require_torch() -> None:
-    """Raise OptimusError where torch is missing, or older than `OLDEST_TORCH`.
+    """Raise OptimusError if torch is missing, or older than `OLDEST_TORCH`.
 
-    pip refuses an older one, but containers that bring their own torch are installed into with --no-deps.
+    pip refuses an older torch, but `pip install --no-deps`, as used in containers that bring their own torch, does not
+    check.
     """
     oldest = ".".join(map(str, OLDEST_TORCH))
     if find_spec("torch") is None:
-        raise OptimusError("PyTorch is not installed here. Install torch, or run in the environment that trains")
+        raise OptimusError("PyTorch is not installed here. Install torch, or use the environment of your training")
     version: str = importlib.import_module("torch").__version__
-    # Only the release counts: NGC's images name theirs 2.9.0a0+COMMIT, which pip would call older than 2.9.
+    # Compare the release only: NGC's images have versions such as 2.9.0a0+COMMIT, which pip orders before 2.9.
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
         raise OptimusError(
             f"torch {version} is too old: Optimus-CC needs torch {oldest} or newer. "
-            f"Install torch>={oldest}, or take a container that brings it"
+            f"Install torch>={oldest}, or use a container that has it"
         )
 
 
 def require_megatron() -> None:
-    """Raise UnsupportedMegatron where there is no megatron.core, without importing it yet."""
+    """Raise UnsupportedMegatron if megatron.core cannot be found; it is not imported yet."""
     try:
         found = find_spec("megatron.core")
     except ModuleNotFoundError:
         found = None
     if found is None:
         raise UnsupportedMegatron(
-            "no Megatron can be imported here. Install megatron-core, or put a Megatron-LM checkout on PYTHONPATH: "
+            "megatron.core cannot be imported here. Install megatron-core, or put a Megatron-LM checkout on "
+            "PYTHONPATH: "
             "PYTHONPATH=PATH/TO/Megatron-LM"
         )
 
 
 def is_first_local_rank() -> bool:
-    """Whether this process speaks for its node."""
-    # Ranks that share a GPU, on one machine, have its number in LOCAL_RANK.
+    """Return True if this process prints the messages of its node."""
+    # Ranks that share one GPU all have that GPU's number in LOCAL_RANK, so RANK tells them apart.
     shared = os.environ.get("OPTIMUS_CC_DEVICE") == "shared-gpu"
     return os.environ.get("RANK" if shared else "LOCAL_RANK", "0") == "0"
 
 
 def exit_with(reason: Exception | str) -> NoReturn:
-    """End this rank with status 2 and say why: the first one of a node at once, others where that one goes on."""
+    """Print the reason and end this rank with status 2. The first rank of a node does so at once, the others after 5
+    seconds.
+    """
     if not is_first_local_rank():
-        # The launcher ends all ranks as soon as one has ended: who is still here afterwards is the only one to know.
+        # The launcher ends all ranks as soon as one has ended. A rank that still runs after 5 s may be the only one
+        # that knows the reason.
         time.sleep(5)
     print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
     raise SystemExit(2) from (reason if isinstance(reason, Exception) else None)
 
 
 def run_command(command: Callable[[], int | None], kept: str = "nothing was kept") -> int:
-    """Run a command of ours; return the exit code: its own, 1 (the system refused), 2 (bad input), 130 (Ctrl-C).
+    """Run one of our commands; return its own exit status, 1 (OSError), 2 (bad input) or 130 (Ctrl-C).
 
-    `kept`: what an end before its time leaves, for the line that says so.
+    `kept` is the text that is printed after Ctrl-C; it says which partial results were kept.
     """
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -138,5 +147,5 @@ def run_command(command: Callable[[], int | None], kept: str = "nothing was kept
 
 
 def _end(signum: int, _frame: FrameType | None) -> None:
-    # As an exception, so that what was half made is removed on the way out.
+    # Exit through an exception, so that `finally` blocks remove unfinished files.
     raise SystemExit(128 + signum)

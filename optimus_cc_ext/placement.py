@@ -1,8 +1,9 @@
-"""Which ranks share a node: one pure rule for the launcher, the log, doctor and the planner.
+"""Placement of ranks on nodes: one pure rule for the launcher, the log, doctor and the planner.
 
-Megatron numbers ranks by tensor, context, data, then pipeline parallelism, so that a node of few stages holds replicas
-and every pipeline hop may cross the network. `--use-tp-pp-dp-mapping` puts pipeline before data parallelism: then a
-node holds whole pipelines, and only gradients and parameters cross. (megatron/core/parallel_state.py, RankGenerator)
+Megatron numbers ranks by tensor, context, data, then pipeline parallelism. A node then holds replicas of few stages,
+and every pipeline hop may cross the network. With `--use-tp-pp-dp-mapping` pipeline comes before data parallelism: a
+node holds whole pipelines, and only gradients and parameters cross nodes (megatron/core/parallel_state.py,
+RankGenerator).
 
     python -m optimus_cc_ext.placement --tensor 2 --pipeline 4 --world-size 32 --ranks-per-node 8
 """
@@ -16,12 +17,12 @@ from itertools import pairwise, product
 __all__ = ["Placement", "placement_line"]
 
 _MEGATRONS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
-"""The names of the kinds of parallelism in Megatron's orders."""
+"""Megatron's abbreviations of the kinds of parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The grid of ranks of a run on nodes that hold equally many consecutive ranks."""
+    """The grid of ranks of a run, on nodes that each hold `ranks_per_node` consecutive ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -29,11 +30,13 @@ class Placement:
     pipeline: int = 1
     ranks_per_node: int = 8
     pipeline_before_data: bool = False
-    """Megatron's `--use-tp-pp-dp-mapping`."""
+    """True with Megatron's `--use-tp-pp-dp-mapping`."""
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The kinds of parallelism, those whose ranks are next to each other first."""
+        """The kinds of parallelism, from the one whose ranks are consecutive to the one whose ranks are
+        farthest apart.
+        """
         last = ("pipeline", "data") if self.pipeline_before_data else ("data", "pipeline")
         return ("tensor", "context", *last)
 
@@ -49,7 +52,7 @@ class Placement:
         return stride
 
     def groups(self, kind: str) -> Iterator[list[int]]:
-        """Yield all groups of this kind, each as its ranks in order."""
+        """Yield all groups of this kind, each as the sorted list of its ranks."""
         others = [other for other in self.order if other != kind]
         for places in product(*(range(self.size(other)) for other in others)):
             first = sum(place * self.stride(other) for place, other in zip(places, others, strict=True))
@@ -64,22 +67,23 @@ class Placement:
         return max(max(map(nodes.count, nodes)) for nodes in self._nodes(kind))
 
     def stays_inside(self, kind: str) -> bool:
-        """Return whether no group of this kind spans nodes."""
+        """Return True if no group of this kind spans nodes."""
         return all(len(set(nodes)) == 1 for nodes in self._nodes(kind))
 
     def crossing_hops(self) -> tuple[int, int]:
-        """Return how many of a pipeline's hops from stage to stage cross nodes, in the pipeline with most of them, and
-        how many hops a pipeline has."""
+        """Return (crossing, hops): the number of hops between stages that cross nodes, in the pipeline with the most
+        such hops, and the number of hops of a pipeline.
+        """
         crossings = (sum(a != b for a, b in pairwise(nodes)) for nodes in self._nodes("pipeline"))
         return max(crossings), self.pipeline - 1
 
     def _nodes(self, kind: str) -> Iterator[list[int]]:
-        """Yield the nodes of the ranks of each group of this kind."""
+        """Yield, for each group of this kind, the node of each of its ranks."""
         return ([self.node(rank) for rank in group] for group in self.groups(kind))
 
 
 def placement_line(placement: Placement) -> str:
-    """Return the sentence that says which groups stay inside nodes and how many pipeline hops cross."""
+    """Return the line that says which groups stay inside nodes and how many pipeline hops cross nodes."""
     parts = []
     kinds = [kind for kind in placement.order if placement.size(kind) > 1 and kind != "pipeline"]
     for stays, words in ((True, "stay inside nodes"), (False, "span nodes")):
@@ -94,9 +98,10 @@ def placement_line(placement: Placement) -> str:
 
 
 def main() -> int:
-    """Print the line for the layout on the command line; the launcher calls this."""
+    """Print the placement of the layout on the command line; the launcher calls this."""
     parser = argparse.ArgumentParser(
-        prog="python -m optimus_cc_ext.placement", description=(__doc__ or "").splitlines()[0]
+        prog="python -m optimus_cc_ext.placement",
+        description="Print which process groups stay inside nodes, and how many pipeline hops cross nodes.",
     )
     for name in ("tensor", "context", "pipeline", "world-size", "ranks-per-node"):
         parser.add_argument(f"--{name}", type=int, default=1)

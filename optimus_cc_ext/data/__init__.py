@@ -1,6 +1,7 @@
-"""Text files -> a byte-level BPE tokenizer and Megatron's indexed dataset.
+"""Preparation of training data: text files become a byte-level BPE tokenizer and Megatron's indexed dataset.
 
-On the command line: `python -m optimus_cc_ext.data --input PATH`.
+Imports nothing of this package but `errors`; tokenizers and Megatron are imported when they are needed. Start reading
+at `prepare.py`. The command line is `python -m optimus_cc_ext.data --input PATH`.
 """
 
 from optimus_cc_ext.data.documents import DataError

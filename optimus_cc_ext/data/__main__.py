@@ -1,4 +1,4 @@
-"""`python -m optimus_cc_ext.data`: the command line of prepare()."""
+"""Command line of `prepare()`: `python -m optimus_cc_ext.data`."""
 
 import argparse
 import sys
@@ -9,24 +9,24 @@ from optimus_cc_ext.errors import run_command
 
 __all__ = ["main"]
 
-# Megatron's --split cuts between documents: with a few of them the validation part is empty.
+# Megatron's --split cuts between documents, so that with fewer documents the validation part can be empty.
 _FEW_DOCUMENTS = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code that `run_command` gives."""
+    """Run the command line; return the exit status of `run_command`."""
     parser = argparse.ArgumentParser(
         prog="python -m optimus_cc_ext.data",
-        description="Text -> byte-level BPE tokenizer and Megatron's indexed dataset.",
+        description="Make a byte-level BPE tokenizer and Megatron's indexed dataset from text.",
     )
     add = parser.add_argument
     add("--input", type=Path, required=True, help="a directory of text files, a .jsonl file, or a text file")
-    add("--output", type=Path, help="folder to make (default: optimus-cc-data/<name of the input>)")
-    add("--vocab-size", type=int, default=8192, help="tokens at most (default: %(default)s)")
-    add("--workers", type=int, help="tokenizing threads (default: one per core)")
-    add("--pattern", default="*.txt", help="names of the files to read in a directory (default: %(default)s)")
-    add("--max-mb", type=float, help="take this much of the text, whole documents only")
-    add("--json-key", default="text", help="where a .jsonl line has its text (%(default)s)")
+    add("--output", type=Path, help="folder to write (default: optimus-cc-data/<name of the input>)")
+    add("--vocab-size", type=int, default=8192, help="largest size of the vocabulary (default: %(default)s)")
+    add("--workers", type=int, help="number of tokenizing threads (default: one per core)")
+    add("--pattern", default="*.txt", help="pattern of the file names to read in a directory (default: %(default)s)")
+    add("--max-mb", type=float, help="read whole documents up to this size in MB (default: all)")
+    add("--json-key", default="text", help="key of the text in each line of a .jsonl file (default: %(default)s)")
     settings = vars(parser.parse_args(arguments))
     return run_command(lambda: _prepare(settings))
 

@@ -1,4 +1,6 @@
-"""Folders and files that are complete or absent: built under another name beside theirs, renamed at the end."""
+"""Output folders and files that are either complete or absent: built under a temporary name beside the target, then
+renamed.
+"""
 
 import fcntl
 import os
@@ -13,29 +15,32 @@ __all__ = ["check_replaceable", "locked", "replace", "write_whole"]
 
 
 def check_replaceable(target: Path, source: Path, ours: set[str]) -> None:
-    """Refuse a `target` that holds the input, or names other than `ours`: the folder is going to be replaced.
+    """Refuse a `target` that contains the input, or names other than `ours`, because the folder will be replaced.
 
     Raises DataError.
     """
     if source.is_relative_to(target.resolve()):
-        raise DataError(f"--output {target}: the input lies in it and would be deleted. Give another folder")
+        raise DataError(
+            f"--output {target}: the folder contains the input, which would be deleted. Give another folder"
+        )
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise DataError(f"--output {target}: exists and is not a folder. Give another one")
+        raise DataError(f"--output {target}: the path exists and is not a folder. Give another path")
     if target.is_dir():
         others = sorted(path.name for path in target.iterdir() if path.name not in ours)
         if others:
             raise DataError(
-                f"--output {target}: holds '{others[0]}', which was not made here and would be deleted."
+                f"--output {target}: the folder contains '{others[0]}', which this command did not write and would "
+                "delete."
                 " Give a new or empty folder"
             )
 
 
 @contextmanager
 def locked(target: Path) -> Iterator[Path]:
-    """Hold the only right to make `target`; yield the name to build it under. Waits for another holder.
+    """Lock `target` against other processes, waiting if needed, and yield the temporary path to build it under.
 
-    The name does not exist when it is yielded: what a killed run left there is removed. Whatever ends the
-    block, neither it nor the lock file remains.
+    The path does not exist when it is yielded: leftovers of a killed run are removed. When the block ends, in any way,
+    the temporary path and the lock file are removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
@@ -46,13 +51,13 @@ def locked(target: Path) -> Iterator[Path]:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        # Removed while it is held, so that nobody's new lock file is removed.
+        # Remove the lock file while the lock is held, so that a new lock file of another process is never removed.
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock file `path`; the kernel frees it when the process ends."""
+    """Return a descriptor that holds the lock file `path`; the kernel frees the lock when the process ends."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -61,11 +66,11 @@ def _lock(path: Path) -> int:
                 return descriptor
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # its last holder removed it while this one waited
+        os.close(descriptor)  # its last holder removed the file while this process waited
 
 
 def replace(partial: Path, target: Path) -> None:
-    """Put the complete folder `partial` in `target`'s place."""
+    """Put the complete folder `partial` in the place of `target`."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -75,7 +80,7 @@ def replace(partial: Path, target: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to the file `path`: neither an interruption nor a full disk leaves half of it."""
+    """Write `text` to the file `path`, so that neither an interruption nor a full disk leaves half of it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,8 +1,8 @@
-"""The whole way from text to a folder that Megatron trains on, made at once or not at all.
+"""The whole way from text to a folder that Megatron trains on, which appears complete or not at all.
 
 OUTPUT/corpus.bin, corpus.idx   Megatron's indexed dataset, one sequence per document
 OUTPUT/tokenizer/               for --tokenizer-type HuggingFaceTokenizer --tokenizer-model
-OUTPUT/manifest.json            what it was made from; the same again is not made twice
+OUTPUT/manifest.json            the inputs and settings; the same ones again are not processed twice
 """
 
 import hashlib
@@ -23,22 +23,23 @@ __all__ = ["PreparedData", "prepare"]
 
 _MANIFEST = "manifest.json"
 _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
-# Megatron keeps its index of a data set beside it, by default in a folder of the data's own name.
+# Megatron writes its dataset index beside the dataset, by default into a folder of the dataset's name.
 _REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
-# Tokenized at once: large enough for all threads to have work, small enough for the bar to move.
+# Bytes of text that are tokenized at once: enough to keep all threads busy, little enough for the progress bar to move.
 _BATCH_BYTES = 4 * 1024 * 1024
 
 _END_OF_DOCUMENT = "<|endoftext|>"
-# One token for each byte, so that any text can be written, and the end of a document.
+# One token for each byte, so that any text can be represented, and one for the end of a document.
 _MIN_VOCAB_SIZE = 256 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What Megatron's flags need: `data_prefix` for --data-path, `tokenizer_dir` for --tokenizer-model.
+    """The prepared data as Megatron's flags need it: `data_prefix` for --data-path, `tokenizer_dir` for
+    --tokenizer-model.
 
-    `documents` and `tokens` count what is in the dataset, end-of-document tokens included; `text_bytes` is
-    UTF-8; `up_to_date` says that nothing had to be made.
+    `documents` and `tokens` count the contents of the dataset, end-of-document tokens included; `text_bytes` is the
+    length of the text in UTF-8; `up_to_date` is True if nothing had to be made.
     """
 
     data_prefix: Path
@@ -61,25 +62,26 @@ def prepare(
     json_key: str = "text",
     progress: bool = True,
 ) -> PreparedData:
-    """Train a tokenizer on `input` and write it as Megatron's indexed dataset into the folder `output`.
+    """Train a tokenizer on `input` and write `input` as Megatron's indexed dataset into the folder `output`.
 
-    `input` is a directory (files matching `pattern`, recursively), a `.jsonl` file (the text under `json_key`) or a
-    text file; see documents.find_corpus for order and cuts. `max_mb` (10**6 bytes) keeps a prefix of whole documents.
-    `workers` is the number of tokenizers' threads, which a process starts once; the bytes written do not depend on
-    it. `output` appears when it is complete; a second call with the same settings and unchanged files returns at
-    once. `progress` draws bars on a terminal.
-    Raises DataError for what is wrong with the input or the arguments, OSError if `output` cannot be written.
+    `input` is a directory (files that match `pattern`, recursively), a `.jsonl` file (the text under `json_key`) or a
+    text file; documents.find_corpus defines order and cuts. `max_mb` (10**6 bytes) keeps a prefix of whole documents.
+    `workers` is the number of tokenizing threads, which a process starts once; the bytes written do not depend on it.
+    `output` appears when it is complete; a second call with the same settings and unchanged files returns at once.
+    `progress` draws bars on a terminal.
+
+    Raises DataError if the input or an argument is wrong, OSError if `output` cannot be written.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise DataError(
             f"--vocab-size {vocab_size}: too small, a byte-level vocabulary has at least {_MIN_VOCAB_SIZE}"
-            " tokens (256 bytes and the end of a document). Give a larger one"
+            " tokens (256 bytes and the end of a document). Give a larger number"
         )
     if workers is not None and workers < 1:
-        raise DataError(f"--workers {workers}: there must be at least one. Give 1 or more")
+        raise DataError(f"--workers {workers}: at least one thread is needed. Give 1 or more")
     # The negation also catches NaN.
     if max_mb is not None and not 0 < max_mb < float("inf"):
-        raise DataError(f"--max-mb {max_mb:g}: must be more than 0. Give a positive number, or leave the flag out")
+        raise DataError(f"--max-mb {max_mb:g}: not a positive size. Give a positive number, or leave the flag out")
     require_extra("data", "tokenizers", "tqdm")
     if workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -111,20 +113,20 @@ def prepare(
 
 
 def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] | None:
-    """Return the counts of what is in `target` if it was made from the same and is still whole."""
+    """Return the counts of the dataset in `target` if it was made from the same inputs and is complete; else None."""
     try:
         manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
         whole = all((target / name).stat().st_size == manifest["sizes"][name] for name in _DATASET_FILES)
         return manifest["counts"] if whole and manifest["made_from"] == made_from else None
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent, or damaged: made again
+        return None  # absent or damaged: it is made again
 
 
 def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dict[str, int]:
     from tqdm import tqdm
 
     def bar(what: str, total: int) -> Any:
-        # None: only on a terminal.
+        # None draws the bar on a terminal only.
         return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 
     text_bytes = 0
@@ -137,21 +139,21 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
                 training.update(size)
                 yield text
 
-        # This first reading also finds everything that is wrong with the text.
+        # This first reading also finds every error in the text.
         tokenizer = _train_tokenizer(texts(), vocab_size, folder / "tokenizer")
     if text_bytes == 0:
-        raise DataError(f"{corpus.root}: no text in it, nothing but white space. Give --input something with text")
+        raise DataError(f"{corpus.root}: the input contains only white space. Give --input a file with text")
     with bar("tokenizing", text_bytes) as tokenizing:
         counts = _write_indexed(corpus.documents(), tokenizer, folder / "corpus", tokenizing.update)
     return {"vocab_size": tokenizer.get_vocab_size(), "text_bytes": text_bytes, **counts}
 
 
 def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any:
-    """Train a byte-level BPE (GPT-2's word boundaries) on `texts`, in the folder format that Megatron's
-    HuggingFaceTokenizer reads without a network; the same texts give the same tokenizer.
+    """Train a byte-level BPE (GPT-2's word boundaries) on `texts`; the same texts give the same tokenizer.
 
-    Makes `folder` with tokenizer.json and tokenizer_config.json, and returns the tokenizers.Tokenizer. A short text
-    may fill less than `vocab_size`: ask its get_vocab_size(). _END_OF_DOCUMENT is token 0, the config's eos.
+    Makes `folder` with tokenizer.json and tokenizer_config.json, which Megatron's HuggingFaceTokenizer reads without a
+    network, and returns the tokenizers.Tokenizer. A short text may give fewer tokens than `vocab_size`;
+    get_vocab_size() returns their number. _END_OF_DOCUMENT is token 0, the config's eos.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -170,7 +172,8 @@ def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any
         "eos_token": _END_OF_DOCUMENT,
         # Otherwise decoding may join "a ," into "a,".
         "clean_up_tokenization_spaces": False,
-        # No limit of its own: Megatron cuts documents into sequences. Larger numbers lose digits in JSON.
+        # The tokenizer sets no limit, because Megatron cuts documents into sequences. Larger numbers lose digits in
+        # JSON.
         "model_max_length": 2**53,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -180,14 +183,14 @@ def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any
 def _write_indexed(
     documents: Iterator[Document], tokenizer: Any, prefix: Path, advance: Callable[[int], Any]
 ) -> dict[str, int]:
-    """Write one sequence per document, _END_OF_DOCUMENT behind it, of uint16 where the vocabulary fits, else int32."""
-    # Here, not above: importing Megatron takes seconds, which bad input and finished data need not wait for.
+    """Write one sequence per document, ended by _END_OF_DOCUMENT, as uint16 if the vocabulary fits, else as int32."""
+    # Imported here because Megatron takes seconds to import, which neither bad input nor finished data should wait for.
     with warnings.catch_warnings():
-        # About kernels that are not installed, which writing files has no use for.
+        # Megatron warns about kernels that are not installed; writing files does not use them.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-    # A text that spells out the special token is text, not the end of a document.
+    # A special token that is spelled out in the text is text, not the end of a document.
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id(_END_OF_DOCUMENT)
     builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), DType.optimal_dtype(tokenizer.get_vocab_size()))

@@ -1,4 +1,8 @@
-"""`optimus-cc doctor`: whether this machine, and a command line on it, would train; and what would be sent."""
+"""`optimus-cc doctor`: checks whether this machine, and a launch line on it, would train, and estimates the traffic.
+
+May import the whole package, but nothing may import it, except `cli`. Start reading at `examine`, below; `verdict.py`
+runs Megatron's own validation, `estimate.py` computes bytes.
+"""
 
 import argparse
 import dataclasses
@@ -17,16 +21,16 @@ from optimus_cc_ext.placement import Placement, placement_line
 __all__ = ["examine"]
 
 REFUSED = 2
-"""The exit status of training for what we refuse, and for what Megatron's parser does not know."""
+"""Exit status of training if our refusals, or Megatron's parser, end it."""
 
 
 def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Diagnosis:
-    """Look at this machine and, where `words` has any, at a command line.
+    """Examine this machine and, if `words` is not empty, a command line.
 
     Args:
         words: flags of Megatron's and ours, or a whole launch line.
-        world_size: processes that the command line is meant for; None: what it says itself, else one.
-        ranks_per_node: processes on each node; None: what the command line says itself, else 8.
+        world_size: processes of the run; None: the number in the command line, else one.
+        ranks_per_node: processes on each node; None: the number in the command line, else 8.
     """
     broken = REFUSED if words else 1
     try:
@@ -43,7 +47,7 @@ def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node:
             verdict = Finding("this machine", f"{finding.subject}: {finding.state}", "FAIL")
             return Diagnosis(verdict, broken, [other for other in machine if other is not finding])
     if not words:
-        return Diagnosis(Finding("this machine", f"would train: {device}", "ok"), 0, machine)
+        return Diagnosis(Finding("this machine", f"training would start: {device}", "ok"), 0, machine)
     report = _examine_line(
         line,
         world_size if world_size is not None else line.world_size,
@@ -51,15 +55,15 @@ def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node:
     )
     seam = [finding for finding in machine if finding.subject.startswith("seam ")]
     report.findings += [finding for finding in machine if finding not in seam]
-    report.findings.append(Finding("seams", f"all {len(seam)} hold", "ok"))
+    report.findings.append(Finding("seams", f"all {len(seam)} functions of Megatron to wrap are as expected", "ok"))
     return report
 
 
 def _activate() -> str:
-    """Choose the device, as training would; the line that it says.
+    """Choose the device as training would; return the line that training would print about it.
 
     Raises:
-        OptimusError: torch is missing or too old, or Megatron is missing; one sentence with the cure.
+        OptimusError: torch is missing or too old, or Megatron is missing; the message names the cure.
     """
     require_torch()
     from optimus_cc_ext.devices import cpu_runtime
@@ -76,21 +80,23 @@ def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int
     notes = [Finding("note", note) for note in verdict.notes]
     if line.script is not None and not Path(line.script).is_file():
         notes.append(
-            Finding("script", f"{line.script} is not here, so what it does with its flags was not seen", "warn")
+            Finding(
+                "script", f"{line.script} is not on this machine, so flags that it adds or checks are unknown", "warn"
+            )
         )
     if verdict.exit_code:
         reason = verdict.reason
         if world_size is None and verdict.args is None:
-            reason += "\n(for one process: give --world-size N, or the whole torchrun or srun line)"
+            reason += "\n(checked for one process: give --world-size N, or the whole torchrun or srun line)"
         if line.script is not None and "unrecognized arguments" in reason:
-            reason += "\n(flags that the script itself adds to Megatron's are not known here)"
+            reason += "\n(doctor does not know flags that the script itself adds to Megatron's)"
         return Diagnosis(Finding("flags", reason, "FAIL"), verdict.exit_code, notes)
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
     numbers, estimates = _estimated(args, layout, config)
     return Diagnosis(
-        Finding("flags", describe(config), "ok"),
+        Finding("flags", f"training would start: {describe(config)}", "ok"),
         findings=[Finding("layout", _layout(args)), *_placement(args, ranks_per_node), *notes, *estimates],
         facts={
             "world_size": args.world_size,
@@ -109,7 +115,7 @@ def _layout(args: argparse.Namespace) -> str:
 
 
 def _placement(args: argparse.Namespace, ranks_per_node: int) -> list[Finding]:
-    """Return which groups stay inside nodes; nothing for one rank."""
+    """Return the finding about groups that stay inside nodes; empty for one rank."""
     if args.world_size == 1:
         return []
     placement = Placement(
@@ -127,7 +133,7 @@ def _micro_batches(args: argparse.Namespace) -> int:
 def _estimated(
     args: argparse.Namespace, layout: Layout, config: OptimusConfig
 ) -> tuple[dict[str, Any], Sequence[Finding]]:
-    """Return the estimates for programs, in bytes, and the same for people, with warnings."""
+    """Return the estimates twice: as numbers of bytes for JSON, and as findings, with warnings."""
     from optimus_cc_ext.doctor.estimate import (
         bytes_by_class,
         gpt_from,
@@ -141,7 +147,7 @@ def _estimated(
     numbers: dict[str, Any] = {"memory_per_rank": megatron_bytes(args, micro_batches)}
     memory = [f"{name} {_size(nbytes)}" for name, nbytes in numbers["memory_per_rank"].items()]
     if (gpt := gpt_from(args)) is None:
-        found.append(Finding("traffic", "not estimated: the model is more than a dense GPT on equal stages"))
+        found.append(Finding("traffic", "not estimated: only dense GPTs with equal stages are supported"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
         traffic, state = bytes_by_class(*asked), state_bytes(*asked)
@@ -152,11 +158,11 @@ def _estimated(
             Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")
             for name, (raw, sent) in traffic.items()
         ]
-        memory.append(f"compressor state {_size(state)}")
+        memory.append(f"compression state and message buffers {_size(state)}")
     if args.distributed_backend == "nccl" and (nbytes := new_communicator_bytes(layout, config)):
         numbers["new_communicator_bytes"] = nbytes
         memory.append(f"one more NCCL communicator {_size(nbytes)}")
-    said = f"up to {', '.join(memory)} (Megatron's own estimate, and ours)"
+    said = f"at most {', '.join(memory)} (estimates: Megatron's, and ours for compression)"
     return numbers, [*found, Finding("memory per rank", said)]
 
 

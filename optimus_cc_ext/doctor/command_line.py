@@ -1,4 +1,4 @@
-"""What a launch line says: the script, its flags, and how many processes it starts. Text only; nothing is started."""
+"""Parser of a launch line: finds the script, its flags, and the number of processes. It only reads text."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,36 @@ _SCHEDULER_COUNTS = {
     "-n": "tasks", "--ntasks": "tasks", "-np": "tasks", "--np": "tasks",
     "--ntasks-per-node": "tasks per node", "--tasks-per-node": "tasks per node",
 }  # fmt: skip
-"""Options of srun and mpirun that count processes."""
+"""Options of srun and mpirun that give numbers of nodes or processes."""
 
 _TORCHRUN_COUNTS = {"--nnodes": "nodes", "--nproc-per-node": "per node"}
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """One launch line, taken apart."""
+    """The parts of one launch line."""
 
     flags: tuple[str, ...]
-    """What Megatron's parser gets."""
+    """The words that Megatron's parser gets."""
 
     script: str | None = None
     """The training script; None: the package's own."""
 
     world_size: int | None = None
-    """Processes that it starts; None: it does not say."""
+    """Number of processes that the line starts; None: the line does not give it."""
 
     ranks_per_node: int | None = None
-    """Processes that it starts on each node; None: it does not say."""
+    """Number of processes that the line starts on each node; None: the line does not give it."""
 
     ours: bool = True
-    """Whether `python -m optimus_cc_ext` is what starts the script."""
+    """True if `python -m optimus_cc_ext` starts the script."""
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Take `[srun ...] [torchrun ...] [-m optimus_cc_ext] [script.py] <flags>` apart.
+    """Parse `[srun ...] [torchrun ...] [-m optimus_cc_ext] [script.py] <flags>`.
 
     Raises:
-        FlagError: a shell script, whose flags cannot be seen, or a count that is no number.
+        FlagError: the line runs a shell script, whose flags cannot be seen, or a count is not a number.
     """
     words = _unquoted(words)
     if not words or words[0].startswith("--"):
@@ -56,7 +56,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
             line, options = _program(words[start + 1 :])
             counts = _counts(options, _TORCHRUN_COUNTS)
             nodes = counts.get("nodes") or _counts(words[:start], _SCHEDULER_COUNTS).get("nodes", 1)
-            # torchrun starts one process a node where it is not told; the old launcher, too.
+            # torchrun starts one process per node by default; so does the old launcher.
             per_node = counts.get("per node", 1)
             return replace(line, world_size=nodes * per_node, ranks_per_node=per_node)
         starts_launcher = word == "-m" and words[start + 1 : start + 2] in ([name] for name in _LAUNCHER_MODULES)
@@ -65,13 +65,14 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
             counts = _counts(words[:start], _SCHEDULER_COUNTS)
             return replace(line, world_size=_tasks(counts), ranks_per_node=_tasks_per_node(counts))
         if PurePath(word).suffix in (".sh", ".sbatch"):
-            cure = "Give the line that it runs (scripts/pretrain_gpt.sh --dry-run ... prints it), or the flags alone"
-            raise FlagError(word, "doctor cannot see the flags that a shell script gives", cure)
-    raise FlagError(words[0], "neither a flag nor a launch line", "Give flags, or torchrun ... pretrain_gpt.py <flags>")
+            cure = "Give the script's launch line (scripts/pretrain_gpt.sh --dry-run ... prints it), or only the flags"
+            raise FlagError(word, "doctor cannot see the flags inside a shell script", cure)
+    cure = "Give flags, or torchrun ... pretrain_gpt.py <flags>"
+    raise FlagError(words[0], "this word begins neither flags nor a launch line", cure)
 
 
 def _unquoted(words: Sequence[str]) -> list[str]:
-    """The words, with `bash -c "torchrun ..."` opened."""
+    """Return the words, with the words inside `bash -c "torchrun ..."` split."""
     opened: list[str] = []
     for word in words:
         opened += shlex.split(word) if "torchrun " in word or ".py " in word else [word]
@@ -93,12 +94,12 @@ def _program(words: Sequence[str]) -> tuple[CommandLine, Sequence[str]]:
 
 
 def _counts(options: Sequence[str], names: Mapping[str, str]) -> dict[str, int]:
-    """By what it counts: the number that an option gives."""
+    """Return the numbers that `options` give, by the kind of count that `names` assigns to each option."""
     counts = {}
     for position, word in enumerate(options):
         name, has_value, value = word.partition("=")
         dashed = name.replace("_", "-")
-        if dashed not in names and name[:2] in names and name[2:].isdigit():  # -N4
+        if dashed not in names and name[:2] in names and name[2:].isdigit():  # the short form -N4
             dashed, has_value, value = name[:2], "=", name[2:]
         if dashed in names:
             text = value if has_value else (options[position + 1] if position + 1 < len(options) else "")
@@ -108,11 +109,11 @@ def _counts(options: Sequence[str], names: Mapping[str, str]) -> dict[str, int]:
 
 def _number(option: str, text: str) -> int:
     try:
-        # Elastic runs give MIN:MAX, srun MIN-MAX.
+        # Elastic runs give MIN:MAX, srun gives MIN-MAX.
         return int(text.replace("-", ":").split(":")[-1]) if not text.startswith("-") else int(text)
     except ValueError:
         reason = f"{text!r} is not a number of processes"
-        raise FlagError(option, reason, "Give --world-size N, or write the number out") from None
+        raise FlagError(option, reason, "Give --world-size N, or a number instead of a variable") from None
 
 
 def _tasks(counts: Mapping[str, int]) -> int | None:

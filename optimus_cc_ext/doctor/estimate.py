@@ -1,4 +1,4 @@
-"""Bytes by class of traffic and memory per rank, of a GPT that no process has built yet."""
+"""Estimates of bytes by class of traffic and memory per rank, for a GPT that no process has built."""
 
 import argparse
 import dataclasses
@@ -35,26 +35,28 @@ __all__ = ["Gpt", "bytes_by_class", "gpt_from", "new_communicator_bytes", "state
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt:
-    """A GPT's sizes on each tensor-parallel rank, and how its gradients are kept."""
+    """A GPT's sizes on one tensor-parallel rank, and the data types of its gradients and parameters."""
 
     layers: int
-    """Of a pipeline stage; all stages have as many."""
+    """Number of layers of each pipeline stage; all stages have equally many."""
 
     layer: tuple[tuple[int, ...], ...]
     """Shapes of a layer's parameters on one rank."""
 
     embedding: tuple[int, int]
-    """The word embedding's share of one rank."""
+    """Shape of one rank's shard of the word embedding."""
 
     positions: tuple[int, ...] | None
-    """Learned position embeddings, on the first stage."""
+    """Shape of the learned position embeddings on the first stage; None: the model has none."""
 
     last: tuple[tuple[int, ...], ...]
-    """What the last stage has beyond its layers: the final norm."""
+    """Shapes of the final norm's parameters, which only the last stage has."""
 
     tied: bool
     message: torch.Size
-    """An activation between two stages: sequence (over TP with sequence parallelism) x micro-batch x hidden."""
+    """Shape of an activation between two stages: sequence (divided by TP with sequence parallelism) x micro-batch x
+    hidden.
+    """
 
     pipeline_dtype: torch.dtype
     gradient_dtype: torch.dtype
@@ -62,12 +64,12 @@ class Gpt:
     tensor_parallel: int
 
     def of_stage(self, stage: int, stages: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a stage's parameters but the word embedding's and the output layer's."""
+        """Return the shapes of a stage's parameters, without the word embedding and the output layer."""
         first = [self.positions] if stage == 0 and self.positions is not None else []
         return [*self.layer * self.layers, *first, *(self.last if stage == stages - 1 else ())]
 
     def word_embeddings(self, stage: int, stages: int) -> int:
-        """Return how many matrices of the embedding's size a stage holds."""
+        """Return the number of matrices of the word embedding's size that a stage holds."""
         first, last = stage == 0, stage == stages - 1
         return int(first or last) if self.tied else first + last
 
@@ -84,11 +86,13 @@ _BEYOND_A_GPT = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
 )
-"""Arguments that change the shapes of gradients, or which stage has them, in a way that is not counted here."""
+"""Arguments that change the shapes of gradients, or the stage that holds them, in ways that these estimates do not
+cover.
+"""
 
 
 def gpt_from(args: argparse.Namespace) -> Gpt | None:
-    """The model in Megatron's validated arguments; None where it is more than a GPT of equal stages."""
+    """Read the model from Megatron's validated arguments; None if it is not a GPT with equal stages."""
     stages, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     words = args.padded_vocab_size or args.vocab_size or _known_vocabulary(args)
     if any(getattr(args, name, None) for name in _BEYOND_A_GPT) or args.num_layers % stages or words is None:
@@ -130,9 +134,10 @@ def _known_vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> dict[str, tuple[int, int]]:
-    """(raw, sent) bytes of one iteration by class, of all ranks, after every warm-up; as the log counts them.
+    """Return the (raw, sent) bytes of one iteration by class, summed over all ranks, after every warm-up.
 
-    `--dp-compression-stages auto` counts as all of them, which is the most that it can choose.
+    The counts follow the formulas of the log. `--dp-compression-stages auto` counts as all stages, the most that it can
+    choose.
     """
     counted = {
         PIPELINE_FORWARD.tag: _pipeline(gpt, config, schedule, forward=True),
@@ -146,7 +151,7 @@ def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sc
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
-    """(what both ends of a link know, the receiver), receiver by receiver."""
+    """Yield (plan, receiving stage) of each link between stages that carries activation gradients."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
             yield LinkPlan(config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage), stage
@@ -179,7 +184,9 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
 
 
 def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> dict[TrafficClass, tuple[int, int]]:
-    """Return (raw, sent) bytes of what one rank of a stage reduces and gathers over its replicas, as its plan says."""
+    """Return the (raw, sent) bytes that one rank of a stage reduces and gathers over its replicas, from its bucket
+    plan.
+    """
     plan, sharded, embedding = _plan(gpt, layout, config, stage), layout.distributed_optimizer, (0, 0)
     sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
     if plan.tied_bytes:
@@ -199,10 +206,10 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> di
 
 
 def _plan(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, *, words: bool = True) -> GroupPlan:
-    """Plan a stage as one bucket, and a tied embedding as another: that Megatron cuts it into more changes little.
+    """Plan a stage as one bucket, with a tied embedding as another. Megatron uses more buckets, which changes little.
 
     Args:
-        words: whether word embedding and output layer are among its parameters.
+        words: True if the word embedding and the output layer are among the stage's parameters.
     """
     tied = gpt.tied and layout.stages > 1
     count = gpt.word_embeddings(stage, layout.stages) if words else 0
@@ -217,7 +224,7 @@ def _plan(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, *, words:
 
 
 def _bucket(gpt: Gpt, layout: Layout, parameters: Sequence[ParameterRecord]) -> BucketRecord:
-    """Lay parameters behind each other; the distributed optimizer's buckets have as many values in every shard."""
+    """Lay the parameters out one after the other; the distributed optimizer pads a bucket to shards of equal length."""
     starts = [0, *accumulate(parameter.range[1] for parameter in parameters)]
     unit = layout.data_parallel if layout.distributed_optimizer else 1
     return BucketRecord(
@@ -229,10 +236,10 @@ def _bucket(gpt: Gpt, layout: Layout, parameters: Sequence[ParameterRecord]) -> 
 
 
 def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> int:
-    """What residuals and factors take on the rank where they take most: each is kept twice, for repeated steps.
+    """Return the bytes of residuals and low-rank factors on the rank that has most of them.
 
-    Of block formats, which remember nothing across iterations: what their messages of gradients take, and the residual
-    of one message.
+    Each is kept twice, so that a step can be repeated. Block formats keep no state across iterations; for them the
+    result counts the message buffers of gradients and the residual of one message.
     """
     itemsize = 2 if config.compression_state_dtype == "bf16" else 4
     links = [plan for plan, stage in _links(config, schedule) if any(
@@ -253,16 +260,15 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
 
 
 def new_communicator_bytes(layout: Layout, config: OptimusConfig) -> int:
-    """Return the GPU memory that NCCL takes for the process groups that the first and the last stage make more.
-
-    Without the distributed optimizer the replicas of both stages sum the tied embedding together.
+    """Return a rank's bytes for the parameter gather: all shards' messages, and its own shard before the step and its
+    change.
     """
     union = config.fused_embedding_sync and not layout.distributed_optimizer
     return communicator_bytes(2 * layout.data_parallel) if union else 0
 
 
 def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> int:
-    """Memory of a rank for messages of all shards, the own one before the step, and what changed in one."""
+    """Return a warning for each compression rank at which every tensor is sent uncompressed."""
     if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
         return 0
     buckets = _plan(gpt, layout, config, stage).buckets
@@ -279,5 +285,8 @@ def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sche
         raw, sent = found.get(traffic.tag, (0, 0))
         if config.format_of(traffic) == "low-rank" and raw == sent:
             flag, rank = flag_of(f"{traffic.name}_rank"), getattr(config, f"{traffic.name}_rank")
-            said.append(f"{flag} {rank}: saves nothing on this model: all {traffic.tag} are sent as they are. Lower it")
+            said.append(
+                f"{flag} {rank}: saves nothing on this model: low rank would send more bytes, so {traffic.tag} traffic "
+                "is sent uncompressed. Lower the rank"
+            )
     return said

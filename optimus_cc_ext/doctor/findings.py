@@ -1,4 +1,4 @@
-"""What doctor found: lines with a mark, and how they are printed or written as JSON."""
+"""Findings of doctor: lines with a mark, and their output as text or JSON."""
 
 import json
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ __all__ = ["Diagnosis", "Finding"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of doctor's output."""
 
     subject: str
     state: str
     mark: Literal["ok", "FAIL", "warn", ""] = ""
-    """Empty: for information."""
+    """The mark before the line; empty: the line only informs."""
 
 
 @dataclass
 class Diagnosis:
-    """All that is said, the verdict first."""
+    """The whole output of doctor, the verdict first."""
 
     verdict: Finding
     exit_code: int = 0
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What `--json` has beyond the lines: numbers."""
+    """Numbers that `--json` adds to the lines."""
 
     def lines(self) -> Iterable[str]:
-        """For the terminal."""
+        """Yield the lines for the terminal."""
         shown = [self.verdict, *self.findings]
         width = max(len(finding.subject) for finding in shown)
         for finding in shown:
@@ -38,7 +38,7 @@ class Diagnosis:
             yield from (f"{'':<4} {'':<{width}}  {line}" for line in rest)
 
     def as_json(self) -> str:
-        """The same, for programs."""
+        """Return verdict, findings and facts as JSON."""
         return json.dumps(
             {
                 "ok": self.exit_code == 0,

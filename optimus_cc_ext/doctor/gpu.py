@@ -1,4 +1,4 @@
-"""`optimus-cc doctor --gpu`: whether this machine's GPU, its driver and its compiler are what the kernels need."""
+"""`optimus-cc doctor --gpu`: checks that this machine's GPU, driver and compiler can run the Triton kernels."""
 
 import ctypes
 import os
@@ -12,66 +12,66 @@ from optimus_cc_ext.doctor.machine import kernels, packages
 __all__ = ["FoundGpu", "examine_gpu", "problem"]
 
 NEEDED_BYTES = 8 << 30
-"""What `scripts/gpu_check.sh` takes of the GPU's memory at most."""
+"""Largest GPU memory, in bytes, that `scripts/gpu_check.sh` uses."""
 
 REFUSED = 2
 
 
 @dataclass(frozen=True)
 class FoundGpu:
-    """What there is."""
+    """The GPU environment that `find_gpu` found."""
 
     built_for: str | None
-    """The CUDA that PyTorch was built for, such as 13.0; None: for CPUs only."""
+    """CUDA version that PyTorch was built for, such as 13.0; None: PyTorch for CPUs only."""
 
     driver: int | None
-    """The newest CUDA that the driver knows, such as 12040 for 12.4; None: there is no driver."""
+    """Newest CUDA version that the driver supports, such as 12040 for 12.4; None: there is no driver."""
 
     devices: int
     free: int
-    """Bytes of the first GPU's memory that nobody uses."""
+    """Free bytes of the first GPU's memory."""
 
     compiler: str | None
-    """The C compiler that Triton would call."""
+    """Path of the C compiler that Triton would call."""
 
 
 def problem(gpu: FoundGpu) -> str | None:
-    """Why nothing can run there, and the cure, in one sentence; None: nothing is in the way."""
+    """Return the reason why no kernel can run on this machine, and its cure; None if kernels can run."""
     if gpu.built_for is None:
-        return "this PyTorch is made for CPUs only: install one for CUDA"
+        return "this PyTorch is built for CPUs only: install a PyTorch for CUDA"
     if gpu.driver is None:
-        return "there is no NVIDIA driver: install one, or go to a machine with a GPU"
+        return "there is no NVIDIA driver: install one, or use a machine with a GPU"
     known = f"{gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
     if gpu.driver // 1000 < int(gpu.built_for.split(".")[0]):
         return (
-            f"the driver knows CUDA up to {known}, and PyTorch is made for {gpu.built_for}: update the driver, or "
+            f"the driver supports CUDA up to {known}, and PyTorch is built for {gpu.built_for}: update the driver, or "
             f"install a PyTorch for CUDA {known} or older"
         )
     if gpu.devices == 0:
-        return "PyTorch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return "PyTorch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if gpu.compiler is None:
         return "Triton finds no C compiler: install gcc, or name one in CC"
     if gpu.free < NEEDED_BYTES:
         return (
             f"{gpu.free / 2**30:.1f} GiB of the GPU's memory are free, and {NEEDED_BYTES >> 30} are needed: "
-            "end what else uses it, or choose another GPU with CUDA_VISIBLE_DEVICES"
+            "end other processes on this GPU, or choose another GPU with CUDA_VISIBLE_DEVICES"
         )
     return None
 
 
 def find_gpu() -> FoundGpu:
-    """What is here; does not raise."""
+    """Return this machine's GPU environment; never raises."""
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # As triton/runtime/build.py looks for it.
+    # Same lookup as triton/runtime/build.py.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     free = torch.cuda.mem_get_info(0)[0] if devices else 0
     return FoundGpu(torch.version.cuda, _driver(), devices, free, compiler)
 
 
 def examine_gpu() -> Diagnosis:
-    """Look at the GPU, compile one kernel and hold its result against the reference; a minute at most."""
+    """Check the GPU, compile one kernel and compare its result with the reference; takes a minute at most."""
     why = problem(find_gpu())
     if why is not None:
         return Diagnosis(Finding("this machine", why, "FAIL"), REFUSED, packages())
@@ -87,20 +87,21 @@ def examine_gpu() -> Diagnosis:
     started = time.monotonic()
     try:
         lost = _one_kernel()
-    except Exception as error:  # what a compiler says has no class of its own
+    except Exception as error:  # compilers raise errors of many classes
         said = (str(error).splitlines() or [repr(error)])[-1]
-        reason = f"a kernel cannot be compiled or run ({said}): see docs/gpu.md"
+        reason = f"a Triton kernel cannot be compiled or run ({said}): see docs/gpu.md"
         return Diagnosis(Finding("this machine", reason, "FAIL"), REFUSED, [*findings, *packages()])
     seconds = time.monotonic() - started
-    findings.append(Finding("first kernel", f"compiled and run in {seconds:.1f} s, {lost:.1e} off", "ok"))
+    findings.append(Finding("first kernel", f"compiled and run in {seconds:.1f} s, relative error {lost:.1e}", "ok"))
     if not lost < 1e-5:
-        verdict = Finding("this machine", f"a kernel's product is {lost:.1e} off: see docs/gpu.md", "FAIL")
+        reason = f"a Triton kernel's product has a relative error of {lost:.1e}: see docs/gpu.md"
+        verdict = Finding("this machine", reason, "FAIL")
         return Diagnosis(verdict, REFUSED, [*findings, *packages()])
-    return Diagnosis(Finding("this machine", "its GPU runs the kernels", "ok"), 0, [*findings, *packages()])
+    return Diagnosis(Finding("this machine", "the GPU runs the Triton kernels", "ok"), 0, [*findings, *packages()])
 
 
 def _one_kernel() -> float:
-    """The relative error of one product."""
+    """Return the relative error of one matrix product by the Triton kernel."""
     import torch
 
     from optimus_cc_ext.compressors.fast import fast_compressor

@@ -1,4 +1,6 @@
-"""What is installed here, which Megatron would be imported, and whether its seams hold."""
+"""Findings about this machine: installed packages, the Megatron that would be imported, and the functions
+that we wrap.
+"""
 
 import importlib.metadata
 import platform
@@ -25,7 +27,9 @@ PACKAGES = (
 
 
 def find_checkout(script: str | None) -> None:
-    """Let Megatron be imported from where training would: the current folder, or the script's before it."""
+    """Make Megatron importable from where training would import it: the current folder, or the script's folder before
+    it.
+    """
     folders = [Path.cwd()] if script is None else [Path.cwd(), Path(script).resolve().parent]
     for folder in folders:
         if (folder / "megatron" / "core").is_dir() and str(folder) not in sys.path:
@@ -33,7 +37,7 @@ def find_checkout(script: str | None) -> None:
 
 
 def packages() -> list[Finding]:
-    """Versions of what matters."""
+    """Return the versions of the packages that training depends on."""
     found = [Finding("python", platform.python_version()), Finding("optimus_cc_ext", __version__)]
     for name in PACKAGES:
         try:
@@ -44,7 +48,9 @@ def packages() -> list[Finding]:
 
 
 def kernels() -> Finding:
-    """Say whether this machine's Triton compiles the kernels of GPUs, and which torch brings one that does."""
+    """Report whether this machine's Triton can compile the kernels, or else which torch release has a
+    Triton that can.
+    """
     from optimus_cc_ext.compressors.triton import launches
 
     if launches.AVAILABLE:
@@ -53,13 +59,14 @@ def kernels() -> Finding:
     needed, torch = (".".join(map(str, release)) for release in (launches.OLDEST_TRITON, launches.TORCH_WITH_IT))
     return Finding(
         "Triton's kernels",
-        f"{found}: on GPUs torch computes what they would; they need Triton {needed}, which torch {torch} brings",
+        f"{found}: on GPUs torch operators replace the kernels, which need Triton {needed} (installed with torch "
+        f"{torch})",
         "warn",
     )
 
 
 def seams() -> list[Finding]:
-    """Megatron's version, and each attribute of it that is wrapped."""
+    """Return Megatron's version, and a finding for each function of Megatron that we wrap."""
     from optimus_cc_ext.hooks.installation import all_seams
     from optimus_cc_ext.hooks.registry import check_version, megatron_version
 
@@ -75,7 +82,7 @@ def seams() -> list[Finding]:
     for seam in all_seams():
         try:
             seam.resolve()
-            found.append(Finding("seam " + seam.target, "holds", "ok"))
+            found.append(Finding("seam " + seam.target, "is as expected", "ok"))
         except UnsupportedMegatron as error:
             found.append(Finding("seam " + seam.target, str(error), "FAIL"))
     return found

@@ -1,4 +1,4 @@
-"""Asks Megatron's own argument validation, with ours around it, what it would say to a command line."""
+"""Verdict on a command line, from Megatron's own argument validation with ours around it."""
 
 import argparse
 import contextlib
@@ -22,25 +22,26 @@ _OURS = "optimus-cc: "
 
 @dataclass
 class Verdict:
-    """How training would begin."""
+    """The way in which training would begin or end."""
 
     exit_code: int = 0
-    """That training would end with before its first iteration; 0: it would begin."""
+    """Exit status with which training would end before its first iteration; 0: training would begin."""
 
     reason: str = ""
-    """Why it would not."""
+    """The reason why training would not begin."""
 
     notes: list[str] = field(default_factory=list)
-    """What it would say on the way."""
+    """Lines that training would print before its first iteration."""
 
     args: argparse.Namespace | None = None
     """Megatron's validated arguments."""
 
 
 def validate(line: CommandLine, world_size: int) -> Verdict:
-    """Parse and validate as rank 0 of `world_size` processes; this process is of no other use afterwards.
+    """Parse and validate a command line as rank 0 of `world_size` processes; this process cannot be used further
+    afterwards.
 
-    Megatron ends a process where it likes: by an assertion, by exit(), by an error of its parser. All of it is caught.
+    Megatron ends the process in several ways (assertions, exit(), errors of its parser); all of them are caught.
     """
     from megatron.training import arguments
 
@@ -69,17 +70,17 @@ def validate(line: CommandLine, world_size: int) -> Verdict:
 
 
 def _not_launched_by_us(line: CommandLine) -> FlagError | None:
-    """Plain `torchrun pretrain_gpt.py` knows our flags only where the checkout is patched."""
+    """Return a refusal if plain `torchrun pretrain_gpt.py` is used and the checkout is not patched for our flags."""
     if line.ours or line.script is None or not Path(line.script).is_file():
         return None
     if "optimus_cc_ext" in Path(line.script).read_text(errors="replace"):
         return None
-    reason = "it is not patched, so it does not know Optimus-CC's flags"
+    reason = "the script is not patched, so it does not know Optimus-CC's flags"
     return FlagError(line.script, reason, f"Launch it by -m optimus_cc_ext {line.script}, or patch the checkout")
 
 
 def _what_follows(args: argparse.Namespace, line: CommandLine) -> None:
-    """What training checks once its arguments are valid, and before it looks for the other ranks."""
+    """Run the checks that training makes after it has validated its arguments and before it contacts other ranks."""
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -107,13 +108,13 @@ def _caught(check: Callable[[Any], None], args: Any) -> FlagError | None:
 
 
 def _last_line(output: str) -> str:
-    """Of what was printed: the line that says why the process ended."""
-    lines = [line for line in output.splitlines() if line.strip()] or ["it ended without a word"]
+    """Return the line of the captured output that says why the process ended."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["training ended without a message"]
     return lines[-1].removeprefix(_OURS).removeprefix("error: ").split(": error: ")[-1]
 
 
 def _in_words(error: Exception) -> str:
-    """An exception's message; of a bare assertion, its condition."""
+    """Return an exception's message, or the condition of an assertion without a message."""
     if str(error):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -121,7 +122,7 @@ def _in_words(error: Exception) -> str:
 
 
 def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
-    """The 1F1B that these arguments ask for."""
+    """Return the 1F1B schedule that these arguments ask for."""
     from optimus_cc_ext.hooks.schedules import interleaved_schedule
 
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
@@ -131,7 +132,7 @@ def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
 
 
 def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
-    """Megatron's theoretical memory of the fullest rank, in bytes; empty where it has no formula."""
+    """Return Megatron's theoretical memory of the rank that needs most, in bytes; empty if Megatron has no formula."""
     from megatron.training import theoretical_memory_usage as theory
 
     activations = (
@@ -139,7 +140,7 @@ def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, fl
         if args.sequence_parallel and args.recompute_granularity == "selective"
         else getattr(theory, "compute_activation_memory_without_sp", theory.compute_activation_memory)
     )
-    copy = argparse.Namespace(**vars(args))  # it writes into them
+    copy = argparse.Namespace(**vars(args))  # Megatron writes into its arguments
     if copy.padded_vocab_size is None:
         copy.padded_vocab_size = copy.vocab_size or 0
     try:
@@ -149,5 +150,5 @@ def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, fl
                 "activations": activations(copy, num_microbatches=micro_batches),
             }
     except Exception:
-        return {}  # hybrid and other models, of which it knows nothing
+        return {}  # Megatron has no formula for hybrid and some other models
     return {name: float(nbytes) for name, nbytes in found.items()}

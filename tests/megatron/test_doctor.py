@@ -129,7 +129,7 @@ def test_a_whole_launch_line_says_how_many_ranks_there_are() -> None:
     for launch in ("torchrun --nproc-per-node 4 -m optimus_cc_ext", "srun -N 2 torchrun --nproc-per-node 2 train.py"):
         found = ask_doctor(f"{launch} {flags}", None)
         assert found.code == 0 and "4 ranks: pipeline 2 x data 2" in found.output, found.output
-    assert "train.py is not here" in found.output
+    assert "train.py is not on this machine" in found.output
     own = ask_doctor(f"torchrun --nproc-per-node 4 train.py {flags} --a-flag-of-its-own 1", None)
     assert own.code == 2 and "flags that the script itself adds" in own.output
     alone = ask_doctor(flags, None)
@@ -140,7 +140,11 @@ def test_a_script_that_is_not_patched_is_not_said_to_know_our_flags(tmp_path: Pa
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("from megatron.training import pretrain\n")
     found = ask_doctor(f"torchrun --nproc-per-node 4 {script} {PP2} --optimus-cc", None)
-    assert found.code == 2 and "it is not patched" in found.output and f"-m optimus_cc_ext {script}" in found.output
+    assert (
+        found.code == 2
+        and "the script is not patched" in found.output
+        and f"-m optimus_cc_ext {script}" in found.output
+    )
     assert ask_doctor(f"torchrun --nproc-per-node 4 -m optimus_cc_ext {script} {PP2} --optimus-cc", None).code == 0
 
 
@@ -220,7 +224,7 @@ def test_a_missing_megatron_is_one_sentence_with_the_cure() -> None:
     found = call(no_megatron)
     assert found.code == 2 and "Traceback" not in found.output
     first = found.output.splitlines()[0]
-    assert first.startswith("FAIL this machine") and "no Megatron can be imported here" in first
+    assert first.startswith("FAIL this machine") and "megatron.core cannot be imported here" in first
     assert "PYTHONPATH=PATH/TO/Megatron-LM" in first
 
 

@@ -24,12 +24,12 @@ GOOD = FoundGpu(built_for="13.0", driver=13010, devices=1, free=NEEDED_BYTES, co
 @pytest.mark.parametrize(
     "lacks, said",
     [
-        ({"built_for": None}, "made for CPUs only: install one for CUDA"),
+        ({"built_for": None}, "built for CPUs only: install a PyTorch for CUDA"),
         ({"driver": None}, "no NVIDIA driver: install one"),
-        ({"driver": 12040}, "knows CUDA up to 12.4, and PyTorch is made for 13.0: update the driver"),
-        ({"devices": 0}, "PyTorch sees no GPU: look at nvidia-smi"),
+        ({"driver": 12040}, "supports CUDA up to 12.4, and PyTorch is built for 13.0: update the driver"),
+        ({"devices": 0}, "PyTorch sees no GPU: check nvidia-smi"),
         ({"compiler": None}, "Triton finds no C compiler: install gcc"),
-        ({"free": 3 << 30}, "3.0 GiB of the GPU's memory are free, and 8 are needed: end what else uses it"),
+        ({"free": 3 << 30}, "3.0 GiB of the GPU's memory are free, and 8 are needed: end other processes"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

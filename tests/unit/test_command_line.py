@@ -52,7 +52,7 @@ def test_a_line_within_quotes_is_opened() -> None:
         ("torchrun --nproc-per-node gpu -m optimus_cc_ext", "--nproc-per-node: 'gpu' is not a number of processes"),
         ("torchrun --nproc-per-node", "--nproc-per-node"),
         ("torchrun --nproc-per-node 8", "names no training script"),
-        ("train --num-layers 4", "train: neither a flag nor a launch line"),
+        ("train --num-layers 4", "train: this word begins neither flags nor a launch line"),
     ],
 )
 def test_what_is_no_launch_line_is_refused(line: str, says: str) -> None:

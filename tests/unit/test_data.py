@@ -186,25 +186,25 @@ def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: P
 BAD_INPUTS = {
     "missing input": (None, [], ["no such file"]),
     "directory without a match": ({"a.md": b"text"}, [], ["no file matches '*.txt'", "1 .md", "--pattern"]),
-    "directory with blank files only": ({"a.txt": b"", "b.txt": b" \n"}, [], ["no text"]),
+    "directory with blank files only": ({"a.txt": b"", "b.txt": b" \n"}, [], ["only white space"]),
     "bad UTF-8 in a directory": (
         {"a.txt": b"fine", "b.txt": b"one\ntwo\xff"},
         [],
-        ["b.txt: line 2, byte offset 7: not UTF-8"],
+        ["b.txt: line 2, byte offset 7: the text is not UTF-8"],
     ),
     "bad UTF-8 far in a text file": (
         b"0123456789abcde\n" * 3000 + b"abc\xc3(",
         [],
-        ["line 3001, byte offset 48003: not UTF-8"],
+        ["line 3001, byte offset 48003: the text is not UTF-8"],
     ),
-    "bad UTF-8 in jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', [], ["line 2, byte offset 24: not UTF-8"]),
+    "bad UTF-8 in jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', [], ["line 2, byte offset 24: the text is not UTF-8"]),
     "malformed JSON": (b'{"text": "a"}\n\n{"text": \n', [], ["line 3: malformed JSON", "column"]),
-    "deeply nested JSON": (b"[" * 200_000 + b"\n", [], ["line 1: JSON that cannot be read"]),
+    "deeply nested JSON": (b"[" * 200_000 + b"\n", [], ["line 1: JSON that Python cannot read"]),
     "JSON that is no object": (b'{"text": "a"}\n[1]\n', [], ["line 2: a JSON list, not an object"]),
     "missing key": (b'{"text": "a"}\n{"body": "b"}\n', [], ["line 2: no key 'text'", "'body'", "--json-key"]),
     "key of another type": (b'{"text": 3}\n', [], ["line 1", "a int, not a string"]),
     "half a surrogate pair": (b'{"text": "a\\ud800"}\n', [], ["line 1", "surrogate", "character 1"]),
-    "empty jsonl": (b"\n", [], ["no text"]),
+    "empty jsonl": (b"\n", [], ["only white space"]),
     "vocabulary too small": (b'{"text": "a"}\n', ["--vocab-size", "256"], ["--vocab-size 256", "257"]),
     "no workers": (b'{"text": "a"}\n', ["--workers", "0"], ["--workers 0"]),
     "negative limit": (b'{"text": "a"}\n', ["--max-mb", "-1"], ["--max-mb -1"]),
@@ -239,7 +239,7 @@ def test_output_that_holds_other_files_is_refused(tmp_path: Path, folder: Path) 
     kept.write_text("years of work")
     with pytest.raises(DataError, match=r"thesis\.tex"):
         prepare(folder, tmp_path / "out", progress=False)
-    with pytest.raises(DataError, match="the input lies in it"):
+    with pytest.raises(DataError, match="the folder contains the input"):
         prepare(folder, tmp_path, progress=False)
     assert kept.read_text() == "years of work"
 
@@ -254,7 +254,7 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
     prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
     before = read_tree(tmp_path / "out")
     (folder / "part3" / "file030.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="not UTF-8"):
+    with pytest.raises(DataError, match="the text is not UTF-8"):
         prepare(folder, tmp_path / "out", vocab_size=300, workers=1, progress=False)
     assert read_tree(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out"]

@@ -124,7 +124,7 @@ def test_what_an_extra_installs_is_named_with_the_way_to_get_it(
         MissingExtra, match=r"not installed: matplotlib, rich, tensorboard\. .*pip install 'optimus_cc_ext\[report\]'"
     ):
         __import__("optimus_cc_ext.report")
-    cure = "Install what this needs: pip install 'optimus_cc_ext"
+    cure = "Install the extra that provides it: pip install 'optimus_cc_ext"
     assert data.main(["--input", str(ROOT / "docs"), "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == f"error: not installed: tokenizers, tqdm. {cure}[data]'\n"
     assert harness.main(["--model", str(tmp_path)]) == 2

@@ -102,4 +102,4 @@ def test_an_older_torch_is_one_sentence_with_the_cure_wherever_training_starts()
     refused = call(custom_loop_on_an_older_torch)
     assert refused.code == 2 and refused.output.startswith(said)
     for output in (ended.ours[-1], first, refused.output):
-        assert "Install torch>=2.9, or take a container that brings it" in output
+        assert "Install torch>=2.9, or use a container that has it" in output
