@@ -12,6 +12,8 @@ import torch
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.compressors.triton import launches
+from scripts.bench.compressors import compiled
 from scripts.bench.compressors.__main__ import main
 from scripts.bench.compressors.bucket import one_process
 from scripts.bench.compressors.sections import FORMAT_CASES, check_basis, check_bucket, check_format
@@ -137,3 +139,13 @@ def test_a_format_that_loses_what_it_should_not_is_not_timed() -> None:
     check_format(fast_codec("int8", seed=1, rotated=True), values, FORMATS["int8"].gaussian_error, "int8")
     with pytest.raises(SystemExit, match=r"int4: an error of 0\.11\d+, not of 0\.0065"):
         check_format(fast_codec("int4", seed=1, rotated=True), values, 0.0065, "int4")
+
+
+@pytest.mark.skipif(not launches.AVAILABLE or launches.INTERPRETED, reason="needs Triton's compiler")
+def test_kernels_are_compiled_for_gpus_that_are_not_there(capsys) -> None:
+    compiled.main(["--capability", "90", "--align", "16", "1", "--format", "int4", "--only", "decode onto"])
+    _, _, wide, narrow = (line.split(" | ") for line in capsys.readouterr().out.strip().splitlines())
+    assert wide[0] == "| decode onto, int4, rotated, bfloat16" and wide[1] == "90"
+    registers, stack, *_, instructions = (float(cell) for cell in wide[3:8])
+    assert 32 <= registers <= 255 and stack == 0 and 10 < instructions < 200
+    assert "x16" in wide[-1] and "x2 |" in narrow[-1], "bf16, aligned to 16 values and to one"

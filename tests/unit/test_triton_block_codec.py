@@ -14,6 +14,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
+from scripts.bench.compressors.compiled import compiling
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
 from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, with_unused_formats
@@ -121,29 +122,13 @@ def test_a_packing_that_the_kernels_do_not_know_goes_the_parents_way(monkeypatch
         ),
     ],
 )
-def test_they_compile_for_gpus(monkeypatch, tmp_path, capability: int, format, rotated, dtype) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    compiled: list = []
-    run = JITFunction.run
-    monkeypatch.setattr(
-        JITFunction, "run", lambda self, *a, warmup, **k: compiled.append(run(self, *a, warmup=True, **k))
-    )
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pretended = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: (capability, format),  # triton remembers what it compiled by device
-        get_current_stream=lambda device=None: 0,
-    )
-    monkeypatch.setattr(driver, "_active", pretended)
-    monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
+def test_they_compile_for_gpus(tmp_path, capability: int, format, rotated, dtype) -> None:
     codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=dtype)
-    messages = encoded(codec, values)
-    codec.decode(messages, SCATTERED, values)
-    codec.decode_onto(messages, SCATTERED, values, Scratch())
-    codec.decode_add(messages[:1].repeat(3, 1), SCATTERED, 0, values)
+    with compiling(capability, tmp_path) as compiled:
+        messages = encoded(codec, values)
+        codec.decode(messages, SCATTERED, values)
+        codec.decode_onto(messages, SCATTERED, values, Scratch())
+        codec.decode_add(messages[:1].repeat(3, 1), SCATTERED, 0, values)
     assert len(compiled) == 8
     # 99 KiB of shared memory a program is what compute capability 12.0 has, the others have more.
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024

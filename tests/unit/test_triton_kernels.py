@@ -10,7 +10,6 @@ The interpreter multiplies fp32 as it is and cuts fp32 off to bf16 where a GPU r
 and the tensor cores' accumulation cost.
 """
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +21,7 @@ from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, gram_schmidt
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
+from scripts.bench.compressors.compiled import compiling
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
 from tests.interpreted import assert_holds_in_tritons_interpreter
@@ -111,41 +111,20 @@ def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(launches.INTERPRETED or GPU, reason="compiles without a GPU what a GPU would compile anyway")
 @pytest.mark.parametrize("r", [16, pytest.param(40, marks=pytest.mark.full), pytest.param(128, marks=pytest.mark.full)])
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.full) for other in (80, 100, 120))])
-def test_they_compile_for_gpus(monkeypatch, tmp_path, compiled: list, capability: int, r: int) -> None:
+def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
     """On a machine without one: what the interpreter takes, the compiler may refuse."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pretended = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: capability + r,  # triton remembers what it compiled by device
-        get_current_stream=lambda device=None: 0,
-    )
-    # Not set_active(): reset_active() wants a GPU to go back to.
-    monkeypatch.setattr(driver, "_active", pretended)
     matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
     p, q = gaussian(1, 128, r), gaussian(1, 256, r)
-    launches.project_sum(matrices, residual, q, total=residual, out=p)
-    launches.back_project(residual, p, q)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # of the wire
-        launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
-        launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
-    if r <= launches.MAX_ORTHOGONALIZED_RANK:
-        launches.orthogonalize(p, p)
+    with compiling(capability, tmp_path) as compiled:
+        launches.project_sum(matrices, residual, q, total=residual, out=p)
+        launches.back_project(residual, p, q)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # of the wire
+            launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
+            launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
+        if r <= launches.MAX_ORTHOGONALIZED_RANK:
+            launches.orthogonalize(p, p)
     assert len(compiled) == (15 if r <= launches.MAX_ORTHOGONALIZED_RANK else 10)
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_KIB[capability] * 1024
-
-
-@pytest.fixture
-def compiled(monkeypatch) -> Iterator[list]:
-    """Launches compile, and note what they compiled, instead of running."""
-    from triton.runtime.jit import JITFunction
-
-    noted: list = []
-    run = JITFunction.run
-    monkeypatch.setattr(JITFunction, "run", lambda self, *a, warmup, **k: noted.append(run(self, *a, warmup=True, **k)))
-    yield noted
 
 
 def test_launches_ask_torch_for_nothing_once_the_scratch_has_seen_the_shapes(monkeypatch) -> None:
