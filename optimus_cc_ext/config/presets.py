@@ -18,7 +18,7 @@ from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve"]
+__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve", "saves_nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,15 @@ def describe(config: OptimusConfig) -> str:
     """Return one line that lists the techniques that are on."""
     return ", ".join(_described(config, traffic) for traffic in CLASSES_BY_FLAG if config.is_on(traffic)) or (
         "every technique is off"
+    )
+
+
+def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:
+    """Return the warning that low rank sends nothing of a class in fewer bytes; doctor, log and forecast say it."""
+    name = f"{traffic.name}_rank"
+    return (
+        f"{flag_of(name)} {getattr(config, name)}: saves nothing on this model: low rank would send more bytes, so "
+        f"{traffic.tag} traffic is sent uncompressed. Lower the rank"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
-from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
@@ -21,7 +21,7 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_FORWARD,
     TrafficClass,
 )
-from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
@@ -280,13 +280,9 @@ def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> i
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:
     """Compression ranks at which everything is sent as it is."""
     found = bytes_by_class(gpt, layout, dataclasses.replace(config, dp_compression_stages="all"), schedule)
-    said = []
-    for traffic in CLASSES:
-        raw, sent = found.get(traffic.tag, (0, 0))
-        if config.format_of(traffic) == "low-rank" and raw == sent:
-            flag, rank = flag_of(f"{traffic.name}_rank"), getattr(config, f"{traffic.name}_rank")
-            said.append(
-                f"{flag} {rank}: saves nothing on this model: low rank would send more bytes, so {traffic.tag} traffic "
-                "is sent uncompressed. Lower the rank"
-            )
-    return said
+    return [
+        saves_nothing(config, traffic)
+        for traffic in CLASSES
+        for raw, sent in [found.get(traffic.tag, (0, 0))]
+        if config.format_of(traffic) == "low-rank" and raw == sent
+    ]

@@ -14,10 +14,12 @@ import torch
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.options import flag_of
+from optimus_cc_ext.config.presets import saves_nothing
 from optimus_cc_ext.forecast.measure import EMBEDDING, GATHER, GRADIENTS, Measured, measure
 from optimus_cc_ext.forecast.timeline import (
     INDIFFERENT,
     IterationTimes,
+    RankCost,
     Rate,
     Switches,
     iteration,
@@ -62,6 +64,9 @@ class Forecast:
     warmups: Mapping[str, float]
     """By flag: the share of the iterations in which a class waits, which the predicted iteration does not."""
 
+    without_gain: Mapping[str, str] = field(default_factory=dict)
+    """By class of which no rank sends fewer bytes: the warning in place of what it would gain."""
+
     lacking: Mapping[int, int] = field(default_factory=dict)
     """By stage that could not be chosen: bytes that one of its GPUs lacks for residuals and factors."""
 
@@ -98,6 +103,8 @@ class Forecast:
         return f"instead of {1e3 * plain:.0f} ms ({_change(ours, plain)}){pays}"
 
     def _verdict(self, name: str) -> str:
+        if name in self.without_gain:
+            return self.without_gain[name]
         title = f"{name}, {'fused' if name == EMBEDDING else 'compressed'}"
         without, ours, where, cure = self.without[name], self.ours.reduced, "", ""
         if name == GRADIENTS:
@@ -146,8 +153,19 @@ def forecast(
         replicas=_mean_rate([m.replicas for m in everyone]),
         exchange=_mean_rate([m.exchange for m in everyone]),
         lacking=lacking,
+        without_gain={
+            row.tag: saves_nothing(config, row)
+            for row in classes.CLASSES
+            if config.format_of(row) == "low-rank" and _shrinks_nowhere(ranks, row.tag)
+        },
         warmups={flag_of(f"{row.name}_warmup"): share for row, share in waiting.items() if share},
     )
+
+
+def _shrinks_nowhere(ranks: Sequence[RankCost], name: str) -> bool:
+    """Return whether a class is sent, and by no rank in fewer bytes."""
+    costs = [cost for rank in ranks for cost in rank.classes if cost.name == name and cost.dense.nbytes]
+    return bool(costs) and all(cost.compressed.nbytes >= cost.dense.nbytes for cost in costs)
 
 
 def _mean_rate(rates: Sequence[Rate | None]) -> float:

@@ -11,7 +11,7 @@ from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_link
-from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, When, reduction
+from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
@@ -166,19 +166,26 @@ def _gradients(session: Session, rates: _Rates, sharded: bool) -> ClassCost:
             wire=session.new_codec(config.low_rank_wire),
             sharded=sharded,
         )
-    compressed = sum(buckets.plan.compressed_bytes() for buckets in gradients.buckets)
     share = _second_phase(gradients.codecs, sharded)
     if gradients.codecs is not None:
         first, later = rates.blocks, rates.gather
     else:
         # Of P and of Q the sums are gathered in the format in which they came.
         first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
+    plans = [buckets.plan for buckets in gradients.buckets]
+    # Megatron reduces a group of buckets of which nothing can be compressed.
+    others = rates.dense.sent(sum(plan.dense_bytes for plan in plans if not plan.compresses))
+    coded = reduction(first, sum(plan.compressed_bytes() for plan in plans if plan.compresses), coding, share, later)
     return ClassCost(
         GRADIENTS,
         When.AFTER_BACKWARD,
         Link.REPLICAS,
-        rates.dense.sent(sum(buckets.plan.dense_bytes for buckets in gradients.buckets)),
-        reduction(first, compressed, coding, share, later),
+        rates.dense.sent(sum(plan.dense_bytes for plan in plans)),
+        Sent(
+            nbytes=coded.nbytes + others.nbytes,
+            transfer=coded.transfer + others.transfer,
+            second_phase=coded.second_phase,
+        ),
     )
 
 

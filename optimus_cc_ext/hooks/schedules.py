@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.presets import saves_nothing
 from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
@@ -124,6 +126,7 @@ def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradi
     """Allocate before the first pass, measure and decide before the third, and say what memory that takes."""
     if session.preallocate(schedule, gradient):
         _announce_memory(session)
+        _announce_without_gain(session, gradient)
     undecided = session.gradients.stages_are_open
     forecaster.before_pass(schedule, gradient, training_device())
     if undecided and session.gradients.compressed_stages:
@@ -184,6 +187,16 @@ def _announce_memory(session: Session) -> None:
         print(f"optimus-cc: {line}", flush=True)
     if None not in free:
         print(f"optimus-cc: GPU memory that is left, at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
+
+
+def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> None:
+    """Say which classes low rank compresses on no rank. Collective over all ranks of the model."""
+    assert session.grid is not None
+    everyone = session.grid.gather({technique.name: technique.shrinks(gradient) for technique in session.techniques})
+    for traffic in CLASSES if session.grid.is_first else ():
+        known = {of_rank[traffic.name] for of_rank in everyone} - {None}
+        if session.config.format_of(traffic) == "low-rank" and known == {False}:
+            print(f"optimus-cc: {saves_nothing(session.config, traffic)}", flush=True)
 
 
 def _free_bytes() -> int | None:

@@ -89,6 +89,11 @@ class CompressedBackprop(Technique):
         if self.sending is not None:
             self.sending.preallocate(schedule, like)
 
+    def shrinks(self, like: torch.Tensor | None) -> bool | None:
+        """See `Technique.shrinks`."""
+        ends = self.sending or self.receiving
+        return None if ends is None or like is None else ends.plan.compresses(Message(0, epilogue=True), like.shape)
+
     def begin(self, this: Iteration) -> None:
         """See `Technique.begin`."""
         super().begin(this)

@@ -191,6 +191,11 @@ class SelectiveStageCompression(Technique):
         """Take a place among the pipeline's stages."""
         self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
 
+    def shrinks(self, like: torch.Tensor | None) -> bool | None:
+        """See `Technique.shrinks`. What stays dense in a group of one rank has a line of its own."""
+        plans = [buckets.plan for buckets in self.buckets if buckets.plan.rules.encodes]
+        return any(plan.compresses for plan in plans) if plans else None
+
     @property
     def message_bytes(self) -> int:
         """See `Technique.message_bytes`."""

@@ -66,6 +66,14 @@ class Technique:
             like: has the shape, dtype and device of the gradients between stages.
         """
 
+    def shrinks(self, like: torch.Tensor | None) -> bool | None:
+        """Return whether anything of this rank's traffic would be compressed into fewer bytes; None: nobody can tell.
+
+        Args:
+            like: has the shape and dtype of the gradients between stages; None: they are not known beforehand.
+        """
+        return None
+
     @property
     def message_bytes(self) -> int:
         """Memory that is kept for messages of gradients and parameters."""

@@ -370,6 +370,11 @@ CHOSEN_BEFORE = VANILLA.but(
 )  # fmt: skip
 NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO_BLOCKS, before=(_FAST,))
 
+# All matrices have 64 rows or columns, and so low rank has nothing to shrink.
+NOTHING_SHRINKS = RunSpec(
+    name="nothing shrinks", flags=f"{SHARDED} --train-iters 4", ours="--optimus-cc --compression-forecast"
+)  # fmt: skip
+
 # -- one replica ------------------------------------------------------------------------------------------------------
 
 # The tied embedding's bucket is the distributed optimizer's, and the pair of stages add up what it leaves.

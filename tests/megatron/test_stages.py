@@ -67,3 +67,16 @@ def test_links_are_measured_once_and_what_gains_or_loses_is_said_by_the_first_ra
     assert not any(lines[1:])
     assert not [line for line in silent.said if "forecast" in line]
     assert last_stage_losses(silent.ranks) == last_stage_losses(measured.ranks), "measuring changes nothing computed"
+
+
+@uses(table.NOTHING_SHRINKS)
+def test_what_saves_nothing_is_said_before_the_first_iteration_and_is_forecast_no_gain(runs):
+    warning = (
+        "--dp-compression-rank 128: saves nothing on this model: low rank would send more bytes, so DP gradients "
+        "traffic is sent uncompressed. Lower the rank"
+    )
+    assert [line for line in runs.said if "saves nothing" in line] == [warning, f"forecast: {warning}"]
+    assert not [line for line in runs.said if line.startswith("forecast: DP gradients")]
+    for rank in runs.ranks:
+        raw, sent = rank.ours.traffic["DP gradients"]
+        assert raw == sent and rank.ours.compressed_matrices == 0

@@ -186,3 +186,19 @@ def test_only_the_classes_that_are_switched_on_have_a_line() -> None:
     found = forecast(cluster(1e6), SCHEDULE, OptimusConfig(fused_embedding_sync=True), frozenset())
     assert len(found.lines()) == 2 and "embedding, fused" in both(found)
     assert "1.0 MB/s between stages, 1.0 MB/s among replicas" in found.lines()[0]
+
+
+def test_a_rank_that_saves_nothing_is_told_as_doctor_tells_it_and_no_gain_is_credited() -> None:
+    config = OptimusConfig(dp_compression=True, dp_compression_rank=128, dp_compression_stages="auto")
+    everyone = []
+    for measured in cluster(1e6):
+        dense = [replace(c, compressed=c.dense) if c.name == "DP gradients" else c for c in measured.cost.classes]
+        everyone.append(replace(measured, cost=replace(measured.cost, classes=tuple(dense))))
+    found = forecast(everyone, SCHEDULE, config, frozenset({0, 1}))
+    assert found.ours.reduced == found.plain.reduced
+    _, *said = found.lines()
+    assert said == [
+        "forecast: --dp-compression-rank 128: saves nothing on this model: low rank would send more bytes, so "
+        "DP gradients traffic is sent uncompressed. Lower the rank"
+    ]
+    assert "saves nothing" not in both(forecast(cluster(1e6), SCHEDULE, config, None))
