@@ -1,6 +1,6 @@
-"""The state beside the checkpoints of a run that Megatron's arguments describe, whichever program saves these.
+"""Saving and restoring state beside the checkpoints of a run, whichever program writes the checkpoints.
 
-`args` are Megatron's arguments, or an object with the same names.
+`args` are Megatron's arguments, or an object with the same attributes.
 """
 
 from collections.abc import Mapping
@@ -36,10 +36,10 @@ _MESSAGES = {
 
 
 def stage(session: Remembers, save_folder: Path, iteration: int, args: Any, *, copied: bool = False) -> Save | None:
-    """Stage a save beside the checkpoints; None where nothing is remembered. Collective over all ranks.
+    """Stage a save of the state; None if no technique keeps state. Collective over all ranks.
 
     Raises:
-        OptimusError: see `Save.stage`.
+        OptimusError: as `Save.stage` does.
     """
     settings = settings_of(session.config, _words(args, _MESSAGES))
     if not settings:
@@ -50,7 +50,8 @@ def stage(session: Remembers, save_folder: Path, iteration: int, args: Any, *, c
 
 
 def save_beside(session: Remembers, iteration_folder: Path, iteration: int, args: Any) -> None:
-    """Put the state beside a checkpoint that another program than Megatron's loop has saved. Collective over all ranks.
+    """Save the state beside a checkpoint that another program than Megatron's loop has written. Collective over all
+    ranks.
 
     Raises:
         OptimusError: on all ranks, if one of them could not write.
@@ -62,10 +63,11 @@ def save_beside(session: Remembers, iteration_folder: Path, iteration: int, args
 
 
 def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, args: Any) -> None:
-    """Restore what `save_beside` put there, and say what does not fit. Collective over all ranks.
+    """Restore the state that `save_beside` saved, and print the reasons for anything not restored. Collective over all
+    ranks.
 
     Raises:
-        OptimusError: on all ranks: a file is missing or damaged, or ranks found different ones.
+        OptimusError: on all ranks: a file is missing or damaged, or ranks found different checkpoints.
     """
     manifest = state_files.read_manifest(iteration_folder)
     mark = None if manifest is None else manifest.checkpoint
@@ -73,10 +75,10 @@ def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, ar
 
 
 def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bool = False) -> None:
-    """Restore what fits, and say what does not. Collective over all ranks.
+    """Restore the state that fits this run, and print the reasons for anything not restored. Collective over all ranks.
 
     Raises:
-        OptimusError: see `Resume.restore`.
+        OptimusError: as `Resume.restore` does.
     """
     settings = settings_of(session.config, _words(args, _MESSAGES))
     resume = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=_unwanted(args, release=release))
@@ -86,15 +88,15 @@ def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bo
 
 
 def _unwanted(args: Any, *, release: bool) -> str | None:
-    """Why the state of a checkpoint is not to be restored, whatever it is."""
+    """Return the reason why no state of the checkpoint is to be restored at all; None: it may be restored."""
     if args.finetune:
         return "--finetune"
     if args.no_load_optim:
         return "--no-load-optim"
-    return "a release checkpoint has none of a run's state" if release else None
+    return "a release checkpoint contains no state of a run" if release else None
 
 
 def _words(args: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """What Megatron's arguments say about these, as JSON would give it back."""
+    """Return the values of Megatron's arguments `names`, by their description, in the types that JSON gives back."""
     values = {words: getattr(args, name, None) for words, name in names.items()}
     return {words: value if isinstance(value, int | None) else str(value) for words, value in values.items()}

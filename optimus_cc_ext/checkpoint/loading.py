@@ -1,4 +1,4 @@
-"""The way back from a checkpoint: all ranks agree about what they found before any of them uses it."""
+"""Restoring state from a checkpoint: all ranks agree on the files that they found before any rank uses them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,33 +18,33 @@ __all__ = ["FoundCheckpoint", "Resume"]
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint from which a run resumes."""
 
     iteration_folder: Path
     iteration: int | None
     mark: str | None
-    """The mark of our save that the checkpoint's own files carry; None: they were saved without Optimus-CC."""
+    """The mark of our save in the checkpoint's own files; None: the checkpoint was saved without Optimus-CC."""
 
     @property
     def files(self) -> Path:
-        """The folder of our files in it."""
+        """The folder of our files in the checkpoint."""
         return self.iteration_folder / state_files.FOLDER
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """One rank's findings, for all ranks to compare."""
+    """One rank's findings, which all ranks compare."""
 
     mark: str | None
     mismatches: Mapping[str, str]
 
 
 class Resume:
-    """One return from a checkpoint, on one rank.
+    """One attempt to restore state from a checkpoint, on one rank.
 
     Args:
-        settings: by technique that remembers anything in this run, the settings that its state depends on.
-        topology: this run's layout, in words.
+        settings: for each technique that keeps state in this run, the settings that the state depends on.
+        topology: this run's layout, by description.
         unwanted: the reason why the state is not to be restored in any case, if there is one.
     """
 
@@ -61,14 +61,15 @@ class Resume:
         self._state: dict[str, Any] = {}
 
     def restore(self, session: Remembers) -> list[str]:
-        """Restore the state that fits, and return the lines that say what does not. Collective over all ranks.
+        """Restore the state that fits, and return a line for each reason why something was not restored. Collective
+        over all ranks.
 
         Raises:
             OptimusError: on all ranks, before any state is used: one rank's files are damaged, or ranks found
                 different checkpoints.
         """
         if not self._settings:
-            ignored = f"nothing that remembers is switched on: {self._found.files} is ignored"
+            ignored = f"no technique that keeps state is on, so {self._found.files} is ignored"
             return [ignored] if self._found.files.exists() else []
         self._agree(on_all_ranks(lambda: self._read(session), ""))
         if self._resumption.restored:
@@ -76,7 +77,7 @@ class Resume:
         return self._resumption.lines()
 
     def _read(self, session: Remembers) -> _Answer:
-        """Decide what to restore, and read it."""
+        """Decide which techniques' state to restore, and read it from this rank's file."""
         found = self._found
         manifest = None if self._unwanted else state_files.read_manifest(found.iteration_folder)
         self._resumption = decide(
@@ -90,24 +91,24 @@ class Resume:
         return _Answer(manifest.checkpoint, session.mismatches(self._restored_state()))
 
     def _check_save(self, manifest: Manifest) -> None:
-        """Refuse files of another save than the checkpoint's."""
+        """Raise DamagedState if the files belong to another save than the checkpoint."""
         found = self._found
         if found.mark != manifest.checkpoint or found.iteration not in (None, manifest.iteration):
             raise DamagedState(
                 found.files / state_files.MANIFEST,
-                f"it is of another save (iteration {manifest.iteration}) than the checkpoint "
+                f"the file belongs to another save (iteration {manifest.iteration}) than the checkpoint "
                 f"(iteration {found.iteration})",
             )
 
     def _agree(self, answers: Sequence[_Answer]) -> None:
-        """Let a technique start afresh on all ranks where its state does not fit on one."""
+        """Reset a technique on all ranks if its state does not fit on one of them."""
         if len({answer.mark for answer in answers}) > 1:
             raise OptimusError(
-                f"ranks find different files in {self._found.files}. All of them have to see one folder of checkpoints"
+                f"ranks find different files in {self._found.files}. Give all ranks the same checkpoint folder (--load)"
             )
         for answer in answers:
             self._resumption = self._resumption.without(answer.mismatches)
 
     def _restored_state(self) -> dict[str, Any]:
-        """The state without the techniques that start afresh."""
+        """Return the state of the techniques that are restored."""
         return {name: part for name, part in self._state.items() if name not in self._resumption.reset}

@@ -1,4 +1,4 @@
-"""What of a checkpoint's state a run goes on from, and what it starts afresh: rules only, the same on every rank."""
+"""Rules for which state of a checkpoint a run restores, and which it resets; pure functions, the same on every rank."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,41 +10,41 @@ from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD, class_name
 
 __all__ = ["Resumption", "decide", "settings_of"]
 
-_NO_STATE = "the checkpoint has no state of it"
+_NO_STATE = "the checkpoint does not contain it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """By technique: what happens to its state."""
+    """The decision about the state of each technique: restored, reset or ignored."""
 
     restored: tuple[str, ...] = ()
     reset: Mapping[str, str]
-    """The techniques that start with empty residuals and fresh factors, and why."""
+    """The techniques that start with empty residuals and new factors, each with the reason."""
 
     ignored: tuple[str, ...] = ()
-    """The techniques that are off, or remember nothing in their format, but have state in the checkpoint."""
+    """The techniques that are off, or keep no state in their format, but have state in the checkpoint."""
 
     def without(self, reasons: Mapping[str, str]) -> "Resumption":
-        """The same, but these techniques start afresh."""
+        """Return the same decision with these techniques reset, for these reasons."""
         kept = tuple(technique for technique in self.restored if technique not in reasons)
         return Resumption(restored=kept, reset={**self.reset, **reasons}, ignored=self.ignored)
 
     def lines(self) -> list[str]:
-        """What there is to say to the user, one line for each reason."""
+        """Return the lines for the log, one for each reason."""
         lines = []
         for reason in dict.fromkeys(self.reset.values()):
             names = _and(technique for technique in self.reset if self.reset[technique] == reason)
-            lines.append(f"warning: the state of {names} starts afresh (empty residuals, new factors): {reason}")
+            lines.append(f"warning: the state of {names} is reset (empty residuals, new factors): {reason}")
         if self.ignored:
-            lines.append(f"the checkpoint's state of {_and(self.ignored)} is ignored: this run has no use for it")
+            lines.append(f"the checkpoint's state of {_and(self.ignored)} is ignored: this run does not use it")
         return lines
 
 
 def settings_of(config: OptimusConfig, messages: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By technique that is on and remembers anything: the settings without which its state means nothing.
+    """Return, for each technique that is on and keeps state, the settings that its state depends on.
 
     Args:
-        messages: what the shapes of gradient messages depend on, in words.
+        messages: the settings that the shapes of gradient messages depend on, by description.
     """
     settings: dict[str, dict[str, Any]] = {}
     for traffic in filter(config.remembers, CLASSES):
@@ -67,14 +67,14 @@ def decide(
     checkpoint: str | None,
     unwanted: str | None,
 ) -> Resumption:
-    """What happens to the state of every technique.
+    """Decide which techniques' state is restored, reset or ignored.
 
     Args:
         settings: `settings_of` this run.
-        topology: this run's layout, in words.
-        manifest: of the checkpoint's files; None: it has none.
-        checkpoint: the mark that Megatron's own files carry; None: they were saved without Optimus-CC.
-        unwanted: why the state is not to be restored in any case, if so.
+        topology: this run's layout, by description.
+        manifest: the description of the checkpoint's files; None: the checkpoint has none.
+        checkpoint: the mark in Megatron's own files; None: they were saved without Optimus-CC.
+        unwanted: the reason why the state is not to be restored in any case, if there is one.
     """
     saved = manifest.techniques if manifest else {}
 
@@ -84,13 +84,13 @@ def decide(
         if manifest is None:
             return _NO_STATE
         if checkpoint is None:
-            # Somebody trained on without us from an earlier checkpoint, and passed this iteration again.
-            return "the checkpoint was written again without Optimus-CC, and the state is of the one before"
+            # Training went on without us from an earlier checkpoint, and wrote this iteration again.
+            return "the checkpoint was overwritten without Optimus-CC, and the state belongs to the earlier one"
         if difference := _difference(topology, manifest.topology):
             return difference
         if technique not in saved:
             return _NO_STATE
-        # Checkpoints that do not say the format hold low-rank.
+        # Checkpoints without a format setting hold low-rank state.
         low_rank = {class_named(technique).format_flag: "low-rank"}
         return _difference(settings[technique], low_rank | saved[technique])
 
@@ -103,7 +103,7 @@ def decide(
 
 
 def _difference(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """The first thing that is not what it was."""
+    """Return the first setting that differs between this run and the checkpoint, in words; None if all are equal."""
     for name, value in now.items():
         if saved.get(name) != value:
             return f"{name} is {value} here and {saved.get(name)} in the checkpoint"

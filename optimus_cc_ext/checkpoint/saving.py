@@ -1,10 +1,11 @@
-"""A save of the compressors' state, in steps that all ranks take together, and that fail on all if they do on one.
+"""A save of the compression state, in steps that all ranks take together and that fail on all ranks if they fail on
+one.
 
-save = Save(save_folder, iteration, settings, topology)
-save.stage(session)                 # an empty folder, and the state as it is now
-save.start_writing(thread)          # only where training goes on meanwhile
-save.finish_writing()               # every rank's file, then topology.json that describes them
-save.publish(iteration_folder)      # all of it becomes part of the checkpoint, in one step
+    save = Save(save_folder, iteration, settings, topology)
+    save.stage(session)                 # makes an empty folder, and takes the state as it is now
+    save.start_writing(thread)          # only if training continues during the write
+    save.finish_writing()               # writes every rank's file, then topology.json
+    save.publish(iteration_folder)      # moves all files into the checkpoint in one step
 """
 
 import uuid
@@ -28,35 +29,35 @@ _WRITING_FAILED = "writing the state of compression failed: "
 
 
 class Remembers(Protocol):
-    """The owner of the state: a session."""
+    """The owner of the state that is saved: a session."""
 
     config: OptimusConfig
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on from here; tensors are not copies."""
+        """Return the state that a resumed run needs; its tensors are not copies."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state that `state_dict` returned."""
 
     def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """The reasons by technique for which `load_state_dict` would refuse a state."""
+        """Return the reasons why `load_state_dict` would refuse `state`, by technique."""
         ...
 
 
 def on_all_ranks[T](work: Callable[[], T], failed: str) -> list[T]:
-    """Do `work` on each rank by itself, and return the results of all of them. Collective over all ranks.
+    """Do `work` on each rank, and return the results of all ranks. Collective over all ranks.
 
     Args:
-        failed: begins the message of the error.
+        failed: the beginning of the error message.
 
     Raises:
-        OptimusError: on all ranks, if one of them failed; says which one, and why.
+        OptimusError: on all ranks, if one of them failed; names that rank and its reason.
     """
     answer: tuple[T | None, str | None]
     try:
         answer = work(), None
-    except (OSError, RuntimeError) as error:  # the second is how torch.save says that the disk is full
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         answer = None, str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, answer)
@@ -70,9 +71,9 @@ class Save:
     """The files of one save, on one rank.
 
     Args:
-        save_folder: the folder of checkpoints, which the files wait beside.
-        settings: by technique, the settings that its state depends on.
-        topology: the run's layout, in words.
+        save_folder: the folder of checkpoints; the files are written beside them first.
+        settings: for each technique, the settings that its state depends on.
+        topology: the run's layout, by description.
     """
 
     def __init__(
@@ -87,17 +88,17 @@ class Save:
 
     @property
     def mark(self) -> str:
-        """The mark of this one save, which Megatron's own files carry as well; empty before `stage`."""
+        """The mark of this save, which Megatron's own files carry as well; empty before `stage`."""
         return self._manifest.checkpoint
 
     def stage(self, session: Remembers, *, copied: bool = False) -> None:
         """Make the folder to write to, and take the state. Collective over all ranks.
 
         Args:
-            copied: the state is written later, as it is now.
+            copied: copy the state, because it is written later while training changes it.
 
         Raises:
-            OptimusError: on all ranks, if there is no folder to write to, or no memory for a copy.
+            OptimusError: on all ranks, if the folder cannot be made, or memory is too small for a copy.
         """
 
         def take_state() -> str:
@@ -111,26 +112,29 @@ class Save:
         self._manifest = replace(self._manifest, checkpoint=mark)
 
     def start_writing(self, thread: Executor) -> None:
-        """Have `thread` write this rank's file while training goes on; `stage` has to have copied the state."""
+        """Let `thread` write this rank's file while training continues; `stage` has to have copied the state."""
         self._writing = thread.submit(self._write)
 
     def is_written(self) -> bool:
-        """Whether the threads of all ranks are done. Collective over all ranks."""
+        """Return True if the writing threads of all ranks are done. Collective over all ranks."""
         assert self._writing is not None, "no thread was given"
         return all(on_all_ranks(self._writing.done, ""))
 
     def finish_writing(self) -> None:
-        """Write this rank's file, or wait for the thread that does; then describe all files. Collective over all ranks.
+        """Write this rank's file, or wait for the thread that writes it; then write topology.json. Collective over all
+        ranks.
 
         Raises:
-            OptimusError: on all ranks, if one of them could not write; says which one, and why.
+            OptimusError: on all ranks, if one of them could not write; names that rank and its reason.
         """
         written = self._write if self._writing is None else self._writing.result
         self._manifest = replace(self._manifest, files=tuple(on_all_ranks(written, _WRITING_FAILED)))
         on_all_ranks(self._describe, _WRITING_FAILED)
 
     def publish(self, iteration_folder: Path) -> None:
-        """Make the files those of the checkpoint in this folder. On the first rank; nothing on the others."""
+        """Move the staged files into the checkpoint `iteration_folder`. Done by the first rank; other ranks return at
+        once.
+        """
         if self._rank == 0:
             state_files.publish(self.staging, iteration_folder)
 

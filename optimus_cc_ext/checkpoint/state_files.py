@@ -1,11 +1,11 @@
-"""The files in which a checkpoint keeps what the techniques remember: written whole or not at all, and checked.
+"""Files of a checkpoint's compression state, which are written completely or not at all, and checked when read.
 
     <iteration's folder>/optimus_cc/rank_00000.pt, rank_00001.pt, ...   each rank's state
-    <iteration's folder>/optimus_cc/topology.json                       whose they are, and what is in them
+    <iteration's folder>/optimus_cc/topology.json                       the run's layout, sizes and hashes of the files
 
-They are written to a folder beside the checkpoints first. `publish` moves that folder into the checkpoint, in one
-step, so that a run that is killed at any moment leaves either all of them there or none. What cannot be written raises
-OSError, what cannot be read `DamagedState`.
+They are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one step,
+so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError, unreadable
+files raise `DamagedState`.
 """
 
 import hashlib
@@ -39,62 +39,62 @@ __all__ = [
 ]
 
 FOLDER = "optimus_cc"
-"""Within the folder of a checkpoint's iteration."""
+"""Name of our folder within the folder of a checkpoint's iteration."""
 
 _STAGING = ".optimus_cc_incomplete"
 MANIFEST = "topology.json"
 _FORMAT = 2
-"""Since format 2 states have names; in format 1 they were numbered. Both are read."""
+"""Version of the file format. Format 2 has named states, format 1 numbered ones; both can be read."""
 
 
 class DamagedState(OptimusError):
-    """Files that are there, and cannot be what was saved. The message names the file, the reason and the cure."""
+    """State files that differ from those that were saved; the message names the file, the reason and the cure."""
 
     def __init__(self, file: Path, reason: str) -> None:
         folder = next((parent for parent in file.parents if parent.name == FOLDER), file)
         super().__init__(
             f"{file}: {reason}. Load another checkpoint (--ckpt-step), or remove {folder}: training then goes on from "
-            "this checkpoint with empty residuals and fresh factors."
+            "this checkpoint with empty residuals and new factors."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """One rank's file, as it was written."""
+    """Size and hash of one rank's file as it was written."""
 
     size: int
-    """In bytes."""
+    """Size in bytes."""
 
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What topology.json says about the files beside it."""
+    """The contents of topology.json: a description of the rank files beside it."""
 
     iteration: int
     checkpoint: str
-    """The mark of the one save that these files belong to."""
+    """The mark of the save that these files belong to."""
 
     topology: dict[str, Any]
-    """The run's layout, in words: what every rank's state depends on."""
+    """The run's layout by description; every rank's state depends on it."""
 
     techniques: dict[str, dict[str, Any]]
-    """By technique: the settings that its state depends on."""
+    """For each technique, the settings that its state depends on."""
 
     files: tuple[RankFile, ...] = ()
-    """In the order of the ranks."""
+    """The rank files, in the order of the ranks."""
 
     format: int = _FORMAT
 
 
 def staging_folder(save_folder: Path) -> Path:
-    """The folder to write into first: on the file system of the checkpoints."""
+    """Return the folder to write into first; it is on the file system of the checkpoints."""
     return save_folder / _STAGING
 
 
 def start_staging(save_folder: Path) -> None:
-    """Make `staging_folder`, empty; what a killed run left there is removed."""
+    """Make `staging_folder` empty; leftovers of a killed run are removed."""
     staging = staging_folder(save_folder)
     if staging.exists():
         shutil.rmtree(staging)
@@ -102,7 +102,7 @@ def start_staging(save_folder: Path) -> None:
 
 
 def copy_on_host(state: Any) -> Any:
-    """The same with tensors of its own, on the CPU: what training does from now on does not change it."""
+    """Return a copy of `state` whose tensors are new ones on the CPU, so that further training does not change them."""
     if isinstance(state, dict):
         return {key: copy_on_host(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -120,17 +120,17 @@ def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, A
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Write topology.json; the last of the files."""
+    """Write topology.json, the last file of a save."""
     path = staging / MANIFEST
     path.write_text(json.dumps({"ranks": len(manifest.files), **asdict(manifest)}, indent=1), encoding="utf-8")
     _to_disk(path)
 
 
 def publish(staging: Path | None, iteration_folder: Path) -> None:
-    """Make the staged files those of the checkpoint in `iteration_folder`, in place of any that are there.
+    """Move the staged files into the checkpoint `iteration_folder`, replacing older ones.
 
     Args:
-        staging: None: the checkpoint has no such files; what an earlier one of this iteration left is removed.
+        staging: the staged folder; None: the checkpoint has no state, and files of an earlier save are removed.
     """
     folder = iteration_folder / FOLDER
     if folder.exists():
@@ -142,10 +142,10 @@ def publish(staging: Path | None, iteration_folder: Path) -> None:
 
 
 def read_manifest(iteration_folder: Path) -> Manifest | None:
-    """What topology.json says; None for a checkpoint without our files.
+    """Read topology.json; None for a checkpoint without our files.
 
     Raises:
-        DamagedState: the folder is there, and topology.json is not, or is not what we write.
+        DamagedState: our folder exists, but topology.json is missing or not in our format.
     """
     path = iteration_folder / FOLDER / MANIFEST
     if not path.parent.exists():
@@ -157,7 +157,7 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         described = {field.name: content[field.name] for field in fields(Manifest)}
         manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
         if len(manifest.files) != content["ranks"]:
-            raise DamagedState(path, f"it names {len(manifest.files)} files of {content['ranks']} ranks")
+            raise DamagedState(path, f"it lists {len(manifest.files)} files for {content['ranks']} ranks")
         for name, settings in manifest.techniques.items():
             class_named(name).check_format(settings)
     except FileNotFoundError as error:
@@ -170,18 +170,18 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
 
 
 def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """One rank's state, after checking that it is the one that `manifest` describes; tensors are on the CPU.
+    """Read one rank's state after checking it against `manifest`; its tensors are on the CPU.
 
     Raises:
-        DamagedState: the file is missing, another one, or not whole.
+        DamagedState: the file is missing, incomplete, or another one.
     """
     path, expected = iteration_folder / FOLDER / _rank_file(rank), manifest.files[rank]
     try:
         size = path.stat().st_size
         if size != expected.size:
-            raise DamagedState(path, f"it has {size} bytes and was written with {expected.size}")
+            raise DamagedState(path, f"it has {size} bytes, but {expected.size} were written")
         if _sha256(path) != expected.sha256:
-            raise DamagedState(path, "its content is not what was written (another sha256)")
+            raise DamagedState(path, "its content has changed since it was written (another sha256)")
         content = torch.load(path, map_location="cpu", weights_only=True)
         found = content["rank"], content["iteration"]
         state: dict[str, Any] = content["state"]
@@ -189,7 +189,7 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
         raise DamagedState(path, "the file is missing") from error
     except DamagedState:
         raise
-    except Exception as error:  # whatever unpickling makes of bytes that somebody else wrote
+    except Exception as error:  # unpickling damaged bytes can raise any exception
         raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
     if found != (rank, manifest.iteration):
         raise DamagedState(path, f"it is the state of rank {found[0]} at iteration {found[1]}")
@@ -197,7 +197,9 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
 
 
 def _from_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with states by name: links were a list, and so were buckets and the groups in each."""
+    """Convert a state of format 1, in which links, buckets and the shape groups of a bucket were lists, to named
+    states.
+    """
 
     def kept(entry: dict[str, Any]) -> dict[str, Any]:
         return {key: entry[key] for key in ("residual", "warm_start")}
@@ -233,7 +235,7 @@ def _sha256(path: Path) -> str:
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, would survive a power failure."""
+    """Wait until a file's content, or a folder's list of names, would survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What compression leaves out and what it costs, measured in the iterations that are reported and in no other."""
+"""Measurement of compression errors and compression time, only in the iterations that are reported."""
 
 from contextlib import AbstractContextManager
 from math import gcd
@@ -12,10 +12,11 @@ __all__ = ["Gauge", "norm"]
 
 
 def norm(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The Frobenius norm, 0-dim fp64, in scratch memory: of each row in fp32, of the rows' norms in fp64.
+    """Return the Frobenius norm of `tensor`, 0-dim fp64, in scratch memory; rows are summed in fp32, the rows' norms in
+    fp64.
 
-    To take it in fp64 at once would copy the tensor: 8 bytes a value. In fp32 a long row's sum drifts, by 4e-4 at 1e7
-    values on a CPU, so flat tensors are taken in rows.
+    Summing everything in fp64 would copy the tensor, at 8 bytes a value. In fp32 the sum of a long row drifts, by 4e-4
+    at 1e7 values on a CPU, so flat tensors are split into rows.
     """
     if tensor.dim() == 1:
         tensor = tensor.view(-1, gcd(tensor.numel(), 4096))
@@ -28,21 +29,22 @@ def norm(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 class Gauge:
-    """Sums over one iteration of one technique on one rank. Measuring asks the host nothing; reading does.
+    """Sums of one technique on one rank over one iteration. Measuring does not wait for the device; reading does.
 
-    Errors are squared Frobenius norms, and relative to what was compressed: the gradient with the residual added.
+    Errors are squared Frobenius norms. They are relative to the compressed tensor, which is the gradient with the
+    residual added.
     """
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         self.on = False
-        """Whether this iteration is measured."""
+        """True if this iteration is measured."""
 
         self._scratch = scratch or Scratch()
         self._squares: torch.Tensor | None = None
         self._stopwatch = Stopwatch()
 
     def begin(self, on: bool) -> None:
-        """An iteration begins, to be measured or not."""
+        """Begin an iteration, which is measured if `on` is true."""
         self.on = self._stopwatch.on = on
         if on:
             self._stopwatch.clear()
@@ -50,39 +52,41 @@ class Gauge:
                 self._squares.zero_()
 
     def timed(self, device: torch.device) -> AbstractContextManager[None]:
-        """Count the time that the work inside takes on `device`."""
+        """Count the time that the work inside the context takes on `device`."""
         return self._stopwatch.timed("compression", device)
 
     def note_compressed(self, matrix: torch.Tensor) -> None:
-        """`matrix` is compressed."""
+        """Add the norm of `matrix`, which is about to be compressed."""
         if self.on:
             self._add(1, matrix, 1.0)
 
     def note_error(self, error: torch.Tensor) -> None:
-        """What was compressed lost `error`."""
+        """Add the norm of a compression error."""
         if self.on:
             self._add(0, error, 1.0)
 
     def note(self, values: torch.Tensor, error: torch.Tensor) -> None:
-        """`values` were compressed, and lost `error`."""
+        """Add the norms of `values`, which were compressed, and of their compression error."""
         self.note_compressed(values)
         self.note_error(error)
 
     def note_projection(self, matrix: torch.Tensor, kept: torch.Tensor) -> None:
-        """`matrix` is projected on orthonormal columns, `kept` its coordinates: |error|^2 = |matrix|^2 - |kept|^2."""
+        """Add the norm of `matrix` and the error of its projection onto orthonormal columns, |matrix|^2 - |kept|^2,
+        where `kept` holds its coordinates.
+        """
         if self.on:
             self._add(slice(0, 2), matrix, 1.0)
             self._add(0, kept, -1.0)
 
     def squares(self) -> tuple[float, float]:
-        """(|error|^2, |what was compressed|^2), from the device."""
+        """Return (|error|^2, |compressed tensor|^2); waits for the device."""
         if self._squares is None:
             return 0.0, 0.0
-        error, of = self._squares.tolist()
-        return max(error, 0.0), of
+        error, compressed = self._squares.tolist()
+        return max(error, 0.0), compressed
 
     def seconds(self) -> float:
-        """Time spent on compressing and decompressing; waits for the device."""
+        """Return the seconds spent on compressing and decompressing; waits for the device."""
         return self._stopwatch.total("compression")
 
     def _add(self, index: int | slice, tensor: torch.Tensor, sign: float) -> None:

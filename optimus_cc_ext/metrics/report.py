@@ -1,7 +1,7 @@
-"""The report at the logging interval: traffic, errors, residuals and time, of all stages together.
+"""The report at each logging interval: traffic, errors, residual norms and times of all stages.
 
-Each rank contributes one row of sums to a table of stages, one all-reduce adds the tables up, and every rank reads
-the same report from it.
+Each rank fills its stage's row of a table with sums. One all-reduce adds the tables up, and every rank reads the same
+report from the result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from optimus_cc_ext.metrics.gauge import Gauge, norm
 __all__ = ["ErrorAlarm", "Report", "StageMetrics", "TechniqueMetrics", "collect", "technique_metrics"]
 
 FACTOR = 3.0
-"""How far above its running mean an error may be before `ErrorAlarm` names it."""
+"""Ratio of an error to its running mean above which `ErrorAlarm` warns."""
 
 _WEIGHT = 0.1
 """Weight of one report in the running mean of errors."""
@@ -28,23 +28,25 @@ _WEIGHT = 0.1
 
 @dataclass(frozen=True)
 class TechniqueMetrics:
-    """One technique on the ranks of one stage, in the iteration that was measured."""
+    """Sums of one technique over the ranks of one stage, in the measured iteration."""
 
     error: float = 0.0
-    """Sum over the ranks of |error|^2, Frobenius, in units of the scaled loss."""
+    """Sum over the ranks of |error|^2 (Frobenius), in units of the scaled loss."""
 
     compressed: float = 0.0
-    """The same of what was compressed: with low-rank, gradient plus residual."""
+    """Sum over the ranks of |compressed tensor|^2, in units of the scaled loss; for low-rank it is gradient plus
+    residual.
+    """
 
     residual: float = 0.0
-    """The same of what is remembered, in units of the loss."""
+    """Sum over the ranks of |residual|^2, in units of the loss."""
 
     seconds: float = 0.0
-    """Sum over the ranks of the time spent on compressing and decompressing."""
+    """Sum over the ranks of the seconds spent on compressing and decompressing."""
 
     @property
     def relative_error(self) -> float:
-        """|error| / |what was compressed|."""
+        """The ratio |error| / |compressed tensor|."""
         return sqrt(self.error / self.compressed) if self.compressed else 0.0
 
 
@@ -54,18 +56,18 @@ class StageMetrics:
 
     ranks: int
     techniques: Mapping[str, TechniqueMetrics]
-    """By title."""
+    """The metrics of each technique, by the title of its class of traffic."""
 
     statistics: StatisticsSums
 
     def as_list(self) -> list[float]:
-        """The sums as numbers, which ranks add up; `from_list` reads them."""
+        """Return the sums as a list of numbers, which ranks add up and `from_list` reads."""
         techniques = (value for each in CLASSES for value in astuple(self.techniques[each.title]))
         return [self.ranks, *techniques, *astuple(self.statistics)]
 
     @classmethod
     def from_list(cls, values: Iterable[float]) -> Self:
-        """Read the sums of `as_list`; numbers behind them in `values` are not looked at."""
+        """Read the sums of `as_list` from the beginning of `values`."""
         row = iter(values)
         ranks, width = int(next(row)), len(fields(TechniqueMetrics))
         techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
@@ -74,17 +76,19 @@ class StageMetrics:
 
 @dataclass(frozen=True)
 class Report:
-    """What every rank knows after `collect`."""
+    """The report that every rank has after `collect`."""
 
     traffic: dict[TrafficClass, tuple[float, float]]
-    """(raw, sent) bytes per iteration by class, of all ranks."""
+    """(raw, sent) bytes per iteration of each class, summed over all ranks."""
 
     stages: tuple[StageMetrics, ...]
     formats: Mapping[str, str] = field(default_factory=dict)
-    """By title, of what is compressed."""
+    """The wire format of each compressed class, by its title."""
 
     def errors(self) -> dict[str, float]:
-        """By title, the relative error over all stages, of what was compressed in the measured iteration."""
+        """Return the relative error over all stages in the measured iteration, by the title of each
+        compressed class.
+        """
         sums = {
             traffic.title: [
                 sum(getattr(stage.techniques[traffic.title], name) for stage in self.stages)
@@ -92,10 +96,10 @@ class Report:
             ]
             for traffic in CLASSES
         }
-        return {title: sqrt(error / of) for title, (error, of) in sums.items() if of != 0.0}
+        return {title: sqrt(error / compressed) for title, (error, compressed) in sums.items() if compressed != 0.0}
 
     def lines(self) -> Iterator[str]:
-        """For the terminal."""
+        """Yield the lines of the log."""
         parts = [
             f"{traffic.tag}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
             for traffic, (raw, sent) in self.traffic.items()
@@ -115,7 +119,7 @@ class Report:
             yield f"errors against activation differences | {' | '.join(parts)}"
 
     def scalars(self) -> dict[str, float]:
-        """For TensorBoard and W&B, by name."""
+        """Return the scalars for TensorBoard and W&B, by tag."""
         named: dict[str, float] = {}
         for traffic, (raw, sent) in self.traffic.items():
             named[f"{traffic.tag} raw bytes"] = raw
@@ -135,27 +139,31 @@ class Report:
         return {f"optimus-cc/{name}": value for name, value in named.items()}
 
     def _technique(self, title: str, error: float) -> str:
-        """One technique on all stages: its error over all of them, residual and time where they are largest."""
+        """Return one technique's part of a log line: its error over all stages, and the largest residual norm and time
+        of a stage.
+        """
         measured = [(stage.ranks, stage.techniques[title]) for stage in self.stages]
         residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
         milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
-        remembered = f", residual norm {residual:.3e}" if residual else ""
-        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{remembered}, {milliseconds:.2f} ms"
+        kept = f", residual norm {residual:.3e}" if residual else ""
+        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{kept}, {milliseconds:.2f} ms"
 
 
 def collect(
     mine: StageMetrics, stage: int, stages: int, formats: Mapping[str, str], traffic: Sequence[int], iterations: int,
     add_up: Callable[[torch.Tensor], None], device: torch.device,
 ) -> Report:  # fmt: skip
-    """Add up what all ranks measured. Collective over all ranks of the model; reads from the device.
+    """Add up the measurements of all ranks. Collective over all ranks of the model; waits for the device.
 
     Args:
-        mine: the measurements of this rank, which is of this `stage` of so many `stages`.
-        formats: by title, the format of each class of traffic.
-        traffic: this rank's traffic since the last report, in the order of `Traffic.as_list`.
-        iterations: how many iterations that covers.
+        mine: the measurements of this rank.
+        stage: this rank's pipeline stage.
+        stages: the number of pipeline stages.
+        formats: the wire format of each class of traffic, by title.
+        traffic: this rank's bytes since the last report, in the order of `Traffic.as_list`.
+        iterations: the number of iterations since the last report.
         add_up: sums a tensor over all ranks of the model, in place.
-        device: where `add_up` takes its tensors.
+        device: the device of the tensors that `add_up` takes.
     """
     row = [*mine.as_list(), *traffic]
     table = torch.zeros(stages, len(row), dtype=torch.float64)
@@ -171,10 +179,10 @@ def collect(
 
 
 def technique_metrics(gauge: Gauge, residuals: Iterable[torch.Tensor], loss_scale: float) -> TechniqueMetrics:
-    """Return what one technique measured on this rank; reads from the device.
+    """Return the measurements of one technique on this rank; waits for the device.
 
     Args:
-        residuals: all that it keeps here, in units of the loss multiplied by `loss_scale`.
+        residuals: all residuals that the technique keeps on this rank, in units of the loss multiplied by `loss_scale`.
     """
     scratch = Scratch()
     residual = sum(float(norm(tensor, scratch)) ** 2 for tensor in residuals) / loss_scale**2
@@ -183,16 +191,18 @@ def technique_metrics(gauge: Gauge, residuals: Iterable[torch.Tensor], loss_scal
 
 
 class ErrorAlarm:
-    """Running means of relative errors, by technique, of this process.
+    """An alarm for compression errors that leave their usual range, with running means by technique.
 
-    It says when compression's error leaves the range that it had, and which flag turns that class dense.
+    Its warning names the flag that makes the class of traffic dense.
     """
 
     def __init__(self) -> None:
         self._usual: dict[str, float] = {}
 
     def lines(self, report: Report) -> Iterator[str]:
-        """For the terminal: one per technique whose error is NaN or infinite, or `FACTOR` times what it usually is."""
+        """Yield a warning for each technique whose error is NaN, infinite, or more than `FACTOR` times its running
+        mean.
+        """
         errors = report.errors()
         for traffic in CLASSES:
             if (title := traffic.title) not in errors:
@@ -203,6 +213,6 @@ class ErrorAlarm:
                 continue
             than = f", usually {100 * usual:.2f} %" if isfinite(usual) else ""
             yield (
-                f"warning | {title}: error {100 * error:.2f} %{than}. If that stays so: {traffic.format_flag} dense "
-                "turns it dense on resume, and nothing is lost"
+                f"warning | {title}: compression error {100 * error:.2f} %{than}. If it stays high, resume from a "
+                f"checkpoint with {traffic.format_flag} dense: no training state is lost"
             )

@@ -1,4 +1,4 @@
-"""Times of pieces of work on the device that does them; reading them is what waits for it, measuring never does."""
+"""A stopwatch for work on a device. Measuring never waits for the device; reading the times does."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Durations by name, of one process."""
+    """Durations of one process, by name."""
 
     def __init__(self, *, on: bool = False) -> None:
         self.on = on
@@ -21,7 +21,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, name: str, device: torch.device) -> Iterator[None]:
-        """Note how long the work inside takes on `device`, if the stopwatch is on."""
+        """Record the time that the work inside the context takes on `device`, if the stopwatch is on."""
         if not self.on:
             yield
         elif device.type == "cuda":
@@ -36,16 +36,18 @@ class Stopwatch:
             self._seconds[name].append(time.perf_counter() - began)
 
     def median(self, name: str) -> float:
-        """Seconds, 0 where nothing was noted; waits for the device. The first time of many, a warm-up, has no say."""
+        """Return the median in seconds, 0 if nothing was recorded; waits for the device. The median ignores a slow
+        first time.
+        """
         noted = self._read(name)
         return statistics.median(noted) if noted else 0.0
 
     def total(self, name: str) -> float:
-        """Seconds of all together; waits for the device."""
+        """Return the sum of all durations in seconds; waits for the device."""
         return sum(self._read(name))
 
     def clear(self) -> None:
-        """Forget all times."""
+        """Remove all durations."""
         self._seconds.clear()
         self._events.clear()
 

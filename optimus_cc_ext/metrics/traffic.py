@@ -1,8 +1,8 @@
-"""Bytes by traffic class: what vanilla Megatron would have sent, and what was sent.
+"""Counters of bytes by class of traffic: raw bytes, which vanilla Megatron would have sent, and sent bytes.
 
-These are logical bytes per rank, by the usual formulas: a point-to-point message counts once, at its sender; a
-ring all-reduce of V bytes over D ranks moves 2 V (D - 1) / D, a reduce-scatter or an all-gather half of it. What a
-transport really moves can differ.
+These are logical bytes per rank by the usual formulas: a point-to-point message counts once, at its sender; a ring
+all-reduce of V bytes over D ranks sends 2 V (D - 1) / D per rank, a reduce-scatter or an all-gather half of that. The
+bytes on a real transport can differ.
 """
 
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
@@ -11,22 +11,24 @@ __all__ = ["Traffic", "all_reduce_bytes", "exchanged_bytes", "reduce_scatter_byt
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that one rank sends in a ring all-reduce of `nbytes` over `ranks` ranks."""
+    """Return the bytes that one rank sends in a ring all-reduce of `nbytes` over `ranks` ranks."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that one rank sends in a ring reduce-scatter of `nbytes` over `ranks` ranks."""
+    """Return the bytes that one rank sends in a ring reduce-scatter of `nbytes` over `ranks` ranks."""
     return nbytes * (ranks - 1) // ranks
 
 
 def exchanged_bytes(message: int, ranks: int) -> int:
-    """Bytes that one rank sends where every other one gets a message of its: in an all-to-all, or an all-gather."""
+    """Return the bytes that one rank sends if every other rank gets one message of `message` bytes: all-to-all,
+    all-gather.
+    """
     return message * (ranks - 1)
 
 
 class Traffic:
-    """Counters of one process: since the start, and since the last report."""
+    """Counters of one process, since its start and since the last report."""
 
     def __init__(self) -> None:
         self._counts = {traffic: [0, 0] for traffic in CLASSES}
@@ -39,11 +41,11 @@ class Traffic:
         count[1] += sent
 
     def total(self) -> dict[TrafficClass, tuple[int, int]]:
-        """(raw, sent) bytes by class since the start."""
+        """Return the (raw, sent) bytes by class since the start."""
         return {traffic: (raw, sent) for traffic, (raw, sent) in self._counts.items()}
 
     def as_list(self) -> list[int]:
-        """The counters in the order of `CLASSES`, raw before sent."""
+        """Return the counters in the order of `CLASSES`, raw before sent."""
         return [value for count in self._counts.values() for value in count]
 
     def since_last_report(self) -> list[int]:

@@ -1,6 +1,8 @@
-"""From a run's event files or log to tables, pictures and a page: `pip install 'optimus_cc_ext[report]'`.
+"""Reports: reads a run's event files or log, and writes tables, pictures and a page (`pip install
+'optimus_cc_ext[report]'`).
 
-`record` reads, with `log_lines`; `table`, `pictures` and `page` write; `comparison` is all of it for two runs.
+Imports the table of classes from `config`, and nothing that needs torch or Megatron. Start reading at `comparison.py`,
+which compares one or two runs; `record.py` and `log_lines.py` read, `table.py`, `pictures.py` and `document.py` write.
 """
 
 from optimus_cc_ext.errors import OptimusError, require_extra
@@ -11,4 +13,4 @@ require_extra("report", "matplotlib", "rich", "tensorboard")
 
 
 class ReportError(OptimusError):
-    """What was to be reported on is not there. The message names the file and what to do."""
+    """Missing or unusable input of a report; the message names the file and the cure."""

@@ -1,4 +1,6 @@
-"""One run, or two side by side: numbers, tables, pictures, and what does not add up; `optimus-cc report`."""
+"""Comparison of one run, or of two side by side: numbers, tables, pictures and contradictions, for
+`optimus-cc report`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from optimus_cc_ext.report.table import Cell, Table, printed
 __all__ = ["FILES", "PICTURES", "REQUIRED", "Comparison", "relative", "write_report"]
 
 PICTURES = ("gain", "training_loss", "validation_loss", "seconds", "traffic", "errors")
-"""Names of the pictures, without `.png`, `.svg` and `.pdf`, as far as there is something to show."""
+"""Names of the pictures, without the suffixes `.png`, `.svg` and `.pdf`; a picture without data is not drawn."""
 
 FILES = (
     *(f"{name}.csv" for name in ("losses", "times", "traffic", "compression", "scalars")),
@@ -31,39 +33,43 @@ _COMPRESSION = re.compile(
     r"optimus-cc/(?P<technique>\w+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
 )
 REQUIRED = (TRAINING, VALIDATION, SECONDS, *_TRAFFIC)
-"""Tags that a run has to have logged for nothing to be missing."""
+"""Tags that a run has to have logged for the report to be complete."""
 
 
 def relative(new: float, old: float) -> float:
-    """How much larger `new` is than `old`, as a fraction of `old`."""
+    """Return the difference of `new` and `old` as a fraction of `old`."""
     return (new - old) / old
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of the same training by name: one, or two of which the first is what the second is held against."""
+    """Runs of the same training, by name. If there are two, the second is compared with the first."""
 
     runs: Mapping[str, Record]
     spans: Mapping[str, tuple[int, float]] = field(default_factory=lambda: {"": (2, inf)})
-    """First and last iteration of what seconds are compared over, by what was special there."""
+    """First and last iteration of each span over which seconds are compared, by a description of the span."""
 
     band: float | None = None
-    """How far other orders of the batches move the first's loss, as a fraction of it; None: not known."""
+    """Largest change of the first run's loss by other orders of the batches, as a fraction of the loss;
+    None: unknown.
+    """
 
     first_is_vanilla: bool = False
 
     @property
     def first(self) -> Record:
-        """What is compared against, or all there is."""
+        """The run that the other one is compared with, or the only run."""
         return next(iter(self.runs.values()))
 
     @property
     def last(self) -> Record:
-        """What is compared, or all there is."""
+        """The run that is compared, or the only run."""
         return list(self.runs.values())[-1]
 
     def complaints(self) -> list[str]:
-        """What contradicts itself: "raw" must mean the same in all runs, namely what vanilla really sends."""
+        """Return contradictions between runs: raw bytes must be equal in all runs, and vanilla must send
+        exactly these.
+        """
         said = []
         for name in (traffic.tag for traffic in CLASSES):
             if self.first_is_vanilla and self.first.raw(name) != self.first.sent(name):
@@ -72,20 +78,20 @@ class Comparison:
                 if a.raw(name).values and b.raw(name).values and a.raw(name) != b.raw(name):
                     said.append(
                         f"{name}: raw bytes per iteration are {b.raw(name).mean:,.0f} in {new}, {a.raw(name).mean:,.0f}"
-                        f" in {old}, or of other iterations: not the same training"
+                        f" in {old}, or the logged iterations differ: these are not runs of the same training"
                     )
         if len({record.training.iterations for record in self.runs.values()}) > 1:
             said.append("the two runs did not log the same iterations")
         return said
 
     def missing(self) -> list[str]:
-        """What was not logged, and what logs it."""
+        """Return one line for each quantity that a run did not log, with the flag that logs it."""
         cures = {
             (TRAINING,): "no training loss",
             (VALIDATION,): "no validation loss (--eval-interval)",
             (SECONDS,): "no times (--log-timers-to-tensorboard)",
-            _TRAFFIC: "no traffic and no errors: Megatron alone does not count them, nor optimus_cc_ext with"
-            " --no-compression-metrics",
+            _TRAFFIC: "no traffic and no errors (vanilla Megatron does not count them, nor does optimus_cc_ext with"
+            " --no-compression-metrics)",
         }
         return [
             f"{name}: {said}"
@@ -95,11 +101,11 @@ class Comparison:
         ]
 
     def tables(self) -> list[Table]:
-        """Return the tables that have something to show."""
+        """Return the tables that have rows."""
         return [table for table in (self.losses(), self.times(), self.traffic(), self.compression()) if table.rows]
 
     def losses(self) -> Table:
-        """Return the losses at the end of training."""
+        """Return the table of losses at the end of training."""
         rows = [
             _row(f"final {name} loss", [record.curve(tag).last for record in self.runs.values()], ".4f")
             for name, tag in (("training", TRAINING), ("validation", VALIDATION))
@@ -108,7 +114,7 @@ class Comparison:
         return Table(self._columns(), rows, title, name="losses")
 
     def times(self) -> Table:
-        """Return the median seconds of an iteration, over each span."""
+        """Return the table of median seconds per iteration, over each span."""
         rows = [
             _row(f"seconds per iteration{where and ', '}{where}", [median for _, median, _ in of_runs.values()], ".3f")
             for where, of_runs in self.seconds().items()
@@ -116,14 +122,14 @@ class Comparison:
         return Table(self._columns(), rows, "Time", "Medians.", name="times")
 
     def seconds(self) -> dict[str, dict[str, tuple[float, float, float]]]:
-        """Return the quartiles of an iteration's seconds, by span and run."""
+        """Return the quartiles of the seconds per iteration, by span and run."""
         return {
             where: {name: record.seconds.between(*span).quartiles for name, record in self.runs.items()}
             for where, span in self.spans.items()
         }
 
     def traffic(self) -> Table:
-        """Return the raw bytes of each class, and what each run sent that did not send just these."""
+        """Return the table of raw bytes of each class, and of sent bytes of each run that compressed something."""
         of_runs = self._shares()
         shown = {
             name: {share.name: share for share in of}
@@ -136,11 +142,11 @@ class Comparison:
             sent = (cell for each in here for cell in (f"{each.sent / 1e6:.3f}", f"{each.ratio:.1%}"))
             rows.append((share.name, f"{share.raw / 1e6:.3f}", *sent))
         columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
-        note = "Logical bytes. Raw: what vanilla Megatron sends."
+        note = "Logical bytes. Raw: the bytes that vanilla Megatron sends."
         return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True, name="traffic")
 
     def compression(self) -> Table:
-        """Return the error, the residual norm and the milliseconds of each technique by stage: means."""
+        """Return the table of mean error, residual norm and milliseconds of each technique, by stage."""
         kinds = {"relative error": ("error, %", 100), "residual norm": ("residual norm", 1), "milliseconds": ("ms", 1)}
         found: dict[str, dict[tuple[str, str], float]] = {}
         for name, record in self.runs.items():
@@ -153,11 +159,14 @@ class Comparison:
             for row, values in sorted(found.items())
         ]
         titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in columns]
-        note = "Error: |left out| / |what was compressed|. CB: backward messages, SC: DP gradients, FE: embedding."
+        note = (
+            "Error: |compression error| / |compressed tensor|. forward: activations, CB: activation gradients, "
+            "SC: data-parallel gradients, FE: tied embedding, gather: the distributed optimizer's parameters."
+        )
         return Table(("", *titles), rows, "Compression", note, name="compression")
 
     def scalars(self) -> Table:
-        """Return every scalar of every iteration."""
+        """Return every scalar of every iteration as a table."""
         return Table(("run", "scalar", "iteration", "value"), [
             (name, tag, iteration, value)
             for name, record in self.runs.items()
@@ -168,9 +177,9 @@ class Comparison:
     def document(
         self, title: str, lead: str, before: Sequence[Part] = (), after: Sequence[Part] = ()
     ) -> ReportDocument:
-        """Return the document of the comparison, with parts `before` and `after` its own."""
+        """Return the document of the comparison, with the parts `before` and `after` around its own parts."""
         drawn, complaints, missing = self._pictures(), self.complaints(), self.missing()
-        alarm = Box("Cross-check failed: do not trust the bytes", [Points.of(complaints)], "card alarm")
+        alarm = Box("Cross-check failed: the bytes below are not reliable", [Points.of(complaints)], "card alarm")
         parts = [
             *before,
             *([alarm] if complaints else []),
@@ -184,7 +193,7 @@ class Comparison:
         return ReportDocument(title, lead, parts, files=[*empty, self.scalars()])
 
     def _pictures(self) -> list[Picture]:
-        # Here, not above: matplotlib takes a second, which tables need not wait for.
+        # Imported here because matplotlib takes a second to import, which the tables should not wait for.
         from optimus_cc_ext.report import pictures
 
         drawn, of_runs = [], self._shares()
@@ -206,12 +215,12 @@ class Comparison:
             if match["kind"] == "relative error"
         }
         if errors:
-            figure = pictures.curves("What compression leaves out", "|left out| / |compressed|", errors)
+            figure = pictures.curves("Relative compression error", "|error| / |compressed tensor|", errors)
             drawn.append(Picture("errors", figure))
         return drawn
 
     def _shares(self) -> dict[str, list[Share]]:
-        """Return the bytes of each run that has logged them."""
+        """Return the bytes of each run that has logged them, by class."""
         of_runs = {name: shares(record) for name, record in self.runs.items()}
         return {name: of for name, of in of_runs.items() if len(of) > 1}
 
@@ -222,7 +231,7 @@ class Comparison:
         return ("", *self.runs, *(["difference"] if len(self.runs) > 1 else []))
 
     def summary(self) -> dict[str, Any]:
-        """Return what counts, in plain JSON values."""
+        """Return the most important results as plain JSON values."""
         return {
             "final_validation_loss": {name: record.validation.last for name, record in self.runs.items()},
             "final_validation_loss_change": relative(self.last.validation.last, self.first.validation.last),
@@ -234,19 +243,19 @@ class Comparison:
 
 
 def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
-    """Yield each tag of a technique's error, residual norm or milliseconds, and its parts."""
+    """Yield each tag of a technique's error, residual norm or milliseconds, with its match."""
     for tag in record.scalars:
         if match := _COMPRESSION.fullmatch(tag):
             yield tag, match
 
 
 def _place(match: re.Match[str]) -> str:
-    """Return technique and stage; a log does not say the stage."""
+    """Return technique and stage; tags read from a log have no stage."""
     return ", ".join(filter(None, (match["technique"], match["stage"])))
 
 
 def _row(name: str, values: Sequence[float], form: str) -> tuple[Cell, ...]:
-    """Return the values, and how much the second is above the first; None for what is not known."""
+    """Return a row of the values and the relative change from the first to the second; None for unknown values."""
     changes = [relative(new, old) for old, new in pairwise(values)]
     cells = [*((value, form) for value in values), *((change, "+.2%") for change in changes)]
     return name, *(None if isnan(value) else format(value, form) for value, form in cells)
@@ -256,17 +265,19 @@ def write_report(folders: list[Path], output: Path) -> None:
     """Write index.html, CSV and pictures into `output`, which appears complete or not at all, and print the tables.
 
     Raises:
-        ReportError: there is no run in a folder, or more than one, or they have nothing in common.
-        DataError: `output` holds something else.
+        ReportError: a folder has no run or more than one, or the two runs have no iteration in common.
+        DataError: `output` contains files that a report does not write.
     """
     if len(folders) > 2:
-        raise ReportError(f"{len(folders)} folders: a run, or two side by side. Give one or two")
+        raise ReportError(f"{len(folders)} folders: a report shows one run, or two side by side. Give one or two")
     for folder in folders:
         check_replaceable(output, folder.resolve(), {"index.html", *FILES})
     comparison = Comparison(dict(zip(_names(folders), map(read_run, folders), strict=True)))
     first, last = comparison.first.training.iterations, comparison.last.training.iterations
     if not set(first) & set(last):
-        raise ReportError(f"{folders[-1]}: no iteration in common with {folders[0]}. Give runs of the same training")
+        raise ReportError(
+            f"{folders[-1]}: the run has no iteration in common with {folders[0]}. Give two runs of the same training"
+        )
     names = list(comparison.runs)
     title = f"{names[-1]} against {names[0]}" if len(names) > 1 else names[0]
     lead = f"Iterations {first[0]} to {first[-1]}; read from {', '.join(map(str, folders))}."
@@ -280,7 +291,7 @@ def write_report(folders: list[Path], output: Path) -> None:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """As short as tells them apart."""
+    """Return the shortest names, from the ends of the paths, that distinguish the folders."""
     words = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, words)) + 1):
         names = ["/".join(each[-length:]) for each in words]

@@ -1,6 +1,6 @@
-"""A report: a title and the parts below it, written as a page (HTML), as Markdown, and as CSV and pictures beside them.
+"""A report document: a title and parts, written as an HTML page, as Markdown, and as CSV and picture files beside them.
 
-The page is one file and takes nothing from a network. Every text that a part is given is escaped there.
+The page is one file that loads nothing from a network. All text of a part is escaped on the page.
 """
 
 import base64
@@ -35,7 +35,7 @@ class Picture:
 
     @cached_property
     def files(self) -> dict[str, bytes]:
-        """Content of each file, by its suffix; drawn once."""
+        """The contents of the picture's files by suffix; drawn once."""
         found = {}
         for suffix in ("png", "svg", "pdf"):
             stream = io.BytesIO()
@@ -44,14 +44,14 @@ class Picture:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the files into `folder`."""
+        """Write the picture's files into `folder`."""
         for suffix, content in self.files.items():
             (folder / f"{self.name}.{suffix}").write_bytes(content)
 
 
 @dataclass(frozen=True)
 class Points:
-    """A list of names and their texts, or, where a name is empty, of texts alone; and a note below it."""
+    """A list of (name, text) items, with an optional note below; an item with an empty name is text only."""
 
     items: Sequence[tuple[str, str]]
     note: str = ""
@@ -64,7 +64,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Folded:
-    """Long texts by name, which a page shows when its reader unfolds them."""
+    """Long texts by name, which the page shows when the reader unfolds them."""
 
     summary: str
     texts: Mapping[str, str]
@@ -72,7 +72,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Number:
-    """A box of one large number: its name, its value, and a sentence on what it means."""
+    """A box with one large number: its name, its value, and a sentence about its meaning."""
 
     name: str
     value: str
@@ -81,13 +81,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Box:
-    """Parts that belong together. Without a heading, a page takes the title of a table that comes first."""
+    """A group of parts. If the heading is empty, the page uses the title of a table that comes first."""
 
     heading: str
     parts: "Sequence[Part]"
     kind: str = "card"
-    """`card alarm`: what must not be overlooked. `grid`, or `grid wide` for wider parts: parts side by side, as far as
-    the window is wide enough, each in a box of its own."""
+    """CSS class of the box: `card alarm` for warnings; `grid`, or `grid wide` for wider parts, to put parts side by
+    side in boxes of their own.
+    """
 
 
 Part = str | Table | Picture | Points | Folded | Number | Box
@@ -96,31 +97,31 @@ Part = str | Table | Picture | Points | Folded | Number | Box
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """A report. On the page, a table or a picture that stands in no box gets one of its own."""
+    """A report document. On the page, a table or picture outside of every box gets a box of its own."""
 
     title: str
     lead: str
     parts: Sequence[Part]
     files: Sequence[Table] = ()
-    """Tables that are written as CSV and not shown."""
+    """Tables that are written as CSV only."""
 
     def markdown(self) -> str:
-        """Return all of it as Markdown; a picture is a link to its PNG."""
+        """Return the document as Markdown, with pictures as links to their PNG files."""
         head = [f"# {self.title}\n\n{self.lead}\n"] if self.title else []
         return "\n".join([*head, *map(_markdown, self.parts)])
 
     def html(self) -> str:
-        """Return the page."""
+        """Return the document as an HTML page."""
         parts = "\n".join(map(_boxed, self.parts))
         template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
         return template.substitute(title=escape(self.title), lead=escape(self.lead), parts=parts)
 
     def write(self, folder: Path, *, page: str = "", markdown: str = "") -> None:
-        """Write every picture, and the CSV of every table that has a name, into `folder`, which is made if need be.
+        """Write all pictures, and a CSV file for each named table, into `folder`, which is made if it does not exist.
 
         Args:
-            page: name of the HTML file; empty: none.
-            markdown: name of the Markdown file; empty: none.
+            page: name of the HTML file; empty: none is written.
+            markdown: name of the Markdown file; empty: none is written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for part in (*_each(self.parts), *self.files):
@@ -134,14 +135,14 @@ class ReportDocument:
 
 
 def _each(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield all parts, those within boxes included."""
+    """Yield all parts, including those inside boxes."""
     for part in parts:
         yield part
         yield from _each(part.parts if isinstance(part, Box) else ())
 
 
 def _boxed(part: Part) -> str:
-    """Return `part` as HTML, in a box of its own unless it is one."""
+    """Return `part` as HTML, in a box of its own unless it is a box."""
     return _html(part if isinstance(part, Box | Number | str) else Box("", [part]))
 
 
@@ -152,7 +153,7 @@ def _html(part: Part) -> str:
         case Table():
             return part.html()
         case Picture(name):
-            # As SVG within the page: sharp at any size.
+            # SVG inside the page is sharp at any size.
             content = base64.b64encode(part.files["svg"]).decode("ascii")
             return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/svg+xml;base64,{content}">'
         case Points(items, note):
@@ -176,7 +177,7 @@ def _html(part: Part) -> str:
 
 
 def _markdown(part: Part) -> str:
-    """Return `part` as Markdown, with a line break at its end."""
+    """Return `part` as Markdown that ends with a line break."""
     match part:
         case str():
             return f"{part}\n"
@@ -197,7 +198,7 @@ def _markdown(part: Part) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return where something is measured, and with which packages."""
+    """Return the system and the package versions that a measurement was made with."""
     packages = {name: importlib.metadata.version(name) for name in ("megatron-core", "torch")}
     system = f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     return {"system": system, "python": platform.python_version(), "optimus_cc_ext": __version__, **packages}

@@ -1,4 +1,4 @@
-"""What Megatron, our metrics and torchrun print, line by line."""
+"""Parsers of single log lines: Megatron's, those of our metrics, and torchrun's."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ _ITERATION = re.compile(
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^(?:\d+: )?optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
-# Tag to the pattern of its parts. Ranks write to one log: a line can begin in the middle of another.
+# Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
+# begin in the middle of another one.
 _SCALARS = {
     "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),
     "optimus-cc/{} raw bytes": re.compile(r"\| ([^|:]+): [\d.]+ of ([\d.]+) MB"),
@@ -60,28 +61,30 @@ def parse_progress(line: str) -> Progress | None:
 
 
 def parse_techniques(line: str) -> str | None:
-    """Read what the hooks say is switched on, from the one line that says it."""
+    """Read the techniques that are on from the line in which the hooks list them; None for any other line."""
     match = _TECHNIQUES.match(line)
     return match["techniques"] if match else None
 
 
 def parse_scalars(line: str) -> dict[str, float]:
-    """Read what our metrics and the memory reports say, by the tags of the event file as far as it has them.
+    """Read the scalars of our metrics and of memory reports in one line, by the tags that event files use.
 
-    Bytes are those of all ranks per iteration, errors those of all stages, milliseconds those of the stage where they
-    are most: the event file has both of each.
+    Bytes are per iteration and summed over all ranks; errors are over all stages; milliseconds are of the slowest
+    stage. Event files have errors and milliseconds for each stage.
     """
     found: dict[str, float] = {}
     if "optimus-cc" in line or "memory (MB)" in line:
         for tag, pattern in _SCALARS.items():
-            # In the log they are MB and percent.
+            # The log has MB and percent.
             scale = 1e6 if tag.endswith("bytes") else 1e-2 if tag.endswith("relative error") else 1.0
             found |= {tag.format(name): scale * float(value) for name, value in pattern.findall(line)}
     return found
 
 
 def failure_reason(lines: Sequence[str]) -> str | None:
-    """Find why a run under torchrun failed: a refusal, or the error or signal of the rank that failed first."""
+    """Return the reason why a run under torchrun failed: a refusal, or the error or signal of the rank that failed
+    first.
+    """
     for line in lines:
         if match := _REFUSAL.search(line):
             return match["reason"]
@@ -89,15 +92,17 @@ def failure_reason(lines: Sequence[str]) -> str | None:
     if signal is not None:
         return f"rank {rank} was ended by {signal}"
     errors = [match for match in map(_EXCEPTION.match, lines) if match and _TORCHRUNS_OWN not in match["reason"]]
-    of_that_rank = [match for match in errors if rank is not None and match["rank"] == rank]
-    # The last of a traceback chain is the one that ended the process.
-    for match in reversed(of_that_rank or errors):
+    first_failed = [match for match in errors if rank is not None and match["rank"] == rank]
+    # The last error of a chained traceback is the one that ended the process.
+    for match in reversed(first_failed or errors):
         return f"rank {match['rank'] or rank}: {match['reason']}" if match["rank"] or rank else match["reason"]
     return None if rank is None else f"rank {rank} failed"
 
 
 def _root_cause(lines: Sequence[str]) -> tuple[str | None, str | None]:
-    """(rank, signal) from the last block of torchrun's report."""
+    """Return (rank, signal) of the first failure from the last block of torchrun's report; None for what it does not
+    name.
+    """
     starts = [index for index, line in enumerate(lines) if _ROOT_CAUSE in line]
     rank = signal = None
     for line in lines[starts[-1] :] if starts else ():

@@ -1,4 +1,4 @@
-"""One palette and one look for all pictures, and the kinds of pictures that more than one report has."""
+"""The palette and style of all pictures, and the pictures that several reports share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,29 +17,31 @@ __all__ = [
 
 PALETTE = ("#3b6fb6", "#e07b1f", "#2a9d8f", "#c2453d", "#7b5ea7", "#e0a21f", "#5f6b76", "#c66ba8", "#8c6d46")
 INK, GRID, _FAINT = "#24292f", "#e7eaee", "#c9d1da"
-_OF = {
+_COLOURS = {
     name: PALETTE[place]
     for place, names in enumerate((
         ("vanilla", "Baseline"), ("compressed", "CB+FE+SC"), ("CB+LEP",), ("CB without LEP",), ("CB",), ("CB+FE",),
     ))
     for name in names
 }  # fmt: skip
-"""One variant has one colour in all pictures."""
+"""The colour of each named variant, the same in all pictures."""
 
 
 def colour(name: Cell, place: int) -> str:
-    """That of the variant `name`; of any other the one at `place`."""
-    return _OF.get(str(name), PALETTE[place % len(PALETTE)])
+    """Return the colour of the variant `name`, or for an unknown name the colour number `place` of the palette."""
+    return _COLOURS.get(str(name), PALETTE[place % len(PALETTE)])
 
 
 def panels(rows: int, columns: int, width: float, height: float, **further: Any) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of `rows` x `columns` axes, each so large, in inches; `further` is for Figure.subplots."""
+    """Return a figure and its `rows` x `columns` axes of the given size in inches; `further` goes to
+    Figure.subplots.
+    """
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **further).tolist()
 
 
 def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> None:
-    """A title at the left, a grid behind what is drawn, no box."""
+    """Give `axes` a title at the left, a grid behind the data, and no box."""
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b6bec8")
@@ -49,7 +51,7 @@ def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> 
 
 
 def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", label: str = "{}") -> None:
-    """Column `y` over column `x`, a line for each value in column `by`; `label` is formatted with the value."""
+    """Draw column `y` over column `x`, one line per value of column `by`, which `label` formats."""
     for place, name in enumerate(table.distinct(by)):
         mine = table.where(**{by: name})
         axes.plot(
@@ -59,10 +61,10 @@ def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", l
 
 
 def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = None) -> Figure:
-    """One curve, or two and below how far the second lies above the first.
+    """Draw one loss curve, or two with their relative difference below.
 
     Args:
-        band: how far other orders of the batches move the first's loss, as a fraction of it.
+        band: largest change of the first run's loss by other orders of the batches, as a fraction of the loss.
     """
     ratios = {"height_ratios": (3, 1.15)} if len(losses) == 2 else {}
     figure, rows = panels(len(losses), 1, 7.2, 4.6 / len(losses), sharex=True, **ratios)
@@ -77,7 +79,7 @@ def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = No
 
 
 def _draw_losses(axes: Axes, losses: Mapping[str, Curve]) -> None:
-    # The line below is wider, so that both can be seen where they coincide.
+    # The curve drawn first is wider, so that both are visible where they coincide.
     for place, (name, curve) in enumerate(losses.items()):
         width, alpha = ((3.2, 0.75), (1.4, 1.0))[place or len(losses) == 1]
         marker = "o" if len(curve.values) < 30 else ""
@@ -100,15 +102,15 @@ def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> No
         axes.axhspan(-band, band, color=PALETTE[0], alpha=0.15, lw=0, label=f"{first}, batches in another order")
         axes.legend(frameon=False, fontsize="x-small", loc="upper right")
     axes.plot(steps, gaps, color=PALETTE[1], marker="o" if len(steps) < 30 else "", lw=1.4, ms=2.8)
-    # At least 1 % high: a difference of nothing must look like nothing.
+    # The axis spans at least 1 %, so that a negligible difference looks negligible.
     axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_ylabel("difference")  # of what, the legend says: names can be longer than this axis
+    axes.set_ylabel("difference")  # the legend says of what: names can be longer than this axis
 
 
 def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:
-    """Lines over the iterations, from 0 up."""
+    """Draw curves over the iterations, from 0 up."""
     figure, ((axes,),) = panels(1, 1, 7.2, 3.2)
     for place, (name, curve) in enumerate(drawn.items()):
         marker = "o" if len(curve.values) < 30 else ""
@@ -125,12 +127,12 @@ def gain(
     seconds: Mapping[str, Mapping[str, tuple[float, float, float]]], losses: Mapping[str, Curve],
     traffic: Mapping[str, Sequence[Share]],
 ) -> Figure:  # fmt: skip
-    """What it is for, in one picture: time, loss and bytes of two runs side by side.
+    """Draw the gain in one picture: seconds, loss and bytes of two runs side by side.
 
     Args:
-        seconds: where (such as the rate of the links) and run to quartiles of an iteration's seconds.
-        losses: of each run.
-        traffic: of each run, with the sum at the end.
+        seconds: quartiles of the seconds per iteration, by condition (such as the rate of the links) and run.
+        losses: loss curve of each run.
+        traffic: bytes of each run by class, with the sum at the end.
     """
     figure, ((time, loss, sent),) = panels(1, 3, 4.2, 3.6)
     for group, of_runs in enumerate(seconds.values()):
@@ -161,7 +163,7 @@ def gain(
 
 
 def traffic_bars(name: str, shares: Sequence[Share]) -> Figure:
-    """Raw and sent bytes of run `name` by class; the last of `shares` is their sum, and stands in the title."""
+    """Draw raw and sent bytes of run `name` by class; the last of `shares` is the sum, which the title states."""
     *classes, everything = shares
     figure, ((axes,),) = panels(1, 1, 7.2, 4.2)
     margin = max(share.raw for share in classes) / 9e7
@@ -178,8 +180,8 @@ def traffic_bars(name: str, shares: Sequence[Share]) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * 90 * margin)
     axes.set_xlabel("MB per iteration, all ranks together")
-    # Where the pipeline's bars are short.
-    axes.legend((raw_bar, sent_bar), ("raw: what vanilla sends", f"sent, {name}"), frameon=False, loc="upper right")
+    # The upper right corner is free, because the bars of pipeline traffic are short.
+    axes.legend((raw_bar, sent_bar), ("raw: sent by vanilla", f"sent, {name}"), frameon=False, loc="upper right")
     title = f"Traffic: {everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB sent ({everything.ratio:.1%})"
     tidy(axes, title, "x")
     return figure

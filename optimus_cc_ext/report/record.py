@@ -1,4 +1,4 @@
-"""What a run reported, as curves by TensorBoard's tags: read from its event files, or from what it printed."""
+"""The record of a run: curves by TensorBoard tag, read from its event files or from its printed log."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +21,9 @@ TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over training: `values[i]` belongs to iteration `iterations[i]`. What no value tells is NaN."""
+    """A scalar over training: `values[i]` belongs to iteration `iterations[i]`. Statistics of an empty
+    curve are NaN.
+    """
 
     iterations: tuple[int, ...]
     values: tuple[float, ...]
@@ -33,97 +35,105 @@ class Curve:
 
     @property
     def mean(self) -> float:
-        """Over all iterations."""
+        """The mean over all iterations."""
         return mean(self.values) if self.values else nan
 
     @property
     def median(self) -> float:
-        """Over all iterations but the first, which sets things up."""
+        """The median over all iterations but the first, which includes one-time set-up."""
         return self.between(2).quartiles[1]
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The lower one, the median, the upper one."""
+        """The lower quartile, the median and the upper quartile."""
         if len(self.values) < 2:
             return (self.last,) * 3
         lower, middle, upper = quantiles(self.values, n=4, method="inclusive")
         return lower, middle, upper
 
     def between(self, first: int, last: float = inf) -> "Curve":
-        """Iterations from `first` to `last`."""
+        """Return the part of the curve from iteration `first` to iteration `last`."""
         kept = [(i, value) for i, value in zip(self.iterations, self.values, strict=True) if first <= i <= last]
         return Curve(tuple(i for i, _ in kept), tuple(value for _, value in kept))
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run. Losses in nats per token, seconds per iteration; traffic in bytes per iteration, of all ranks."""
+    """The scalars of one run. Losses are in nats per token, times in seconds per iteration, traffic in bytes per
+    iteration summed over all ranks.
+    """
 
     source: Path
     scalars: dict[str, dict[int, float]]
-    """Tag to the value at each iteration."""
+    """The value at each iteration, by tag."""
 
     def curve(self, tag: str) -> Curve:
-        """The scalar of this tag; empty if there is none."""
+        """Return the curve of this tag; empty if the run did not log it."""
         points = sorted(self.scalars.get(tag, {}).items())
         return Curve(tuple(iteration for iteration, _ in points), tuple(value for _, value in points))
 
     def require(self, tags: Iterable[str]) -> None:
-        """Raise ReportError if a scalar is missing, such as after a run that wrote nothing."""
+        """Raise ReportError if the run lacks a scalar, for example because it ended too early."""
         for tag in tags:
             if tag not in self.scalars:
                 known = sorted(self.scalars)
                 some = ", ".join(known[:5] + ["..."] * (len(known) > 5)) or "none"
-                raise ReportError(f"{self.source}: no scalar '{tag}' (there: {some}). Look into the run's log")
+                raise ReportError(f"{self.source}: no scalar '{tag}' (found: {some}). Look into the run's log")
 
     def largest(self, tag: str) -> float:
-        """The largest value of this tag at any iteration, on any rank or stage (`tag/rank 0`, ...); NaN if none."""
+        """Return the largest value of this tag over all iterations, ranks and stages (`tag/rank 0`, ...); NaN if there
+        is none.
+        """
         tags = [known for known in self.scalars if known == tag or known.startswith(f"{tag}/")]
         return max((value for known in tags for value in self.scalars[known].values()), default=nan)
 
     @property
     def training(self) -> Curve:
-        """Losses of the training batches."""
+        """The losses of the training batches."""
         return self.curve(TRAINING)
 
     @property
     def validation(self) -> Curve:
-        """Losses of the validations within training."""
+        """The losses of the validations within training."""
         return self.curve(VALIDATION)
 
     @property
     def seconds(self) -> Curve:
-        """Of each iteration; event files lack the first one's."""
+        """The seconds of each iteration; event files lack the first one."""
         return self.curve(SECONDS)
 
     def sent(self, traffic_class: str) -> Curve:
-        """Bytes that were sent."""
+        """Return the bytes of a class of traffic that were sent."""
         return self.curve(f"optimus-cc/{traffic_class} sent bytes")
 
     def raw(self, traffic_class: str) -> Curve:
-        """Bytes that vanilla Megatron sends."""
+        """Return the bytes of a class of traffic that vanilla Megatron would have sent."""
         return self.curve(f"optimus-cc/{traffic_class} raw bytes")
 
 
 def read_run(folder: Path) -> Record:
-    """Read event files, or, where there are none, the logs (log*.txt) that scripts/paper keeps; raises ReportError."""
+    """Read event files, or if there are none the logs (log*.txt) that scripts/paper keeps; raises ReportError."""
     if next(folder.rglob(_EVENTS), None) is None and TRAINING in (record := read_logs(folder)).scalars:
         return record
     return read_events(folder)
 
 
 def read_events(folder: Path) -> Record:
-    """Read the event files of one run, in `folder` or in one folder below. Scalars are float32 there: whole bytes are
-    exact up to 16.7 MB. Of an iteration run twice, as by a run that resumed, the later file counts.
+    """Read the event files of one run, in `folder` or in one folder below it.
+
+    Scalars are float32 in event files, so whole bytes are exact up to 16.7 MB. If an iteration was run twice, as by a
+    resumed run, the later file counts.
 
     Raises:
-        ReportError: no event files, those of several runs, or one that ends in the middle.
+        ReportError: there are no event files, or those of several runs, or a file ends in the middle of a record.
     """
     files = sorted(folder.rglob(_EVENTS), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ReportError(f"{folder}: no event files ({_EVENTS}). Train with --tensorboard-dir FOLDER")
     if others := {path.parent for path in files} - {files[0].parent}:
-        raise ReportError(f"{folder}: event files of several runs, in {files[0].parent} and {min(others)}. Name one")
+        raise ReportError(
+            f"{folder}: event files of several runs, in {files[0].parent} and {min(others)}. Give the folder of one run"
+        )
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     earlier: tuple[Path, int] | None = None
     for file in files:
@@ -133,20 +143,21 @@ def read_events(folder: Path) -> Record:
         begins = min(step for steps in found.values() for step in steps)
         if earlier and begins <= earlier[1]:
             raise ReportError(
-                f"{file}: starts at iteration {begins}, and {earlier[0].name} at {earlier[1]}: these are two runs, as"
-                " one that resumes starts later. Give each a folder"
+                f"{file}: starts at iteration {begins}, and {earlier[0].name} at {earlier[1]}: these are two runs, "
+                "because"
+                " a resumed run starts later. Give each run a folder of its own"
             )
         earlier = file, begins
         for tag, values in found.items():
             scalars[tag] |= values
     if not scalars:
-        raise ReportError(f"{files[0]}: no scalars. Did the run end before its first iteration? Look into its log")
+        raise ReportError(f"{files[0]}: no scalars; the run may have ended before its first iteration. See its log")
     return Record(folder, {tag: dict(sorted(values.items())) for tag, values in scalars.items()})
 
 
 def _read_events(file: Path) -> dict[str, dict[int, float]]:
-    """Tag to the values of its scalars."""
-    # Here, not above: it takes a second, and bad input need not wait for it.
+    """Return the scalars of one event file: the value at each step, by tag."""
+    # Imported here because it takes a second, which bad input should not wait for.
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -156,17 +167,21 @@ def _read_events(file: Path) -> dict[str, dict[int, float]]:
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "scalars":
                 # After training Megatron validates once more, at the same iteration on other text, and exits without a
-                # flush: the file may or may not have it. The validation within training is always there, and first.
+                # flush, so the file may or may not have that value. The validation within training is always in the
+                # file, and first.
                 scalars[value.tag].setdefault(event.step, float(make_ndarray(value.tensor).item()))
     if (read := _whole_records(file)) is not None:
-        raise ReportError(f"{file}: ends in the middle of a record, at byte {read}: cut off, or not a copy to the end")
+        raise ReportError(
+            f"{file}: the file ends in the middle of a record, at byte {read}: it is cut off or incompletely copied. "
+            "Copy it again, or give another run"
+        )
     return scalars
 
 
 def _whole_records(file: Path) -> int | None:
-    """Byte at which a record begins that is not there to its end; None if all are."""
-    # Each is its length (8 bytes), a check of that (4), so many bytes, a check of these (4). TensorBoard reads what is
-    # still being written, and hence takes half a record for the end.
+    """Return the byte at which an incomplete record begins; None if all records are complete."""
+    # A record is its length (8 bytes), a checksum of the length (4), the data, and a checksum of the data (4).
+    # TensorBoard also reads files that are still being written, and therefore takes half a record for the end.
     size, place = file.stat().st_size, 0
     with file.open("rb") as stream:
         while place < size:
@@ -180,7 +195,9 @@ def _whole_records(file: Path) -> int | None:
 
 
 def read_logs(folder: Path) -> Record:
-    """Read log*.txt in `folder`, the one written to last at the end. Of an iteration run twice, the later counts."""
+    """Read log*.txt in `folder` in the order of their modification. If an iteration was run twice, the later one
+    counts.
+    """
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     for log in sorted(folder.glob("log*.txt"), key=lambda path: path.stat().st_mtime):
         iteration = 0
@@ -200,7 +217,7 @@ def read_logs(folder: Path) -> Record:
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes of one traffic class in an iteration, of all ranks together."""
+    """Bytes of one class of traffic in an iteration, summed over all ranks."""
 
     name: str
     raw: float
@@ -208,12 +225,12 @@ class Share:
 
     @property
     def ratio(self) -> float:
-        """sent / raw; 1 where there is no such traffic."""
+        """The fraction sent / raw; 1 if there is no such traffic."""
         return self.sent / self.raw if self.raw else 1.0
 
 
 def shares(record: Record) -> list[Share]:
-    """Mean raw and sent bytes per iteration of each class that there is, then of all of them."""
-    names = [each.tag for each in CLASSES if record.raw(each.tag).mean > 0]  # NaN where nobody said it
+    """Return the mean raw and sent bytes per iteration of each class that the run logged, then their sum."""
+    names = [each.tag for each in CLASSES if record.raw(each.tag).mean > 0]  # NaN if the run did not log the class
     classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
     return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]

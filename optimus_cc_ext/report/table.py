@@ -1,4 +1,4 @@
-"""A table, written once: as CSV, as Markdown (which rich shows on a terminal), and for the page."""
+"""A table, which can be written as CSV, as Markdown (which rich renders on a terminal), and as HTML."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns. None and NaN are values that are not known: of a run that is missing or was ended early."""
+    """Rows of named columns. None and NaN are unknown values, for example of a run that is missing or ended early."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[Cell, ...]]
@@ -24,11 +24,13 @@ class Table:
     note: str = ""
     last_is_sum: bool = False
     name: str = ""
-    """File name of the CSV that a document writes, without the suffix; empty: none is written."""
+    """File name, without the suffix, of the CSV that a document writes; empty: none is written."""
 
     @staticmethod
     def read_csv(path: Path, **further: Any) -> "Table":
-        """Read a CSV, numbers as numbers, as a table with these `further` attributes; without rows if it is absent."""
+        """Read a CSV file, with numbers as numbers, into a table with the attributes `further`; no rows if the file is
+        absent.
+        """
         if not path.is_file():
             return Table((), [], **further)
         with path.open(newline="", encoding="utf-8") as stream:
@@ -36,32 +38,32 @@ class Table:
         return Table(tuple(columns), [tuple(map(_number, row)) for row in rows], **further)
 
     def column(self, name: str) -> list[Cell]:
-        """All values of one column."""
+        """Return all values of one column."""
         return [row[self.columns.index(name)] for row in self.rows]
 
     def numbers(self, name: str) -> list[float]:
-        """The same where they are numbers, NaN where they are not known."""
+        """Return all values of one column as numbers, NaN for unknown ones."""
         return [float("nan") if cell is None else float(cell) for cell in self.column(name)]
 
     def distinct(self, name: str) -> list[Cell]:
-        """Each value of one column once, in order."""
+        """Return the distinct values of one column, in order."""
         return list(dict.fromkeys(self.column(name)))
 
     def where(self, **values: Cell) -> "Table":
-        """The rows that have these values in these columns."""
+        """Return the table of the rows that have these values in these columns."""
         wanted = [(self.columns.index(name), value) for name, value in values.items()]
         return replace(self, rows=[row for row in self.rows if all(row[place] == value for place, value in wanted)])
 
     def records(self) -> list[dict[str, Cell]]:
-        """The rows, as JSON has them."""
+        """Return the rows as dictionaries, for JSON."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def write_csv(self, path: Path) -> None:
-        """Every digit, for further work."""
+        """Write the table as a CSV file with all digits."""
         path.write_text(self.csv(), encoding="utf-8", newline="")
 
     def csv(self) -> str:
-        """The same as text."""
+        """Return the table as CSV text with all digits."""
         stream = io.StringIO()
         writer = csv.writer(stream)
         writer.writerow(self.columns)
@@ -69,14 +71,14 @@ class Table:
         return stream.getvalue()
 
     def markdown(self) -> str:
-        """Title, table and note."""
+        """Return title, table and note as Markdown."""
         lines = [f"## {self.title}", ""] if self.title else []
         lines += ["| " + " | ".join(self.columns) + " |", "|---|" + "---:|" * (len(self.columns) - 1)]
         lines += ["| " + " | ".join(map(_for_people, row)) + " |" for row in self.rows]
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
 
     def html(self) -> str:
-        """Table and note; the title is for what stands around it."""
+        """Return table and note as HTML; the title is left to the surrounding box."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
         rows = ["".join(f"<td>{escape(_for_people(cell))}</td>" for cell in row) for row in self.rows]
         marks = [""] * (len(rows) - 1) + [' class="sum"' if self.last_is_sum else ""]
@@ -86,7 +88,7 @@ class Table:
 
 
 def printed(tables: Sequence[Table], form: str) -> str:
-    """Return all tables as `json`, `csv`, or, for `table`, Markdown."""
+    """Return all tables as one text: `json`, `csv`, or, for `table`, Markdown."""
     if form == "json":
         return json.dumps({table.title or "table": table.records() for table in tables}, indent=1) + "\n"
     return "\n".join(table.csv() if form == "csv" else table.markdown() for table in tables) + "\n" * (form == "table")
@@ -106,7 +108,7 @@ def _unknown(cell: Cell) -> bool:
 
 
 def _for_people(cell: Cell) -> str:
-    """Four digits; text as it is."""
+    """Return a cell as text for readers: numbers with four digits, text unchanged."""
     if _unknown(cell):
         return "-"
     if isinstance(cell, float):

@@ -155,14 +155,14 @@ def test_what_does_not_fit_on_one_rank_is_restored_on_none(tmp_path: Path) -> No
     for answers in run_ranks(2, restore_otherwise, tmp_path, timeout=60):
         assert {state for _, state in answers.values()} == {0.0}
         says = {
-            "unwanted": "starts afresh (empty residuals, new factors): --finetune",
+            "unwanted": "is reset (empty residuals, new factors): --finetune",
             "one misfit": "bucket 0 has another shape",
             "other settings": "--dp-compression-rank is 8 here and 4 in the checkpoint",
-            "without us": "written again without Optimus-CC",
-            "another iteration": "it is of another save (iteration 7) than the checkpoint (iteration 8)",
-            "another save": "it is of another save",
+            "without us": "overwritten without Optimus-CC",
+            "another iteration": "the file belongs to another save (iteration 7) than the checkpoint (iteration 8)",
+            "another save": "the file belongs to another save",
             "other files": "ranks find different files in",
-            "off": "nothing that remembers is switched on",
+            "off": "no technique that keeps state is on",
         }
         for name, expected in says.items():
             assert expected in answers[name][0], name

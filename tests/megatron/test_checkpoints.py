@@ -133,21 +133,21 @@ def about_state(run: Run) -> list[str]:
 @uses(table.IN_FOUR_STAGES)
 def test_another_topology_starts_afresh_and_trains_on(runs):
     line, ignored = about_state(runs)
-    assert ignored == "the checkpoint's state of data-parallel compression is ignored: this run has no use for it"
+    assert ignored == "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
     assert "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint" in line
 
 
 @uses(table.AT_ANOTHER_RANK)
 def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
     (line,) = about_state(runs)
-    assert "compressed backpropagation starts afresh" in line and "data-parallel" not in line
+    assert "compressed backpropagation is reset" in line and "data-parallel" not in line
 
 
 @uses(table.IN_OTHER_BUCKETS)
 def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
     # Several buckets on the first stage only: the other ranks have to hear of it.
     (line,) = about_state(runs)
-    assert "the state of data-parallel compression starts afresh" in line and "bucket" in line
+    assert "the state of data-parallel compression is reset" in line and "bucket" in line
 
 
 @uses(table.FINETUNED, full(table.WITHOUT_OPTIMIZER))
@@ -163,7 +163,7 @@ def test_switched_off_the_state_is_ignored_and_the_next_checkpoint_has_none(runs
     assert "is ignored" in line
     assert (off.folder / "iter_0000005").exists() and not (off.folder / "iter_0000005" / "optimus_cc").exists()
     (line,) = about_state(on)
-    assert "the checkpoint has no state of it" in line
+    assert "the checkpoint does not contain it" in line
 
 
 @uses((table.OVERWRITTEN, table.AFTER_VANILLA))
@@ -171,7 +171,7 @@ def test_state_beside_a_checkpoint_that_vanilla_wrote_again_is_not_taken(runs):
     overwritten, loaded = runs
     assert (overwritten.folder / "iter_0000004" / "optimus_cc").exists(), "vanilla leaves our files in its folder"
     (line,) = about_state(loaded)
-    assert "written again without Optimus-CC" in line
+    assert "overwritten without Optimus-CC" in line
 
 
 def assert_all_ended_before_the_first_step(run: Run) -> str:
@@ -188,7 +188,7 @@ def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(run
     line = assert_all_ended_before_the_first_step(damaged)
     assert f"rank 2: {file}: it has" in line and f"remove {file.parent}" in line
     (line,) = about_state(cured)
-    assert "the checkpoint has no state of it" in line
+    assert "the checkpoint does not contain it" in line
 
 
 @uses(table.ELSEWHERE)

@@ -25,7 +25,7 @@ def test_one_that_leaves_it_is_named_with_the_way_out_every_time(error: float) -
     assert not list(alarm.lines(report(0.1)))
     for _ in range(2):
         (line,) = alarm.lines(report(error))
-        assert line.startswith("warning | SC: error ") and "usually 10.00 %" in line
+        assert line.startswith("warning | SC: compression error ") and "usually 10.00 %" in line
         assert "--dp-compression-format dense" in line
     assert not list(alarm.lines(report(0.1))), "what was out of range does not become usual"
 

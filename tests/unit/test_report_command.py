@@ -66,7 +66,7 @@ def test_a_run_of_megatron_alone_is_reported_without_traffic_and_that_is_said(
     write_run(tmp_path / "ours")
     for folders in ([tmp_path / "plain"], [tmp_path / "plain", tmp_path / "ours"]):
         assert report(*folders, "--output", tmp_path / "out") == 0
-        assert "plain: no traffic and no errors: Megatron alone does not count them" in capsys.readouterr().out
+        assert "plain: no traffic and no errors (vanilla Megatron does not count them" in capsys.readouterr().out
         assert "no traffic and no errors" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -122,7 +122,7 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     for length in (3, 30, len(whole) // 2, len(whole) - 1):
         cut.write_bytes(whole[:length])
         assert report(good, cut.parent, "--output", tmp_path / "out") == 2
-        assert f"error: {cut}: ends in the middle of a record" in capsys.readouterr().err
+        assert f"error: {cut}: the file ends in the middle of a record" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -32,8 +32,8 @@ def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **cha
     ("changes", "says"),
     [
         ({"unwanted": "--finetune"}, "--finetune"),
-        ({"saved": None}, "the checkpoint has no state of it"),
-        ({"checkpoint": None}, "written again without Optimus-CC"),
+        ({"saved": None}, "the checkpoint does not contain it"),
+        ({"checkpoint": None}, "overwritten without Optimus-CC"),
         (
             {"topology": TOPOLOGY | {"--pipeline-model-parallel-size": 4}},
             "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint",
@@ -43,9 +43,7 @@ def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **cha
 def test_what_concerns_the_whole_checkpoint_resets_everything_in_one_line(changes: dict[str, Any], says: str) -> None:
     found = decided(**changes)
     (line,) = found.lines()
-    assert line.startswith(
-        "warning: the state of compressed backpropagation and data-parallel compression starts afresh"
-    )
+    assert line.startswith("warning: the state of compressed backpropagation and data-parallel compression is reset")
     assert says in line and found.restored == ()
 
 
@@ -90,10 +88,10 @@ def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignor
     newly = decided(saved=BOTH.replace(dp_compression=False))
     assert newly.restored == (CB,)
     (line,) = newly.lines()
-    assert "the state of data-parallel compression starts afresh" in line and "has no state of it" in line
+    assert "the state of data-parallel compression is reset" in line and "does not contain it" in line
     off = decided(now=BOTH.replace(dp_compression=False))
     assert off.restored == (CB,)
-    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: this run has no use for it"]
+    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: this run does not use it"]
 
 
 def test_a_format_that_remembers_nothing_neither_asks_for_state_nor_warns() -> None:

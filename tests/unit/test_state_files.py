@@ -145,7 +145,7 @@ def edit_manifest(files: Path, **changes: object) -> None:
 
 DAMAGES = {
     "rank_00001.pt: the file is missing": lambda files: (files / "rank_00001.pt").unlink(),
-    "bytes and was written with": lambda files: (files / "rank_00001.pt").write_bytes(b"short"),
+    "bytes, but": lambda files: (files / "rank_00001.pt").write_bytes(b"short"),
     "another sha256": flip_a_byte,
     "it is the state of rank 1 at iteration 6": swap_for_another_iteration,
     "topology.json: the file is missing": lambda files: (files / "topology.json").unlink(),
@@ -158,7 +158,7 @@ DAMAGES = {
     "'int5' is not the name of a format for DP gradients; known are low-rank, int8, ": (
         lambda files: edit_manifest(files, techniques={"dp_compression": {"--dp-compression-format": "int5"}})
     ),
-    "it names 2 files of 3 ranks": lambda files: edit_manifest(files, ranks=3),
+    "it lists 2 files for 3 ranks": lambda files: edit_manifest(files, ranks=3),
 }
 
 
