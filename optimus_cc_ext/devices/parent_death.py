@@ -1,5 +1,10 @@
 """A rank's children end with it, `kill -9` included: Linux's parent-death signal, set where each of them starts.
 
+The other way round, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM
+to its daemons, such as the workers of a data loader, and waits until they are gone. With Megatron's
+--exit-signal-handler the workers only note the signal: the rank would hang, and torchrun would never learn that the
+rank failed.
+
 With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without this it
 outlives a rank that is killed, for ever, and holds the pipe open that the rank's output goes to.
 
@@ -37,6 +42,8 @@ _popen_signature = inspect.signature(subprocess.Popen.__init__)
 @functools.cache
 def install() -> None:
     """From now on, what this process starts ends with it, and what that starts with that."""
+    # Priority 0: when Python ends, and before multiprocessing waits. A forked child forgets it.
+    multiprocessing.util.Finalize(None, _kill_daemons, exitpriority=0)
     if _libc is None:
         return
     os.register_at_fork(before=_remember_forker, after_in_child=_keep_forker)
@@ -53,6 +60,15 @@ def end_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_daemons() -> None:
+    """End the children that multiprocessing is about to end, by a signal that cannot be ignored."""
+    # Torch's handler would report the death of a data loader's worker as one more error, behind the real one.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _in_main_thread() -> bool:

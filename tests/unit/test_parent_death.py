@@ -140,3 +140,35 @@ def test_a_command_that_cannot_be_started_is_an_error_as_ever_and_the_tracker_is
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     expected = "no-such-command\nran\n['-c', 'resource_tracker']\n['-c', 'spawn']\n"
     assert done.stdout == expected, done.stderr
+
+
+FAILS = """
+import signal, sys
+from torch.utils.data import DataLoader
+from optimus_cc_ext.devices import parent_death
+if sys.argv[1] == "install":
+    parent_death.install()
+# As Megatron's, with --exit-signal-handler.
+handles = lambda _: signal.signal(signal.SIGTERM, lambda *_: None)
+loading = iter(DataLoader(range(100), num_workers=1, worker_init_fn=handles))
+next(loading)
+raise RuntimeError("a lost connection")
+"""
+
+
+def test_a_process_that_fails_ends_although_its_data_loader_handles_sigterm(tmp_path: Path) -> None:
+    def failing(install: str, seconds: float) -> int | None:
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen([sys.executable, "-c", FAILS, install], stderr=said, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    assert failing("do not", 10) is None
+    assert failing("install", 30) == 1
+    assert (tmp_path / "said").read_text().rstrip().endswith("RuntimeError: a lost connection")
