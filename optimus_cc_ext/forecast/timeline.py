@@ -90,7 +90,7 @@ class Sent:
     """Seconds in which the sender finds its residual, once the message has left."""
 
     second_phase: float = 0.0
-    """Seconds of a reduction that begin only when its bucket is waited for: factors Q, or the gather of sums."""
+    """Seconds of a reduction that begin only when the next bucket is complete: factors Q, or the gather of sums."""
 
 
 def reduction(link: Rate, nbytes: float, coding: float, second_phase: float, later: Rate | None = None) -> Sent:
@@ -292,10 +292,10 @@ def _stage_cost(ranks: Sequence[RankCost], switches: Switches) -> StageCost:
 def _left_to_reduce(rank: RankCost, switches: Switches, contention: float) -> float:
     """Return the part of a rank's reduction over its replicas that its last backward passes do not hide."""
     sent = _sent(rank, switches, When.AFTER_BACKWARD, Link.REPLICAS)
-    whole = sum(each.transfer for each in sent)
+    first, later = (sum(each.transfer for each in sent), sum(each.second_phase for each in sent))
     window = _pass_seconds(rank, switches, When.BACKWARD_PASS) * rank.last_passes
-    left = left_after_backward(whole, window, rank.buckets)
-    return left + contention * (whole - left) + sum(each.second_phase for each in sent)
+    left = left_after_backward(first, window, rank.buckets, later)
+    return left + contention * (first + later - left)
 
 
 def last_backward_ends(
@@ -371,12 +371,17 @@ def reduced_after(backward_ends: Sequence[float], reductions: Sequence[float], e
     return max(*ends, max(ends[0], ends[-1]) + embedding)
 
 
-def left_after_backward(reduction: float, backward: float, buckets: int) -> float:
-    """Return what is left of a stage's `reduction` when its last backward pass ends, all in seconds.
+def left_after_backward(reduction: float, backward: float, buckets: int, later: float = 0.0) -> float:
+    """Return what is left of a stage's reduction when its last backward pass ends, all in seconds.
 
     Every one of its `buckets` but the last becomes complete during that pass; 1: the reduction begins after it.
+
+    Args:
+        reduction: the first phases of all buckets.
+        later: their second phases; that of a bucket begins when the next one is complete.
     """
-    return max(reduction / buckets, reduction - backward * (buckets - 1) / buckets)
+    whole, until_the_last = reduction + later, min(2, buckets) * later / buckets
+    return max(reduction / buckets + until_the_last, whole - backward * (buckets - 1) / buckets)
 
 
 def smallest_useful(

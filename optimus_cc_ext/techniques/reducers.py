@@ -233,31 +233,40 @@ class SideStream:
 class Reduction:
     """The reduction of a bucket group: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
 
+    The reductions of a rank are a pipeline of two phases: each, when it begins, lets the one before it go on to the
+    `second_phase`, so that what follows from its first collectives travels while the backward pass goes on. Only the
+    last one's second phase begins in `wait`. Replicas begin in the same order, so they agree on it.
+
     Args:
-        everyones: the reducers of all buckets of this rank. The first reduction that is waited for lets all that were
-            started go on to the `second_phase`, so that what follows travels one behind the other; bucket by bucket,
-            each would begin when the one before it had ended. Replicas wait in the same order, so they agree on it.
+        under_way: the reducers of this rank whose second phase is still to begin, which all its reductions share.
         side: the stream it runs on, if the backward pass goes on meanwhile.
         whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
     """
 
     def __init__(
-        self, reducers: Sequence[Reducer], everyones: Sequence[Reducer], side: SideStream | None, *, whole: bool
+        self, reducers: Sequence[Reducer], under_way: list[Reducer], side: SideStream | None, *, whole: bool
     ) -> None:
-        self._reducers, self._everyones, self._side = reducers, everyones, side
+        self._reducers, self._under_way, self._side = reducers, under_way, side
         with self._beside():
             for reducer in reducers:
                 reducer.start(whole)
+            # Behind the own first phase, which then is on its way while the one before it is waited for.
+            self._go_on()
+        under_way.extend(reducers)
 
     def wait(self) -> None:
         """Finish: the sums are in the buckets, for what the current stream is given from now on."""
         with self._beside():
-            for reducer in self._everyones:
-                reducer.second_phase()
+            self._go_on()
             for reducer in self._reducers:
                 reducer.finish()
         if self._side is not None:
             self._side.join()
+
+    def _go_on(self) -> None:
+        for reducer in self._under_way:
+            reducer.second_phase()
+        self._under_way.clear()
 
     def _beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.work()

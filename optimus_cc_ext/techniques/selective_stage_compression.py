@@ -95,7 +95,7 @@ class BucketGroup:
 
     def start(self, reducers: Sequence[Reducer], *, whole: bool) -> Reduction:
         """Begin to reduce all buckets by `reducers`; `whole`: see `Reducer.start`."""
-        return Reduction(reducers, self._technique.reducers, self._side, whole=whole)
+        return Reduction(reducers, self._technique.under_way, self._side, whole=whole)
 
     def sent_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> int:
         """Bytes that a reduction by `reducers` sends, without a tied embedding; notes what it saves on that one."""
@@ -165,6 +165,9 @@ class SelectiveStageCompression(Technique):
         self.reducers: list[Reducer] = []
         """The reducers of all buckets that we reduce, in the order in which they were made."""
 
+        self.under_way: list[Reducer] = []
+        """The reducers whose second phase is still to begin; see `Reduction`."""
+
         self._stream: SideStream | None = None
         self._single_rank: set[str] = set()
         """The kinds of gradients that stay dense because nothing of them is sent."""
@@ -204,6 +207,7 @@ class SelectiveStageCompression(Technique):
     def begin(self, this: Iteration) -> None:
         """See `Technique.begin`."""
         super().begin(this)
+        self.under_way.clear()  # what a pass that failed has left would write into this one's gradients
         self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
 
     @property

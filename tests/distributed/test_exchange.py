@@ -10,6 +10,7 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
@@ -292,8 +293,8 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
         assert plan.wire_bytes < 1.15 * ends[-1]
 
 
-def _in_line() -> list[str]:
-    """Two reductions that are under way: what is started and waited for when the first of them is waited for."""
+def _in_line(factors: bool) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+    """Three reductions, begun one behind the other: what is started and waited for, and the sums; then one by one."""
     dist.init_process_group("gloo")
     log: list[str] = []
     start, wait = collective.PendingCollective.__init__, collective.PendingCollective.wait
@@ -307,18 +308,40 @@ def _in_line() -> list[str]:
         wait(self)
 
     collective.PendingCollective.__init__, collective.PendingCollective.wait = starting, waiting  # type: ignore[method-assign]
-    reducers = [reducer_of(gradients(dist.get_rank(), step), codecs("int8"), sharded=False) for step in range(2)]
-    first, second = (Reduction([reducer], reducers, None, whole=False) for reducer in reducers)
-    log.clear()
-    first.wait()
-    second.wait()
-    return log
+    found = []
+    for in_line in (True, False):
+        buckets = [gradients(dist.get_rank(), step) for step in range(3)]
+        under_way: list[Any] = []
+        reductions = []
+        for bucket in buckets:
+            log.append("hook")
+            reducer = bucket.reducer(FastLowRank(), 2) if factors else reducer_of(bucket, codecs("int8"), sharded=False)
+            reductions.append(Reduction([reducer], under_way, None, whole=False))
+            if not in_line:
+                reductions.pop().wait()
+        for reduction in reductions:
+            log.append("finish")
+            reduction.wait()
+        assert under_way == []
+        found.append([bucket.flat for bucket in buckets])
+    return log[: log.index("hook", log.index("finish"))], *found
 
 
-def test_the_first_reduction_that_is_waited_for_lets_all_go_on_so_that_their_sums_travel_behind_each_other():
-    for log in run_ranks(2, _in_line):
-        once = ["wait exchange)", "start sums)"]
-        assert log == [*once, *once, "wait sums)", "wait sums)"]
+@pytest.mark.parametrize(
+    ("factors", "first", "second"), [(False, "exchange)", "sums)"), (True, "P)", "Q)")], ids=["blocks", "factors"]
+)
+def test_later_phases_begin_with_the_hook_of_the_next_bucket_and_change_no_bit(factors, first, second):
+    for log, in_line, one_by_one in run_ranks(2, _in_line, factors):
+        goes_on = [f"wait {first}", f"start {second}"]
+        assert log == [
+            "hook", f"start {first}",
+            "hook", f"start {first}", *goes_on,
+            "hook", f"start {first}", *goes_on,
+            "finish", *goes_on, f"wait {second}",
+            "finish", f"wait {second}",
+            "finish", f"wait {second}",
+        ]  # fmt: skip
+        assert all(map(torch.equal, in_line, one_by_one))
 
 
 # -- the exchange of some shards --------------------------------------------------------------------------------------

@@ -129,10 +129,10 @@ def test_overlapped_reductions_count_only_what_the_backward_pass_does_not_hide()
     assert ten.plain.reduced < one.plain.reduced
 
 
-def test_of_a_compressed_reduction_only_the_first_phase_is_hidden() -> None:
+def test_of_a_compressed_reduction_what_the_last_two_buckets_begin_with_the_end_of_the_pass_is_not_hidden() -> None:
     # One stage, whose last backward pass is longer than everything that is reduced.
     passes, whole = 4 * 20.01, 1.0 + 0.02
-    for buckets, left in (1, whole), (10, whole / 2 + whole / 2 / 10):
+    for buckets, left in (1, whole), (10, (whole / 2 + 2 * whole / 2) / 10):
         overlapping = one_stage({"backward": 20.0, "buckets": buckets})
         found = forecast(overlapping, NonInterleaved(1, 4), OptimusConfig(dp_compression=True), frozenset({0}))
         assert found.ours.reduced == pytest.approx(passes + left)

@@ -211,12 +211,19 @@ def test_only_the_epilogue_is_compressed_where_the_switches_say_so() -> None:
         assert (cost.gradient.transfer, cost.epilogue.transfer) == sent
 
 
-def test_what_is_hidden_of_a_reduction_slows_the_passes_that_hide_it_and_its_second_phase_is_never_hidden() -> None:
+def test_what_is_hidden_of_a_reduction_slows_the_passes_that_hide_it() -> None:
     reduced = placed(When.AFTER_BACKWARD, Link.REPLICAS, Sent(transfer=8.0, second_phase=1.0))
     for last_passes, left in ((1, 8.0 - 2.0 * 3 / 4), (2, 8.0 - 2 * 2.0 * 3 / 4)):
         ranks = both_stages(reduced, buckets=4, last_passes=last_passes)
         assert times(*ranks).reductions == (left + 1.0,) * 2
         assert times(*ranks, contention=0.5).reductions == (left + 0.5 * (8.0 - left) + 1.0,) * 2
+
+
+def test_the_second_phases_of_all_buckets_but_the_last_two_are_hidden_by_a_long_pass() -> None:
+    reduced = placed(When.AFTER_BACKWARD, Link.REPLICAS, Sent(transfer=1.0, second_phase=3.0))
+    for buckets, left in ((1, 4.0), (2, 0.5 + 3.0), (10, 0.1 + 2 * 0.3)):
+        ranks = both_stages(reduced, buckets=buckets, last_passes=10)
+        assert times(*ranks).reductions == (pytest.approx(left),) * 2
 
 
 def test_stages_are_chosen_by_what_the_whole_iteration_waits_for() -> None:
