@@ -1,7 +1,10 @@
-"""What an iteration will take on a cluster that need not exist: `optimus-cc plan`. Standard library only, no torch.
+"""Planner: predicts the seconds per iteration on a cluster that need not exist, for `optimus-cc plan`; no torch is
+imported.
 
-`model` and `hardware` describe, `seconds` and `traffic` cost; `iteration` puts that through the forecast's timeline,
-`variants` compares ways to compress, and `validate` holds all of it against published runs.
+Imports `config`, `report` and the torch-free parts of `forecast` and `techniques`. Start reading at `iteration.py`: it
+puts a job (`model.py`) on a cluster (`hardware.py`), with costs from `seconds.py` and `traffic.py`, through the
+timeline of `forecast`. `variants.py` compares ways to compress, and `validate.py` compares predictions with published
+runs.
 """
 
 from optimus_cc_ext.errors import OptimusError
@@ -10,4 +13,4 @@ __all__ = ["PlanError"]
 
 
 class PlanError(OptimusError, ValueError):
-    """A plan that cannot be made. The message says why, and what to do."""
+    """A plan that cannot be made; the message gives the reason and the cure."""

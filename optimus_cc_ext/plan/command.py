@@ -1,4 +1,6 @@
-"""`optimus-cc plan`: seconds per iteration on a cluster, vanilla and compressed, and how far to trust them."""
+"""`optimus-cc plan`: predicts the seconds per iteration on a cluster, vanilla and compressed, each with its
+uncertainty.
+"""
 
 import argparse
 import sys
@@ -18,31 +20,49 @@ from optimus_cc_ext.plan.variants import VARIANTS, Sweep, best, layout_of, point
 __all__ = ["add_arguments", "run"]
 
 SWEPT = ("paper", "int8", "int8, gradients int4")
-"""What a sweep compares with vanilla where no flags of ours are given."""
+"""The variants that a sweep compares with vanilla if no flags of ours are given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command; what follows `--` is Megatron's command line."""
-    parser.add_argument("--cluster", help=f"{', '.join(CLUSTERS)}, or a JSON file")
+    """Add the arguments of `optimus-cc plan`; the words after `--` are a Megatron command line."""
+    parser.add_argument(
+        "--cluster",
+        help=f'cluster: {", ".join(CLUSTERS)}, or a JSON file such as {{"gpu": "H100", "network": "100gbe"}}',
+    )
     parser.add_argument("--nodes", type=int, help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=int, help="8 unless the cluster says otherwise")
-    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} instead of Megatron's sizes")
-    parser.add_argument("--sweep", help="nodes=8..1250,link=hdr8+100gbe,layout=all,batch=weak")
-    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="what is printed")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="GPUs of each node (default: 8, or the cluster file's number)"
+    )
+    parser.add_argument("--model", help=f"model to plan: {', '.join(MODELS)} (default: the sizes in Megatron's flags)")
+    parser.add_argument(
+        "--sweep",
+        metavar="KEY=VALUES,...",
+        help="plan many points: nodes=8..1250 (doubling) or nodes=8+16; link=hdr8+100gbe (networks); layout=given, all "
+        "or best; batch=strong (constant) or weak (grows with the nodes)",
+    )
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="format of the output (default: table)"
+    )
     parser.add_argument("--output", type=Path, help="folder for CSV, JSON, a page with pictures and a Perfetto trace")
     parser.add_argument(
-        "--validate", nargs="?", const="", metavar="FILE.csv", help="hold it against published runs; FILE: others"
+        "--validate",
+        nargs="?",
+        const="",
+        metavar="FILE.csv",
+        help="compare predictions with published iteration times, or with those in FILE.csv",
     )
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="Megatron's flags, and ours")
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="Megatron's flags for model and layout, and ours"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what was parsed; the exit status is 0, 1 (validation found it too far off), or 2 (bad input)."""
+    """Run the command; return the exit status: 0, 1 (validation found too large errors), or 2 (bad input)."""
     return run_command(lambda: _plan(options) if options.validate is None else _validate(options))
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from optimus_cc_ext.plan import tables  # here and below: the extra `report`
+    from optimus_cc_ext.plan import tables  # imported here and below, because they need the extra `report`
     from optimus_cc_ext.report.table import printed
 
     rows, left_out = [], []
@@ -95,14 +115,15 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
-    """Return our flags among those that `model` does not read, and the rest.
+    """Return our flags among those that `model` does not read, and the other ones.
 
     Raises:
-        FlagError: one of ours cannot work here.
+        FlagError: one of our flags cannot work on this layout.
     """
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     _, unread = parser.parse_known_args(list(others))
-    # Both are in the order of the command line, so what the parser took is what lies between its leftovers.
+    # Both lists are in the order of the command line, so the parser took exactly the words that are missing from its
+    # leftovers.
     own, rest = [], deque(unread)
     for word in others:
         if rest and word == rest[0]:

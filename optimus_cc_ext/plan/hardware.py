@@ -1,7 +1,8 @@
-"""GPUs, networks and clusters by name. Every constant says whether it was measured, and by whom.
+"""GPUs, networks and clusters by name. Every constant carries its kind (measured, specified, fitted, assumed) and
+source.
 
-SI units: bytes, seconds, operations per second. At most three constants per GPU type are fitted, on the rows of
-`validate.Row.fitted` and no others.
+Units are bytes, seconds, and operations per second. At most three constants per GPU type are fitted, only on the rows
+of `validate.Row.fitted`.
 """
 
 import difflib
@@ -17,13 +18,13 @@ __all__ = ["CLUSTERS", "GPUS", "Cluster", "Constant", "Gpu", "Network", "cluster
 
 
 class Constant(float):
-    """A number that says where it comes from."""
+    """A number with its source."""
 
     kind: str
     source: str
 
     def __new__(cls, value: float, kind: str, source: str) -> Self:
-        """`kind`: measured, specified, fitted or assumed."""
+        """Make a constant; `kind` is measured, specified, fitted or assumed."""
         self = super().__new__(cls, value)
         self.kind, self.source = kind, source
         return self
@@ -31,11 +32,11 @@ class Constant(float):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU and its links to the others of its node."""
+    """One GPU and its links to the other GPUs of its node."""
 
     name: str
     bf16: float
-    """Dense tensor-core operations per second; fp16 is as fast."""
+    """Dense tensor-core operations per second in bf16; fp16 is as fast."""
 
     fp8: float
     processors: int
@@ -45,13 +46,15 @@ class Gpu:
     """Bus bandwidth of an all-reduce within the node."""
 
     gemm_efficiency: float
-    """Share of the peak that a GEMM reaches whose tiles fill all processors."""
+    """Share of the peak that a GEMM reaches if its tiles fill all processors."""
 
     memory_efficiency: float
     """Share of `memory_rate` that kernels reach."""
 
     layer_overhead: float
-    """Seconds that a forward pass through one layer takes besides: launches, gaps, casts of weights; backward twice."""
+    """Further seconds of a forward pass through one layer: launches, gaps, casts of weights; a backward pass has twice
+    that.
+    """
 
 
 _SHEET = ("specified", "vendor's data sheet")
@@ -90,20 +93,20 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between nodes. One queue per node and direction, shared by the node's ranks."""
+    """The network between nodes: one queue per node and direction, shared by the node's ranks."""
 
     name: str
     node_rate: float
-    """Bytes per second that a node sends at best, all of its NICs together."""
+    """Bytes per second that all NICs of a node together can send."""
 
     hop: float
-    """Seconds from a rank to one of another node."""
+    """Latency in seconds between ranks on different nodes."""
 
     sums_in_table: bool = True
-    """Whether large rings lose bandwidth by `links.RING_SHARE`, which was measured with RDMA."""
+    """True if large rings lose bandwidth by `seconds.RING_SHARE`, which was measured with RDMA."""
 
     exchange_share: float = Constant(1.0, "assumed", "full duplex")
-    """Of the rate, what a message between stages reaches while another comes the other way."""
+    """Share of the rate that a message between stages reaches while another message comes the other way."""
 
 
 _HOP = Constant(14e-6, "measured", "NCCL 2.x tuning.cc: network hop of a ring, protocol Simple")
@@ -111,7 +114,7 @@ _TCP_HOP = Constant(
     60e-6, "measured", "facts of p3dn: small all-reduces of 163, 320, 630 us on 2, 4, 8 nodes, per step"
 )
 _LINES = {
-    # Gbit/s of one NIC, share of it that large messages reach
+    # Gbit/s of one NIC, and the share of it that large messages reach.
     "hdr": (200, Constant(0.96, "measured", "nccl-tests: 8 x HDR200 reach 192 of 200 GB/s")),
     "ndr": (400, Constant(0.94, "measured", "nccl-tests: 8 x NDR400 reach 370 to 380 of 400 GB/s")),
     "edr": (100, Constant(0.96, "assumed", "as HDR")),
@@ -131,10 +134,11 @@ _TCP = {
 
 
 def network_of(name: str) -> Network:
-    """By name: a family and the number of NICs of a node (`hdr8`, `roce200x8`), or 100gbe, 25gbe, 10gbe, one a node.
+    """Return a network by name: a family and the number of NICs per node (`hdr8`, `roce200x8`), or 100gbe, 25gbe, 10gbe
+    with one NIC.
 
     Raises:
-        PlanError: unknown.
+        PlanError: the name is unknown.
     """
     if name in _TCP:
         gigabits, share = _TCP[name]
@@ -147,16 +151,16 @@ def network_of(name: str) -> Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes."""
+    """A cluster of equal nodes."""
 
     gpu: Gpu
     network: Network
     gpus_per_node: int = 8
     software_scale: float = 1.0
-    """What computation takes longer with this training software than with Megatron-LM's authors'."""
+    """Factor on computation time for training software that is slower than Megatron-LM as its authors ran it."""
 
     coding_scale: float = 1.0
-    """What compressing takes longer than `traffic` assumes."""
+    """Factor on the seconds that `traffic` assumes for compressing."""
 
 
 CLUSTERS = {
@@ -169,17 +173,17 @@ CLUSTERS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """By name; PlanError if it is unknown."""
+    """Return a GPU by name; raises PlanError if the name is unknown."""
     if name not in GPUS:
         raise PlanError(_unknown("GPU", name, list(GPUS)))
     return GPUS[name]
 
 
 def cluster_of(name: str) -> Cluster:
-    """A preset, or a JSON file: {"gpu": "A100", "network": "hdr8"} and, where they differ, fields of either.
+    """Return a preset cluster, or one from a JSON file: {"gpu": "A100", "network": "hdr8"}, plus fields that differ.
 
     Raises:
-        PlanError: unknown, or a file that says something else.
+        PlanError: the name or a field is unknown, or a value is not a positive number.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
@@ -191,10 +195,10 @@ def cluster_of(name: str) -> Cluster:
     except PlanError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise PlanError(f'{name}: {error}. It wants {{"gpu": ..., "network": ...}}') from error
+        raise PlanError(f'{name}: {error}. A cluster file contains {{"gpu": ..., "network": ...}}') from error
     own = ("gpus_per_node", "software_scale", "coding_scale")
-    of_part = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
-    known = [*own, *(field for field in of_part if field not in ("name", "sums_in_table"))]
+    owner = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
+    known = [*own, *(field for field in owner if field not in ("name", "sums_in_table"))]
     for field, value in content.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PlanError(f"{name}: {field}: {value!r} is not a positive number")
@@ -203,8 +207,8 @@ def cluster_of(name: str) -> Cluster:
         if field in own:
             cluster = replace(cluster, **{field: type(getattr(cluster, field))(value)})
         else:
-            part = replace(getattr(cluster, of_part[field]), **{field: Constant(value, "measured", name)})
-            cluster = replace(cluster, **{of_part[field]: part})
+            part = replace(getattr(cluster, owner[field]), **{field: Constant(value, "measured", name)})
+            cluster = replace(cluster, **{owner[field]: part})
     return cluster
 
 

@@ -1,7 +1,7 @@
-"""One iteration's seconds: a job's stages put through the forecast's timeline, and where the time goes.
+"""Seconds of one iteration: the costs of a job's stages, put through the forecast's timeline, and their breakdown.
 
-The steady state of 1F1B repeats itself: beyond some rounds of P micro-batches every further round takes the same time
-(a max-plus linear system, periodic after its transient), so it is simulated for a few rounds and continued from there.
+The steady state of 1F1B is periodic: after some rounds of P micro-batches every further round takes the same time (a
+max-plus linear system after its transient). A few rounds are therefore simulated, and the rest is extrapolated.
 """
 
 from collections.abc import Callable
@@ -46,28 +46,30 @@ CLASSES = (
     "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"
 )  # fmt: skip
 _MESSAGES = ("activation", "gradient", "epilogue")
-"""Those of `StageCost`."""
+"""The names of the messages in `StageCost`."""
 
 ROUNDS = 2
-"""Of P micro-batches that are simulated before the steady state is continued."""
+"""Number of rounds of P micro-batches that are simulated before the steady state is extrapolated."""
 
 CONTENTION = Constant(0.189, "measured", "Lee et al. 2025, arXiv 2507.03114: mean slowdown beside collectives")
-"""What computation loses of each second that a collective goes on beside it."""
+"""Share by which computation slows down while a collective runs beside it."""
 
 NORM_AND_LOG = 8
-"""Small all-reduces over all ranks per iteration: found inf, norm, loss, and their waits; assumed."""
+"""Number of small all-reduces over all ranks per iteration (found inf, gradient norm, loss) with their
+waits; assumed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedIteration:
-    """An iteration's times, and what the timeline does not know."""
+    """The times of a planned iteration: those of the timeline, and those that the timeline does not cover."""
 
     times: IterationTimes
     compressed_stages: frozenset[int]
-    """The stages whose gradients are compressed."""
+    """The stages that compress their gradients."""
 
     tensor: float
-    """Seconds of tensor parallelism in a micro-batch's passes through a model chunk."""
+    """Seconds of tensor-parallel collectives in a micro-batch's passes through a model chunk."""
 
     step: float
     """Seconds of the optimizer's step."""
@@ -80,7 +82,7 @@ class PlannedIteration:
 
 @lru_cache(maxsize=256)
 def schedule_of(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Return Megatron's, with its order and warm-ups (`get_schedule_table`, `get_pp_rank_microbatches`)."""
+    """Return Megatron's schedule, with its order and warm-ups (`get_schedule_table`, `get_pp_rank_microbatches`)."""
     if chunks == 1:
         return NonInterleaved(stages, micro_batches)
     order = tuple(chunk for _ in range(micro_batches // stages) for chunk in range(chunks) for _ in range(stages))
@@ -90,7 +92,7 @@ def schedule_of(stages: int, chunks: int, micro_batches: int) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def backward_ends(chunks: int, micro_batches: int, costs: tuple[StageCost, ...]) -> tuple[float, ...]:
-    """Return `last_backward_ends` for any number of micro-batches, in the time of a few rounds of them."""
+    """Return `last_backward_ends` for any number of micro-batches, in the time of simulating a few rounds."""
     stages = len(costs)
     rounds, rest = divmod(micro_batches, stages)
     if rounds <= ROUNDS + 1:
@@ -103,9 +105,11 @@ def backward_ends(chunks: int, micro_batches: int, costs: tuple[StageCost, ...])
 
 
 def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
-    """Return a layer's two all-reduces a pass (Shoeybi et al. 2019), or as many all-gathers and reduce-scatters.
+    """Return the seconds of a layer's tensor-parallel collectives: two all-reduces a pass (Shoeybi et al. 2019), or
+    with sequence parallelism as many all-gathers and reduce-scatters.
 
-    Backward with sequence parallelism gathers once more, behind the GEMMs (Korthikanti et al. 2022, section 4.2.2).
+    The backward pass with sequence parallelism gathers once more, hidden by the GEMMs (Korthikanti et al. 2022, section
+    4.2.2).
     """
     if job.tp == 1:
         return Seconds(0.0, 0.0)
@@ -116,13 +120,14 @@ def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
     else:
         once = 2 * all_reduce(cluster, group, nbytes)
     if job.tp_overlap:
-        # Cut into tp pieces that travel beside the GEMMs of the others: the first piece, and what is longer than they.
+        # The transfer is cut into tp pieces that travel while the GEMMs of other pieces run. Exposed are the first
+        # piece, and the time by which the transfer is longer than the GEMMs.
         once = _contended(once, max(once / job.tp, once - layer.forward))
     return Seconds(once, once * (2 if job.recompute == "full" else 1))
 
 
 def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
-    """Return what a rank of each stage computes and sends, dense and as `config` says, by stage."""
+    """Return, for a rank of each stage, what it computes and sends, both dense and as `config` says."""
     layer, layers = seconds.layer(cluster.gpu, job), job.layers_per_stage / job.vpp
     tensor, inner = _tensor_parallel(cluster, job, layer) * layers, layer * (layers * cluster.software_scale)
     last = inner + seconds.head(cluster.gpu, job) * (cluster.software_scale / job.vpp)
@@ -142,7 +147,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
             *both(lambda way: _exposed_gather(cluster, job, way, first.forward + tensor.forward)),
         ),
     )  # fmt: skip
-    # A sharded optimizer reduces the embedding with the other gradients in any case.
+    # A sharded optimizer always reduces the embedding together with the other gradients.
     apart = config.fused_embedding_sync and not job.distributed_optimizer
 
     def rank(stage: int) -> RankCost:
@@ -161,7 +166,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
                 ClassCost(GRADIENTS, When.AFTER_BACKWARD, Link.REPLICAS, *reduction),
             ),
             buckets=job.buckets if job.overlap_grad_reduce else 1,
-            # With chunks, the last group of P micro-batches leaves one chunk after the other complete.
+            # With model chunks, the last group of P micro-batches completes the gradients of one chunk after the other.
             last_passes=1 + (job.vpp - 1) * job.pp,
         )
 
@@ -173,7 +178,7 @@ def _sent_on(cluster: Cluster, job: Job, message: Sent, crosses: bool) -> Sent:
     per_node = cluster.gpus_per_node
     transfer = seconds.send(cluster, message.nbytes, job.senders(per_node), crosses)
     if job.scatter_gather:
-        # The receiver puts the shares of the tensor-parallel ranks together.
+        # The receiver gathers the shares that the tensor-parallel ranks received.
         whole = job.value_bytes * job.rows * job.model.hidden
         transfer += reduce_scatter(cluster, Group.strided(job.tp, 1, per_node), whole)
     return replace(message, transfer=transfer)
@@ -207,16 +212,19 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Plan
 
 
 def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
-    """Return where `whole`, an iteration of `job`, goes: seconds by `CLASSES`, what each adds and nothing hides.
+    """Return the seconds of `whole`, an iteration of `job`, by `CLASSES`: the exposed time that each part adds.
 
-    By taking away one thing after the other: compression, gradients' messages, activations' messages.
+    The parts are found by removing one after the other: compression, the messages of gradients, the messages of
+    activations.
     """
     passes, times = job.micro_batches * job.vpp, whole.times
     tensor = whole.tensor * passes
     busy = max(cost.forward + cost.backward for cost in times.costs) * passes - tensor
 
     def ends(*sent: str) -> float:
-        """Return the end of an iteration whose messages take no time, but for these, which take their transfer."""
+        """Return the end of an iteration in which only the messages named in `sent` take time, namely their
+        transfer.
+        """
         messages = [{name: Sent(transfer=getattr(cost, name).transfer) for name in sent} for cost in times.costs]
         costs = (
             StageCost(forward=cost.forward, backward=cost.backward, **message)
@@ -235,20 +243,21 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
 
 
 def _contended(whole: float, left: float) -> float:
-    """Return what a transfer of `whole` seconds costs of which `left` are not hidden."""
+    """Return the cost of a transfer of `whole` seconds of which `left` seconds are not hidden by computation."""
     return left + CONTENTION * (whole - left)
 
 
 def _parameters(job: Job) -> int:
-    """Return the parameters of a rank of the first stage."""
+    """Return the number of parameters of a rank of the first stage."""
     return job.stage_parameters + job.embedding_share
 
 
 def _exposed_gather(cluster: Cluster, job: Job, config: OptimusConfig, forward: float) -> Sent:
-    """Return the all-gather of updated parameters; overlapped, all but the first bucket travel beside forward passes.
+    """Return the all-gather of updated parameters. With overlap, all buckets but the first are gathered beside forward
+    passes.
 
     Args:
-        forward: seconds of one of these passes.
+        forward: seconds of one of these forward passes.
     """
     if not job.distributed_optimizer:
         return Sent()

@@ -1,6 +1,6 @@
-"""A model and its layout, read from Megatron's command line: numbers that it gives, and nothing measured.
+"""A model and its layout, read from a Megatron command line; contains sizes only, nothing measured.
 
-Flags that say neither how large the model is nor how it is laid out change no plan of ours.
+Flags that concern neither the size of the model nor its layout do not change a plan.
 """
 
 import argparse
@@ -15,46 +15,46 @@ __all__ = ["MODELS", "Job", "Model", "job_of", "layout_flags"]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT. Sizes in values."""
+    """The sizes of a GPT, in numbers of values."""
 
     layers: int
     hidden: int
     heads: int
     sequence: int = 2048
     vocabulary: int = 51200
-    """Padded, as Megatron pads it."""
+    """Size of the padded vocabulary, as Megatron pads it."""
 
     ffn: int = 0
-    """0: four times `hidden`."""
+    """Hidden size of the MLP; 0: four times `hidden`."""
 
     groups: int = 0
-    """Key and value heads; 0: `heads`."""
+    """Number of key and value heads; 0: as many as `heads`."""
 
     gated: bool = False
-    """SwiGLU: three matrices in the MLP."""
+    """True for SwiGLU, whose MLP has three matrices."""
 
     tied: bool = True
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of QKV, projection and MLP, whole."""
+        """The (inputs, outputs) of QKV, projection and the two MLP matrices, before tensor parallelism."""
         hidden, inner = self.hidden, self.ffn or 4 * self.hidden
         qkv = hidden + 2 * hidden * (self.groups or self.heads) // self.heads
         return (hidden, qkv), (hidden, hidden), (hidden, inner * (2 if self.gated else 1)), (inner, hidden)
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, biases and norms included."""
+        """Number of parameters of one layer, biases and norms included."""
         return 4 * self.hidden + sum((inputs + 1) * outputs for inputs, outputs in self.layer_matrices)
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the token embedding."""
+        """Number of parameters of the token embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; positions are left out."""
+        """Number of parameters of the whole model, without position embeddings."""
         return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2)
 
 
@@ -68,19 +68,19 @@ MODELS = {
     "530b": Model(layers=105, hidden=20480, heads=128),
     "1t": Model(layers=128, hidden=25600, heads=160),
 }
-"""The paper's two (section 9) and those of Narayanan et al. 2021 (table 1)."""
+"""The paper's two models (section 9) and those of Narayanan et al. 2021 (table 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model on `gpus` GPUs. Ranks are numbered in Megatron's order: tensor, then data, then pipeline."""
+    """A model on `gpus` GPUs. Ranks are numbered in Megatron's order: tensor, then data, then pipeline parallelism."""
 
     model: Model
     gpus: int
     tp: int = 1
     pp: int = 1
     vpp: int = 1
-    """Model chunks per stage."""
+    """Number of model chunks per stage."""
 
     micro_batch: int = 1
     batch: int
@@ -88,27 +88,31 @@ class Job:
     sequence_parallel: bool = False
     precision: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
     flash: bool = True
-    """Fused attention: no matrix of scores in memory, and causal halves skipped."""
+    """True for fused attention, which keeps no matrix of scores in memory and skips the causal half."""
 
     tp_overlap: bool = False
-    """Tensor-parallel transfers go on beside the GEMMs next to them (`--tp-comm-overlap`)."""
+    """True if tensor-parallel transfers overlap with the GEMMs next to them (`--tp-comm-overlap`)."""
 
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     distributed_optimizer: bool = False
     gradient_bytes: int = 4
-    """Of one value in the gradient buffer; Megatron's is fp32 unless told otherwise."""
+    """Bytes of one value in the gradient buffer; Megatron uses fp32 by default."""
 
     accumulation: Literal["fused", "added", "cast"] = "fused"
-    """How a micro-batch's gradient gets into the buffer: the GEMM itself adds it, a kernel of its own does
-    (`--no-gradient-accumulation-fusion`), or one casts it to the buffer's type and another adds that."""
+    """The way in which a micro-batch's gradient gets into the buffer: `fused`, added by the GEMM itself; `added`, by a
+    kernel of its own (`--no-gradient-accumulation-fusion`); `cast`, by a kernel that casts and another that adds.
+    """
 
     pipeline_before_data: bool = False
-    """Ranks are numbered tensor, pipeline, data (`--use-tp-pp-dp-mapping`): a node then holds whole pipelines."""
+    """True if ranks are numbered tensor, pipeline, data (`--use-tp-pp-dp-mapping`), so that a node holds whole
+    pipelines.
+    """
 
     scatter_gather: bool = False
-    """Each tensor-parallel rank sends its share of a message between stages only (Narayanan et al. 2021, section 4.1:
-    older Megatrons; newer ones do so with sequence parallelism)."""
+    """True if each tensor-parallel rank sends only its share of a message between stages. Older Megatrons do so
+    (Narayanan et al. 2021, section 4.1); newer ones only with sequence parallelism.
+    """
 
     @property
     def replica_stride(self) -> int:
@@ -116,21 +120,22 @@ class Job:
         return self.tp * (self.pp if self.pipeline_before_data else 1)
 
     def hop_crosses(self, stage: int, ranks_per_node: int) -> bool:
-        """Return whether a stage's message to the next one leaves a node; the last stage sends to the first one."""
+        """Return True if a stage's message to the next stage leaves a node; the last stage sends to the first one."""
         after = (stage + 1) % self.pp
         if self.gpus <= ranks_per_node:
             return False
         if not self.pipeline_before_data:
             ranks = self.gpus // self.pp
             return (stage * ranks) // ranks_per_node != (after * ranks) // ranks_per_node or ranks >= ranks_per_node
-        # Pipelines begin at multiples of their length; after as many as a node has ranks, places on nodes repeat.
+        # Pipelines begin at multiples of their length. After as many pipelines as a node has ranks, their positions on
+        # nodes repeat.
         length = self.tp * self.pp
         firsts = range(0, min(self.gpus, length * ranks_per_node), length)
         places = ((first + stage * self.tp, first + after * self.tp) for first in firsts)
         return any(a // ranks_per_node != b // ranks_per_node for a, b in places)
 
     def senders(self, ranks_per_node: int) -> int:
-        """Return how many ranks of a node send to the next stage at the same time over the network."""
+        """Return the number of ranks of a node that send to the next stage over the network at the same time."""
         return min(self.tp if self.pipeline_before_data else self.gpus // self.pp, ranks_per_node)
 
     def __post_init__(self) -> None:
@@ -156,57 +161,61 @@ class Job:
             )
         if self.vpp > 1 and (self.pp == 1 or self.micro_batches % self.pp):
             raise PlanError(
-                f"interleaving wants micro-batches ({self.micro_batches}) that divide by pipeline stages "
-                f"({self.pp}), and more than one stage"
+                f"the interleaved schedule needs more than one stage ({self.pp}) and a number of micro-batches "
+                f"({self.micro_batches}) that is a multiple of the stages"
             )
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Number of data-parallel replicas."""
         return self.gpus // (self.tp * self.pp)
 
     @property
     def micro_batches(self) -> int:
-        """Per replica and iteration."""
+        """Number of micro-batches per replica and iteration."""
         return self.batch // (self.micro_batch * self.dp)
 
     @property
     def value_bytes(self) -> int:
-        """Of one value that travels between stages or tensor-parallel ranks, or of a parameter."""
+        """Bytes of a parameter, and of a value sent between stages or tensor-parallel ranks."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def rows(self) -> int:
-        """Tokens in a micro-batch."""
+        """Number of tokens in a micro-batch."""
         return self.micro_batch * self.model.sequence
 
     @property
     def layers_per_stage(self) -> int:
-        """Of all chunks."""
+        """Number of layers of a stage, over all its chunks."""
         return self.model.layers // self.pp
 
     @property
     def message_rows(self) -> int:
-        """Rows of hidden values that one rank sends to the next stage."""
+        """Number of rows of hidden values that one rank sends to the next stage."""
         return self.rows // (self.tp if self.scatter_gather or self.sequence_parallel else 1)
 
     @property
     def stage_parameters(self) -> int:
-        """On one rank of any stage, without the embeddings; vectors are counted as if they were split, too."""
+        """Number of parameters on one rank of any stage without the embeddings, with biases and norms counted as if
+        they were split.
+        """
         return self.layers_per_stage * self.model.layer_parameters // self.tp
 
     @property
     def buckets(self) -> int:
-        """Of a stage's gradients: Megatron's have max(40 million, 1 million x replicas) parameters."""
+        """Number of buckets of a stage's gradients. Megatron's buckets hold max(40 million, 1 million x replicas)
+        parameters.
+        """
         return self.vpp * max(1, round(self.stage_parameters / self.vpp / max(40e6, 1e6 * self.dp)))
 
     @property
     def embedding_share(self) -> int:
-        """The token embedding's values on one rank of the first or the last stage."""
+        """Number of values of the token embedding on one rank of the first or the last stage."""
         return self.model.embedding_parameters // self.tp
 
     def replace(self, **changes: object) -> "Job":
-        """A copy with some fields changed, checked again."""
+        """Return a validated copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -223,7 +232,7 @@ _HOW = {
     "overlap-grad-reduce": "overlap_grad_reduce", "overlap-param-gather": "overlap_param_gather",
     "tp-comm-overlap": "tp_overlap",
 }  # fmt: skip
-"""Flags to the fields of `Model` and `Job` that they are."""
+"""Flags, each with the field of `Model` or `Job` that it sets."""
 
 _NOT_MODELLED = ("context-parallel-size", "expert-model-parallel-size", "num-experts")
 _SIZES = ("vocab-size", "make-vocab-size-divisible-by", "num-layers-per-virtual-pipeline-stage", *_NOT_MODELLED)
@@ -257,16 +266,16 @@ def _parser() -> _Parser:
 
 
 def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Job, list[str]]:
-    """The job that `flags` and the model of this name describe on so many GPUs, and the flags that were not read.
+    """Return the job that `flags`, on the model `name`, describe on `gpus` GPUs, and the flags that were not read.
 
     Raises:
-        PlanError: a size is missing, unknown, or nothing that a plan can be made of.
+        PlanError: a size is missing or unknown, or no plan can be made of it.
     """
     args, others = _parser().parse_known_args(list(flags))
     given = {field: value for field, value in vars(args).items() if value}
     for flag in _NOT_MODELLED:
         if given.get(flag.replace("-", "_"), 1) > 1:
-            raise PlanError(f"--{flag}: not modelled. Plan without it")
+            raise PlanError(f"--{flag}: not modelled by the planner. Plan without it")
     layout = {field: given.get(field, 1) for field in _LAYOUT.values()}
     tp, stages, micro_batch = layout["tp"], layout["pp"], layout["micro_batch"]
     model = _model(given, tp, name)
@@ -295,7 +304,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
 
 
 def _model(given: dict[str, Any], tp: int, name: str | None) -> Model:
-    """The named one, if any, with what the flags say instead."""
+    """Return the model `name`, if any, with the sizes that the flags give instead."""
     if name is not None and name.lower() not in MODELS:
         raise PlanError(f"unknown model {name!r}: there are {', '.join(MODELS)}, or give Megatron's flags")
     values: dict[str, Any] = vars(MODELS[name.lower()]).copy() if name else {}
@@ -310,7 +319,7 @@ def _model(given: dict[str, Any], tp: int, name: str | None) -> Model:
 
 
 def layout_flags(job: Job) -> str:
-    """Megatron's flags for the layout of `job`, without the model's sizes."""
+    """Return Megatron's flags for the layout of `job`, without the model's sizes."""
     words = [f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if field != "vpp" or job.vpp > 1]
     if job.recompute != "none":
         words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")

@@ -1,4 +1,4 @@
-"""A plan or a sweep as files: CSV, JSON, one page with pictures, and a Perfetto trace."""
+"""Files of a plan or a sweep: CSV, JSON, one page with pictures, and a Perfetto trace."""
 
 import json
 from collections.abc import Sequence
@@ -21,16 +21,17 @@ from optimus_cc_ext.techniques.schedule import Pass
 __all__ = ["trace", "write_plan", "write_sweep"]
 
 _LEAD = (
-    "Predicted, not measured. Computation and links are held against published runs; no public run tests what "
-    "compression costs and gains, so that every gain has a band."
+    "Predicted, not measured. Computation and links were compared with published runs. No public run tests the costs "
+    "and gains of compression, so every gain has a band."
 )
 
 
 def write_plan(
     folder: Path, job: Job, found: Sequence[Variant], chosen: Variant, tables: Sequence[Table], lines: Sequence[str]
 ) -> None:
-    """Write index.html, plan.csv, plan.json, the pictures, and trace_vanilla.json and trace_best.json for
-    ui.perfetto.dev."""
+    """Write index.html, plan.csv, plan.json and the pictures, and trace_vanilla.json and trace_best.json for
+    ui.perfetto.dev.
+    """
     plain, best, pays = found[0].result.seconds, chosen.gain, chosen.name != "vanilla"
     numbers = [
         Number("vanilla", f"{plain:.3f} s", "per iteration"),
@@ -49,7 +50,9 @@ def write_plan(
 
 
 def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
-    """Write index.html, sweep.csv, sweep.json and a picture: the gains of the fastest layout over the nodes."""
+    """Write index.html, sweep.csv, sweep.json and a picture of the gains of the fastest layout over the
+    number of GPUs.
+    """
     figure, ((*axes,),) = panels(1, len(table.distinct("link")), 4.6, 3.6, sharey=True)
     for ax, link in zip(axes, table.distinct("link"), strict=True):
         here = table.where(link=link)
@@ -104,14 +107,17 @@ def _breakdowns(job: Job, found: Sequence[Variant]) -> Figure:
 
 _THREADS = ("computation", "messages", "reductions")
 MOST_PASSES = 100_000
-"""Beyond it fewer micro-batches are drawn than are trained: Perfetto has to load it."""
+"""Largest number of passes in a trace. A longer iteration is drawn with fewer micro-batches, so that Perfetto can load
+it.
+"""
 
 
 def trace(job: Job, config: OptimusConfig, result: PlannedIteration) -> dict[str, Any]:
-    """Return the trace of `result`, the iteration of `job` and `config`; some of very many micro-batches are left out.
+    """Return the trace of `result`, the iteration of `job` under `config`; if it is very long, some micro-batches are
+    left out.
 
-    The format is Chrome's trace event format, JSON, complete events ("X") in microseconds: a process per stage, whose
-    threads are its computation, its messages and its reductions.
+    The format is Chrome's trace event format (JSON, complete events "X" in microseconds). Each stage is a process; its
+    threads are computation, messages and reductions.
     """
     events: list[dict[str, Any]] = []
     names = ["optimizer and gather", *(f"stage {stage}" for stage in range(job.pp))]

@@ -1,12 +1,12 @@
-"""Seconds that a GPU computes, and that transfers take on its links.
+"""Seconds of computation on a GPU, and of transfers on its links.
 
-Computation: GEMMs by the tiles that fill the GPU's processors, everything else by the bytes it moves. Operations and
-bytes are counted after Narayanan et al. 2021 (arXiv 2104.04473, appendix) and Korthikanti et al. 2022 (arXiv
-2205.05198, section 4); a GEMM's waves after NVIDIA's "Matrix Multiplication Background" guide.
+Computation: the time of a GEMM follows from the tiles that fill the GPU's processors, all other time from the bytes
+moved. Operations and bytes are counted after Narayanan et al. 2021 (arXiv 2104.04473, appendix) and Korthikanti et al.
+2022 (arXiv 2205.05198, section 4); the waves of a GEMM after NVIDIA's "Matrix Multiplication Background" guide.
 
-Transfers: NCCL's latency model, the share of a line that large rings reach, one queue per node and direction.
-Latencies: NCCL's tuning.cc (`ncclTopoTuneModel`). Shares of the line: SimAI's `nic_ratio` table (aliyun/SimAI,
-astra-sim-alibabacloud), measured with RDMA.
+Transfers: NCCL's latency model, the share of the line rate that large rings reach, and one queue per node and
+direction. Latencies are those of NCCL's tuning.cc (`ncclTopoTuneModel`), shares of the line rate those of SimAI's
+`nic_ratio` table (aliyun/SimAI, astra-sim-alibabacloud), measured with RDMA.
 """
 
 from bisect import bisect
@@ -26,17 +26,18 @@ TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7))
 """Rows, columns and relative speed of cuBLAS's tiles; assumed, after the guide's figures."""
 
 OPTIMIZER_BYTES = 48
-"""Moved per parameter and step: Adam reads weights, both moments and the gradient and writes the first three and 16-bit
-weights (30); unscaling and copying gradients, their norm and clipping (18)."""
+"""Bytes moved per parameter and step. Adam reads weights, both moments and the gradient, and writes the first three and
+16-bit weights (30); unscaling and copying gradients, their norm and clipping take 18.
+"""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one micro-batch."""
+    """Seconds of one micro-batch."""
 
     forward: float
     backward: float
-    """Recomputation included."""
+    """Seconds of the backward pass, recomputation included."""
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(self.forward + other.forward, self.backward + other.backward)
@@ -47,7 +48,9 @@ class Seconds:
 
 @lru_cache(maxsize=65536)
 def gemm(gpu: Gpu, m: int, n: int, k: int, count: int = 1, fp8: bool = False) -> float:
-    """`count` products of (m, k) and (k, n) in one launch: whole waves of tiles, or the time of their bytes."""
+    """Return the seconds of `count` products of (m, k) and (k, n) in one launch: whole waves of tiles, or the time of
+    their bytes.
+    """
     waves = min(
         ceil(ceil(m / rows) * ceil(n / columns) * count / gpu.processors) * rows * columns / speed
         for rows, columns, speed in TILES
@@ -59,28 +62,29 @@ def gemm(gpu: Gpu, m: int, n: int, k: int, count: int = 1, fp8: bool = False) ->
 
 
 def moved(gpu: Gpu, nbytes: float) -> float:
-    """Seconds in which so many bytes are read or written."""
+    """Return the seconds in which `nbytes` bytes are read or written."""
     return nbytes / (gpu.memory_rate * gpu.memory_efficiency)
 
 
 def _linear(gpu: Gpu, rows: int, inputs: int, outputs: int, fp8: bool) -> Seconds:
-    """Forward; gradients of input and weight."""
+    """Return the seconds of a linear layer's forward pass, and of the gradients of its input and weight."""
     forward = gemm(gpu, rows, outputs, inputs, 1, fp8)
     return Seconds(forward, gemm(gpu, rows, inputs, outputs, 1, fp8) + gemm(gpu, inputs, outputs, rows, 1, fp8))
 
 
 def _attention(gpu: Gpu, job: Job) -> Seconds:
-    """Scores, softmax, dropout and their product with the values, of this rank's heads."""
+    """Return the seconds of scores, softmax, dropout and their product with the values, for this rank's heads."""
     model = job.model
     heads, s, width = job.micro_batch * model.heads // job.tp, model.sequence, model.hidden // model.heads
     scores, product = gemm(gpu, s, s, width, heads), gemm(gpu, s, width, s, heads)
     if job.flash:
-        # Half of the scores by causality; backward computes five products for two. Fused kernels reach about two
+        # Causality halves the scores; the backward pass computes five products for two. Fused kernels reach about two
         # thirds of a GEMM's speed (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 50 to 73 % of the peak).
         once = 0.5 * 2 * 2 * heads * s * s * width / (gpu.bf16 * gpu.gemm_efficiency * 2 / 3)
         return Seconds(once, 2.5 * once)
     values = heads * s * s
-    # Forward: softmax reads and writes, dropout reads, writes, and writes its mask. Backward: dropout 5, softmax 6.
+    # Bytes per score. Forward: softmax reads and writes; dropout reads, writes, and writes its mask. Backward: dropout
+    # 5, softmax 6.
     return Seconds(
         scores + product + moved(gpu, (4 + 5) * values), 2 * (scores + product) + moved(gpu, (5 + 6) * values)
     )
@@ -88,7 +92,7 @@ def _attention(gpu: Gpu, job: Job) -> Seconds:
 
 @lru_cache(maxsize=4096)
 def layer(gpu: Gpu, job: Job) -> Seconds:
-    """One transformer layer on one rank, without its transfers."""
+    """Return the seconds of one transformer layer on one rank, without its transfers."""
     model, tp, rows, fp8 = job.model, job.tp, job.rows, job.precision == "fp8"
     (_, qkv), _, (_, up), (inner, _) = model.layer_matrices
     linear = (
@@ -98,19 +102,21 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
         + _linear(gpu, rows, inner // tp, model.hidden, fp8)
     )
     split = tp if job.sequence_parallel else 1
-    # Norms and dropout with residual work on the whole hidden state, the activation on the rank's share of the MLP.
+    # Norms, and dropout with the residual connection, work on the whole hidden state; the activation function works on
+    # the rank's share of the MLP.
     forward = 2 * (4 + 7) * rows * model.hidden / split + 2 * (up + inner) * rows / tp
     backward = 2 * (8 + 5) * rows * model.hidden / split + 2 * (2 * up + inner) * rows / tp
     if not job.flash:
-        # The unfused path transposes Q, K, V and its result.
+        # Unfused attention transposes Q, K, V and its result.
         forward += 4 * (qkv + model.hidden) * rows / tp
         backward += 4 * (qkv + model.hidden) * rows / tp
     if fp8:
-        # Each GEMM's input, and the gradient of its output, is read in 16 bits and written in 8, twice.
+        # Each GEMM's input, and the gradient of its output, is read in 16 bits and written in 8 bits, twice.
         forward += 4 * rows * (2 * model.hidden + (model.hidden + inner) / tp)
         backward += 4 * rows * (2 * model.hidden + (qkv + up) / tp)
-    # Each micro-batch's gradient is added to the buffer, read and written; a kernel of its own reads it once more; one
-    # that casts it before (DeepSpeed's BF16_Optimizer, `update_hp_grads`) writes and reads the copy as well.
+    # Each micro-batch's gradient is added to the buffer, which is read and written. A separate kernel reads the
+    # gradient once more; one that casts it before (DeepSpeed's BF16_Optimizer, `update_hp_grads`) also writes and reads
+    # the copy.
     besides = {"fused": 0, "added": 2, "cast": 2 + 2 * job.gradient_bytes}[job.accumulation]
     backward += (2 * job.gradient_bytes + besides) * model.layer_parameters / tp
     around = Seconds(moved(gpu, forward) + gpu.layer_overhead, moved(gpu, backward) + 2 * gpu.layer_overhead)
@@ -122,7 +128,9 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
 
 @lru_cache(maxsize=4096)
 def head(gpu: Gpu, job: Job) -> Seconds:
-    """Logits and loss, on the last stage. Cross entropy is fp32: about 24 bytes a logit forward, 10 backward."""
+    """Return the seconds of logits and loss on the last stage. Cross entropy in fp32 moves about 24 bytes per logit
+    forward and 10 backward.
+    """
     share = job.model.vocabulary // job.tp
     logits = _linear(gpu, job.rows, job.model.hidden, share, False)
     return logits + Seconds(moved(gpu, 24 * job.rows * share), moved(gpu, 10 * job.rows * share))
@@ -135,42 +143,44 @@ RING_SHARE = {
     2**30: (0.92, 0.93, 0.90, 0.76, 0.74, 0.56, 0.31),
     8 * 2**30: (0.95, 0.96, 0.96, 0.96, 0.95, 0.91, 0.76),
 }
-"""Message of a node in bytes to the share of the line at `_NODES` nodes."""
+"""Share of the line rate that a ring reaches at `_NODES` nodes, by the bytes of the message of a node."""
 
 _BASE, _NVLINK_HOP = {"LL": 6.6e-6, "LL128": 14e-6, "Simple": 8.4e-6}, {"LL": 0.6e-6, "LL128": 1.9e-6, "Simple": 3.4e-6}
 _HOP = {"LL": 2.7 / 14, "LL128": 4 / 14, "Simple": 1.0}
-"""Of `Network.hop`: tuning.cc has 2.7, 4 and 14 us for a ring's."""
+"""Share of `Network.hop` by protocol: tuning.cc has 2.7, 4 and 14 us for the hop of a ring."""
 
 _RATE = {"LL": 0.4, "LL128": 0.92, "Simple": 1.0}
 _TREE_RATE = 0.85
-"""Of a ring's bandwidth, between nodes; assumed."""
+"""Bandwidth of a tree relative to a ring, between nodes; assumed."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that reduce together, among others of their node that do the same at the same time."""
+    """Ranks that reduce together, with the number of equal groups that share their nodes."""
 
     ranks: int
     per_node: int
-    """Of its ranks, those on one node."""
+    """Number of ranks of the group on one node."""
 
     rings: int
-    """Such groups that share a node."""
+    """Number of such groups that share a node and reduce at the same time."""
 
     @property
     def nodes(self) -> int:
-        """How many it spans."""
+        """The number of nodes that the group spans."""
         return -(-self.ranks // self.per_node)
 
     @staticmethod
     def strided(ranks: int, stride: int, gpus_per_node: int) -> "Group":
-        """Every `stride`-th rank, `ranks` of them: of a node's ranks each is in one such group."""
+        """Return a group of `ranks` ranks, every `stride`-th one; each rank of a node belongs to one such group."""
         per_node = max(1, min(ranks, gpus_per_node // stride))
         return Group(ranks, per_node, max(1, min(stride, gpus_per_node // per_node)))
 
 
 def _interpolated(places: tuple[int, ...], values: tuple[float, ...], place: float) -> float:
-    """Linear in the logarithm of the place, and constant outside."""
+    """Return the value at `place`, interpolated linearly in the logarithm of the place, and constant outside of
+    `places`.
+    """
     if place <= places[0]:
         return values[0]
     if place >= places[-1]:
@@ -182,14 +192,16 @@ def _interpolated(places: tuple[int, ...], values: tuple[float, ...], place: flo
 
 @lru_cache(maxsize=65536)
 def _share(node_bytes: float, nodes: int) -> float:
-    """Of the line rate that large rings keep, relative to two nodes and the largest message."""
+    """Return the share of the line rate that large rings keep, relative to two nodes and the largest message."""
     by_size = tuple(_interpolated(_NODES, shares, nodes) for shares in RING_SHARE.values())
     return _interpolated(tuple(RING_SHARE), by_size, node_bytes) / RING_SHARE[8 * 2**30][0]
 
 
 @lru_cache(maxsize=65536)
 def reduce_scatter(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """Of `nbytes` on every rank; an all-gather to as many takes as long. Rings of a node's groups share its line."""
+    """Return the seconds of a reduce-scatter of `nbytes` on every rank; an all-gather takes as long. The rings of a
+    node share its line.
+    """
     n, rate, crossings = group.ranks, cluster.gpu.nvlink, group.nodes if group.nodes > 1 else 0
     if n == 1 or not nbytes:
         return 0.0
@@ -205,7 +217,9 @@ def reduce_scatter(cluster: Cluster, group: Group, nbytes: float) -> float:
 
 
 def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """The faster of a ring, which moves everything twice, and a double tree, which needs few steps."""
+    """Return the seconds of the faster all-reduce: a ring, which moves everything twice, or a double tree, which needs
+    few steps.
+    """
     if group.ranks == 1 or not nbytes:
         return 0.0
     ring = 2 * reduce_scatter(cluster, group, nbytes) - min(_BASE.values())
@@ -217,7 +231,9 @@ def all_reduce(cluster: Cluster, group: Group, nbytes: float) -> float:
 
 
 def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
-    """Each of a rank's `nbytes` goes to the one that sums it: no sums on the way, so what leaves the node is more."""
+    """Return the seconds of an all-to-all, which sends each part of a rank's `nbytes` to the rank that sums it. More
+    bytes leave the node than in a ring, because nothing is summed on the way.
+    """
     n, nodes = group.ranks, group.nodes
     if n == 1 or not nbytes:
         return 0.0
@@ -227,7 +243,7 @@ def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
 
 
 def send(cluster: Cluster, nbytes: float, senders: int, crosses: bool) -> float:
-    """One rank's message to the next stage, while all `senders` of its node send theirs."""
+    """Return the seconds of one rank's message to the next stage, while all `senders` ranks of its node send theirs."""
     if not nbytes:
         return 0.0
     if not crosses:

@@ -1,4 +1,4 @@
-"""What a plan, a sweep and a validation say: lines and tables."""
+"""Lines and tables of a plan, a sweep and a validation."""
 
 from collections.abc import Collection, Sequence
 from statistics import fmean, median
@@ -15,7 +15,7 @@ __all__ = ["lines", "needs", "parts", "summary", "sweep", "validation"]
 
 
 def summary(found: Sequence[Variant]) -> Table:
-    """Seconds and gain of each variant."""
+    """Return the table of seconds and gain of each variant."""
     return Table(
         ("variant", "seconds", "gain %", "from %", "to %", "", "DP stages", "GB a rank", "flags"),
         [
@@ -43,23 +43,25 @@ def _stages(compressed: Collection[int], stages: int) -> str:
 
 
 def parts(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
-    """Where the seconds go, of vanilla, the first other one and the best."""
+    """Return the breakdown of the seconds of vanilla, the second variant and the best one."""
     shown = list({v.name: v for v in (found[0], *found[1:2], chosen)}.values())
-    of_all = [breakdown(job, v.result) for v in shown]
-    rows: list[tuple[Cell, ...]] = [(name, *(each[name] for each in of_all)) for name in CLASSES]
+    breakdowns = [breakdown(job, v.result) for v in shown]
+    rows: list[tuple[Cell, ...]] = [(name, *(each[name] for each in breakdowns)) for name in CLASSES]
     rows.append(("sum", *(v.result.seconds for v in shown)))
     return Table(("", *(v.name for v in shown)), rows, title="Where the seconds go, unhidden", last_is_sum=True)
 
 
 def needs(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
-    """Memory of vanilla and of the best."""
-    of_both = [memory(job, v.config) for v in (found[0], chosen)]
-    rows: list[tuple[Cell, ...]] = [(name, *(round(each[name] / 1e9, 2) for each in of_both)) for name in of_both[0]]
+    """Return the memory of vanilla and of the best variant."""
+    needed = [memory(job, v.config) for v in (found[0], chosen)]
+    rows: list[tuple[Cell, ...]] = [(name, *(round(each[name] / 1e9, 2) for each in needed)) for name in needed[0]]
     return Table(("GB on a rank of the first stage", "vanilla", f"{chosen.name} (best)"), rows, title="Memory")
 
 
 def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant) -> list[str]:
-    """What is planned, how far to trust it, what to use, and each constant's source."""
+    """Return the lines about the job, the trust in its prediction, the recommendation, and the source of
+    each constant.
+    """
     gpu, plain, band = cluster.gpu, found[0].result.seconds, BAND[cluster.gpu.name]
     said = [
         f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, {cluster.network.name}: tensor "
@@ -80,7 +82,7 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
 
 
 def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
-    """A row for each layout on each cluster."""
+    """Return a row for each layout on each cluster."""
     columns = (
         "nodes", "GPUs", "link", "tensor", "pipeline", "chunks", "data", "micro-batch", "batch", "recompute",
         "GB a rank", "vanilla s", *(f"{name}: {what} %" for name in names for what in ("gain", "from", "to")),
@@ -97,7 +99,7 @@ def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
 
 
 def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
-    """Errors by campaign, regrets by model, and the large runs on H100s."""
+    """Return the errors by campaign, the regrets by model, and the errors of large runs on H100s."""
     errors = Table(
         ("campaign", "rows", "median %", "90 % within %", "largest %", "bias %", "scale", "Calculon", "", "worst"),
         [

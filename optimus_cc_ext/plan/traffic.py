@@ -1,8 +1,8 @@
-"""Bytes that travel and bytes that stay: each class in each format, what coding takes, and the memory of a rank.
+"""Bytes and memory of a plan: messages of each class in each format, the seconds of coding, and the memory of a rank.
 
-These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both.
-The table of formats says how many bits a format of blocks sends. Costs are assumed: the memory that a fused kernel
-moves, and for low rank its products by `seconds.gemm`; no GPU has measured them here.
+These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both. The
+table of formats gives the bits per value of a block format. Costs of coding are assumed (the memory traffic of a fused
+kernel, and for low rank its products by `seconds.gemm`); no GPU has measured them here.
 """
 
 from functools import lru_cache
@@ -29,12 +29,12 @@ __all__ = [
 
 LAUNCH = Constant(5e-6, "assumed", "of one kernel")
 ORTHOGONALIZE_LAUNCHES = 12
-"""Kernels of one batched orthogonalisation; assumed."""
+"""Number of kernels of one batched orthogonalisation; assumed."""
 
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
 
 DENSE = OptimusConfig()
-"""Vanilla Megatron's traffic."""
+"""The configuration of vanilla Megatron's traffic."""
 
 
 def _kernel(gpu: Gpu, nbytes: float) -> float:
@@ -46,9 +46,9 @@ def _coded_bytes(values: float, form: str) -> float:
 
 
 def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, float]:
-    """Return the bytes of a message of values of `width` bytes, and seconds to encode it or decode it.
+    """Return the bytes of a message of values of `width` bytes each, and the seconds to encode or to decode it.
 
-    Dense and low-rank have no blocks: such a message is costed as dense. ValueError for an unknown format.
+    Dense and low-rank have no blocks, so such a message is costed as dense. Raises ValueError for an unknown format.
     """
     if block_format(form) is None:
         return float(width * values), 0.0
@@ -57,7 +57,7 @@ def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, f
 
 
 def activation_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
-    """Return one activation's message, (rows, hidden), on one rank; its transfer takes no time yet."""
+    """Return the message of one activation, (rows, hidden), on one rank, with a transfer time of 0."""
     numel = job.message_rows * job.model.hidden
     nbytes, coding = _in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(PIPELINE_FORWARD))
     return Sent(nbytes=nbytes, encode=cluster.coding_scale * coding, decode=cluster.coding_scale * coding)
@@ -68,14 +68,15 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
     width, form = job.value_bytes, config.format_of(PIPELINE_BACKWARD)
     small, compress = _in_blocks(gpu, n * m, width, form)
-    # The residual: added to the next gradient before it is encoded, found by decoding what was sent.
+    # The residual is added to the next gradient before encoding, and computed by decoding the sent message.
     residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
     decompress, remember = compress, compress + residual if residual else 0.0
     compress += residual
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
         small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
-        # As docs/how-it-works.md counts: M = G + E is written once in fp32, read by both products; E is written last.
+        # Counted as in docs/how-it-works.md: M = G + E (gradient plus residual) is written once in fp32 and read by
+        # both products; E is written last.
         residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
         products = gemm(gpu, n, r, m) + gemm(gpu, m, r, n)
         compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
@@ -88,7 +89,7 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_embedding: bool) -> Sent:
     """Return a stage's reduction over the replicas, with or without its copy of the embedding.
 
-    Its second phase (Q, or the all-gather of sums) comes after all backward passes.
+    The second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
     group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.gradient_bytes
     parameters, embedding = job.stage_parameters, job.embedding_share if with_embedding else 0
@@ -97,7 +98,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
 
     def dense(values: float) -> Sent:
         reduce = reduce_scatter if job.distributed_optimizer else all_reduce
-        # One bucket's message decides how well the line is used.
+        # The size of one bucket's message decides what share of the line rate it reaches.
         parts = job.buckets if job.overlap_grad_reduce else 1
         nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
@@ -107,7 +108,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
         return dense(parameters + embedding)
     if form == "low-rank":
         sent, covered = low_rank_values(job, config)
-        # One all-reduce for each phase, P and Q, of a wire as wide as the gradients; what is not compressed stays.
+        # Each phase, P and Q, is one all-reduce in the gradients' data type; uncompressed parameters are reduced dense.
         if config.low_rank_wire == "dense":
             nbytes, summed = _ring(width * sent, job.dp, twice=True), all_reduce(cluster, group, width * sent / 2)
         else:
@@ -125,15 +126,18 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
 
 
 def _ring(nbytes: float, ranks: int, *, twice: bool) -> float:
-    """Return the bytes that a rank sends in a ring: a reduce-scatter or an all-gather; `twice`: an all-reduce."""
+    """Return the bytes that a rank sends in a ring reduce-scatter or all-gather; with `twice`, in an all-reduce."""
     return (2 if twice else 1) * nbytes * (ranks - 1) / ranks
 
 
 def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: str) -> tuple[Sent, Sent]:
-    """Return an all-to-all of encoded values with their sum in fp32; then the all-gather of sums, in `SUM_FORMAT`."""
+    """Return an all-to-all of encoded values, summed in fp32 by the receiver, then the all-gather of the sums in
+    `SUM_FORMAT`.
+    """
     gpu, small, sums = cluster.gpu, _coded_bytes(values, form), _coded_bytes(values, SUM_FORMAT)
     shard = values / group.ranks
-    # Encode; decode what all others sent of the own shard, and add. Encode the sum, decode all sums.
+    # First phase: encode; decode the other ranks' messages for this rank's shard, and add them. Second phase: encode
+    # the sum, decode all sums.
     coding = _kernel(gpu, width * values + small) + _kernel(gpu, small + width * shard)
     again = _kernel(gpu, width * shard + sums / group.ranks) + _kernel(gpu, sums + width * values)
     steps = (small, all_to_all, coding), (sums, reduce_scatter, again)
@@ -148,10 +152,12 @@ def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: 
 
 
 def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
-    """Return rows, columns and rank of each of a layer's matrices, on one tensor rank, on which low rank saves."""
+    """Return (rows, columns, rank) of each of a layer's matrices, on one tensor rank, for which low rank
+    saves bytes.
+    """
     found = []
     for place, (inputs, outputs) in enumerate(job.model.layer_matrices):
-        # QKV and the MLP's first matrix are cut by outputs, the other two by inputs.
+        # QKV and the first MLP matrix are split by outputs, the other two by inputs.
         rows, columns = (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
         r = min(config.dp_compression_rank, rows, columns)
         if r * (rows + columns) < rows * columns:
@@ -160,7 +166,7 @@ def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
 
 
 def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
-    """Return the values of a stage's P and Q, and of the matrices that they stand for, on one rank."""
+    """Return the number of values of a stage's P and Q, and of the matrices that they approximate, on one rank."""
     matrices, layers = _matrices(job, config), job.layers_per_stage
     return layers * sum(r * (n + m) for n, m, r in matrices), layers * sum(n * m for n, m, _ in matrices)
 
@@ -168,7 +174,8 @@ def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
 def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
     """Return the seconds to compress and decompress a stage's gradients."""
     gpu, layers, spent = cluster.gpu, job.layers_per_stage, 0.0
-    # M = G + E read and written, E and G written from the sum, each in the buffer's width or fp32.
+    # M = G + E (gradient plus residual) is read and written, E and G are written from the sum; each in the buffer's
+    # data type or in fp32.
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
     for n, m, r in _matrices(job, config):
         products = gemm(gpu, n, r, m, layers) + gemm(gpu, m, r, n, layers)
@@ -178,12 +185,12 @@ def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> floa
 
 
 def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
-    """Return the tied embedding's sum, which comes after the first and the last stage have reduced their gradients."""
+    """Return the sum of the tied embedding, after the first and the last stage have reduced their gradients."""
     if job.pp == 1 or not job.model.tied:
         return Sent()
     values: float = job.embedding_share
     per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.dp > 1
-    # First and last stage: on one node only if the job is, or the pipeline with --use-tp-pp-dp-mapping.
+    # First and last stage share a node only if the whole job does, or the pipeline does with --use-tp-pp-dp-mapping.
     together = job.gpus <= per_node or (job.pipeline_before_data and per_node % (job.tp * job.pp) == 0)
     pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
     group = Group(2, 2 if together else 1, max(1, pairs))
@@ -201,21 +208,22 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 
 
 def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
-    """Return the distributed optimizer's all-gather of a stage's parameters, nothing of it hidden."""
+    """Return the distributed optimizer's all-gather of a stage's parameters, as if nothing hid it."""
     group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.value_bytes
     form = config.format_of(PARAM_GATHER)
     if form == "dense" or job.dp == 1:
         nbytes, coding = width * parameters, 0.0
     else:
         gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp
-        # The own shard is kept, compared and put back; then all messages are decoded, and added to all parameters.
+        # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
+        # to the parameters.
         coding = _kernel(gpu, 7 * width * shard + nbytes / job.dp) + _kernel(gpu, nbytes + 5 * width * parameters)
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
     return Sent(nbytes=_ring(nbytes, job.dp, twice=False), transfer=transfer)
 
 
 def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
-    """Return the bytes that a rank of the first stage, the fullest, needs, by their purpose."""
+    """Return the bytes that a rank of the first stage, which needs most, uses for each purpose."""
     parameters = job.stage_parameters + job.embedding_share
     width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
     gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
@@ -223,7 +231,7 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         small, covered = low_rank_values(job, config)
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
     elif block_format(gradients):
-        # Messages of gradients for both ways; sums go where these lay.
+        # Buffers for the messages of gradients in both phases; the sums reuse the first ones.
         ours += 2 * format_named(gradients).bits_per_value / 8 * job.stage_parameters
     if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
@@ -231,12 +239,12 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
     if block_format(gathered):
-        # Messages of all shards; the own one before the step, and what changed in one.
+        # Messages of all shards, this rank's shard before the step, and the change of one shard.
         ours += (format_named(gathered).bits_per_value / 8 + 2 * job.value_bytes / job.dp) * parameters
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
-        # Master weights and two moments, fp32.
+        # Master weights and two moments in fp32.
         "optimizer": 12.0 * parameters / (job.dp if job.distributed_optimizer else 1),
         "activations": _activations(job),
         "compression": ours,
@@ -245,17 +253,22 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
 
 
 def _activations(job: Job) -> float:
-    """Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t)) bytes a layer, all over t with sequence
-    parallelism, without the last term where scores are not kept; only the layer's input with full recomputation."""
+    """Return a rank's bytes of activations, after Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t))
+    per layer.
+
+    With sequence parallelism all terms are divided by t; the last term is absent if scores are not kept; with full
+    recomputation only the layer's input is kept.
+    """
     model, t = job.model, job.tp
     tokens = job.rows * model.hidden
     scores = 5 * model.heads * model.sequence / model.hidden / t
     whole = 34 / t if job.sequence_parallel else 10 + 24 / t
     if job.precision == "fp8":
-        whole -= 7 / t  # What four GEMMs keep of their inputs, 14 bytes of the 34, in one byte a value.
+        whole -= 7 / t  # four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
     layer = tokens * (whole + (0 if job.flash or job.recompute == "sel" else scores))
     layers = job.layers_per_stage
-    # 1F1B keeps as many micro-batches as there are stages, interleaved 1 + (P - 1) / (P V) times as many.
+    # 1F1B keeps the activations of as many micro-batches as there are stages; the interleaved schedule keeps 1 + (P -
+    # 1) / (P V) times as many.
     kept = min(job.pp * (1 + (job.pp - 1) / (job.pp * job.vpp) if job.vpp > 1 else 1), job.micro_batches)
     head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
     if job.recompute == "full":
@@ -264,10 +277,10 @@ def _activations(job: Job) -> float:
 
 
 def check_memory(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> float:
-    """Return the bytes in use.
+    """Return the bytes that a rank uses.
 
     Raises:
-        PlanError: more than the GPU has, and by how much.
+        PlanError: they exceed the GPU's memory; the message says by how much.
     """
     needs = memory(job, config)
     used = sum(needs.values())

@@ -1,10 +1,11 @@
-"""The planner held against iteration times that others published: `optimus-cc plan --validate [FILE.csv]`.
+"""Validation of the planner against published iteration times, for `optimus-cc plan --validate [FILE.csv]`.
 
-public_timings.csv, 116 runs on A100s: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, seconds from their
+public_timings.csv holds 116 runs on A100s: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, seconds from their
 TFLOP/s by their formula), Korthikanti et al. 2022 (arXiv 2205.05198, table 5), vTrain (Bang et al. 2024, arXiv
 2312.12391, its public ground truth), BLOOM (bigscience's chronicles), MT-NLG (Smith et al. 2022, arXiv 2201.11990).
-mlperf.csv, 18 on H100s: NVIDIA's GPT-3 submissions to MLPerf Training v3.0 to v4.1; the layout of v3.1 on 768 GPUs and
-more is taken to be that on 512.
+
+mlperf.csv holds 18 runs on H100s: NVIDIA's GPT-3 submissions to MLPerf Training v3.0 to v4.1. The layout of v3.1 on 768
+GPUs and more is assumed to be that on 512.
 """
 
 import csv
@@ -24,19 +25,25 @@ __all__ = ["BAND", "CALCULON", "SHIPPED", "Campaign", "Row", "campaigns", "neare
 
 SHIPPED = tuple(Path(__file__).with_name(name) for name in ("public_timings.csv", "mlperf.csv"))
 MEDIAN, NINETIETH = 0.08, 0.20
-"""What a campaign without a software scale is held to."""
+"""The median error, and the error of nine of ten rows, that a campaign without a software scale may have."""
 
 BAND = {"A100": 0.16, "H100": 0.07}
-"""Nine of ten held-out rows are nearer: the error band of a plan's seconds. A test holds it against the rows."""
+"""Error that nine of ten held-out rows do not exceed: the error band of a plan's seconds. A test compares it with the
+rows.
+"""
 
 CALCULON = {"Nar-T2": "8.9 / 11.0", "vTrain": "8.2 / 192", "BLOOM": "29 / 35 and 26 / 35", "MT-NLG": "29 / 31"}
-"""Calculon as shipped on the same rows: median and largest error in %."""
+"""Calculon's median and largest error in % on the same rows, as shipped."""
 
 DEEPSPEED = ("BLOOM", "MT-NLG")
-"""Campaigns, by the beginning of their names, of forks whose speed one scale from three rows stands for."""
+"""Beginnings of the names of campaigns that ran forks of Megatron; one scale from three rows stands for the fork's
+speed.
+"""
 
 IN_BF16 = ("BLOOM",)
-"""Campaigns on A100s that trained in bf16, and so summed gradients in fp32 (bigscience's chronicles); others: fp16."""
+"""Campaigns on A100s that trained in bf16 and summed gradients in fp32 (bigscience's chronicles); the
+others used fp16.
+"""
 
 DRAWN, SMALL = 3, 1536
 _MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
@@ -63,40 +70,41 @@ class Row:
 
     @property
     def fitted(self) -> bool:
-        """Whether constants of `hardware` come from it."""
+        """True if constants of `hardware` were fitted on this row."""
         if self.campaign == "Nar-T1":
             return self.model in ("1.7B", "7.5B", "39B", "145B", "530B")
         return (self.campaign == "Kor-T5" and self.job.recompute == "full") or self.small_mlperf
 
     @property
     def small_mlperf(self) -> bool:
-        """One that gives its round's scale."""
+        """True for a small run that gives the scale of its MLPerf round."""
         return self.campaign.startswith("MLPerf") and self.job.gpus <= SMALL
 
     def ratio(self, gpu: Gpu | None = None) -> float:
-        """Predicted to published seconds."""
+        """Return predicted seconds divided by published seconds."""
         cluster = replace(self.cluster, gpu=gpu) if gpu else self.cluster
         return iteration(cluster, self.job).seconds / self.seconds
 
 
 def shipped() -> list[Row]:
-    """All rows of `SHIPPED`."""
+    """Return all rows of `SHIPPED`."""
     return [row for path in SHIPPED for row in read_rows(path)[0]]
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a CSV with the columns of public_timings.csv; why others are no layout that can be planned.
+    """Return the rows of a CSV with the columns of public_timings.csv, and the reasons why other rows cannot be
+    planned.
 
-    Optional columns: `precision` (fp16, bf16, fp8; of an A100 fp16, of an H100 bf16) and `tp_overlap` (0, 1).
+    Optional columns: `precision` (fp16, bf16, fp8; default fp16 on an A100, bf16 on an H100) and `tp_overlap` (0, 1).
 
     Raises:
-        PlanError: a column is missing, or a value is not of its kind; the message has line and column.
+        PlanError: a column is missing, or a value is of the wrong kind; the message names line and column.
     """
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or ())]:
-                raise PlanError(f"{path}: line 1: no column {', '.join(missing)}. It wants {','.join(_COLUMNS)}")
+                raise PlanError(f"{path}: line 1: no column {', '.join(missing)}. Give {','.join(_COLUMNS)}")
             cells = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {error}") from error
@@ -135,11 +143,14 @@ def _number(path: Path, line: int, column: str, cell: str | None) -> float:
 
 
 def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
-    """What the columns say, and what they do not: A100s ran the Megatrons of 2021 and 2022, without overlaps and fused
-    attention, every rank with all of the optimizer's state; H100s those of 2023, with all of it."""
+    """Return the job of a row, with assumptions for what the columns do not give.
+
+    A100s ran the Megatrons of 2021 and 2022: no overlaps, no fused attention, the full optimizer state on every rank.
+    H100s ran those of 2023, which have all of these.
+    """
     recent, campaign = cells["gpu"] == "H100", cells["campaign"] or ""
     precision = cells.get("precision") or ("bf16" if recent or campaign.startswith(IN_BF16) else "fp16")
-    cast = precision == "bf16" and campaign.startswith(DEEPSPEED)  # by its BF16_Optimizer
+    cast = precision == "bf16" and campaign.startswith(DEEPSPEED)  # DeepSpeed's BF16_Optimizer casts
     return Job(
         model=Model(**{name: sizes[name] for name in _MODEL}),  # type: ignore[arg-type]
         **{name: size for name, size in sizes.items() if name not in _MODEL},  # type: ignore[arg-type]
@@ -159,43 +170,45 @@ def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Errors of one campaign's held-out rows, as shares; of a scaled one over all draws of the rows that scale it."""
+    """Relative errors of one campaign's held-out rows; for a scaled campaign, over all draws of the rows that give the
+    scale.
+    """
 
     name: str
     scale: str
-    """How it was scaled; empty: it was not."""
+    """Description of the scale; empty: the campaign was not scaled."""
 
     errors: tuple[tuple[Row, float], ...]
 
     @property
     def sizes(self) -> list[float]:
-        """Absolute, from the smallest."""
+        """The absolute errors in ascending order."""
         return sorted(abs(error) for _, error in self.errors)
 
     @property
     def median(self) -> float:
-        """Of the absolute errors."""
+        """The median of the absolute errors."""
         return median(self.sizes)
 
     @property
     def ninetieth(self) -> float:
-        """The error that nine of ten do not exceed."""
+        """The error that nine of ten rows do not exceed."""
         return self.sizes[math.ceil(0.9 * len(self.sizes)) - 1]
 
     @property
     def good(self) -> bool:
-        """Whether it is within what is asked of it; scaled ones are not asked."""
+        """True if the errors are within `MEDIAN` and `NINETIETH`; always true for scaled campaigns."""
         return bool(self.scale) or (self.median <= MEDIAN and self.ninetieth <= NINETIETH)
 
     @property
     def worst(self) -> str:
-        """The three rows that are missed most."""
+        """The three rows with the largest errors, as text."""
         last = {row.model: error for row, error in sorted(self.errors, key=lambda item: abs(item[1]))}
         return ", ".join(f"{model} {100 * error:+.0f} %" for model, error in list(last.items())[:-4:-1])
 
 
 def campaigns(rows: Sequence[Row]) -> list[Campaign]:
-    """By campaign, in the order of the file; fitted rows are left out where others are there."""
+    """Return the campaigns in the order of the file, without fitted rows unless a campaign has only such rows."""
     found = []
     for name in dict.fromkeys(row.campaign for row in rows):
         ratios = [(row, row.ratio()) for row in rows if row.campaign == name]
@@ -211,7 +224,7 @@ def campaigns(rows: Sequence[Row]) -> list[Campaign]:
             ]
         else:
             if name.startswith("MLPerf"):
-                # A file of large runs only is scaled by the round's small ones among those that we have.
+                # A file with large runs only is scaled by the small runs of its round in the shipped file.
                 small = [row for row, _ in ratios if row.small_mlperf] or [
                     row for row in shipped() if row.campaign == name and row.small_mlperf
                 ]
@@ -224,14 +237,15 @@ def campaigns(rows: Sequence[Row]) -> list[Campaign]:
 
 
 def _typical(ratios: Iterable[float]) -> float:
-    """Their geometric mean; 1 of none."""
+    """Return the geometric mean of `ratios`; 1 if there are none."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(fmean(logs)) if logs else 1.0
 
 
 def regrets(rows: Sequence[Row]) -> list[tuple[str, int, float, str, str]]:
-    """Where a model was run in several layouts on equally many GPUs: name, layouts, what the chosen one costs more than
-    the best, the chosen, the best."""
+    """Return, for each model that was run in several layouts on equally many GPUs: its name, the number of layouts, the
+    relative excess of the chosen layout over the best one, the chosen layout, and the best one.
+    """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         model, job = row.job.model, row.job
@@ -247,10 +261,13 @@ def regrets(rows: Sequence[Row]) -> list[tuple[str, int, float, str, str]]:
 
 
 def nearest(rows: Sequence[Row], cluster: Cluster, job: Job) -> Row | None:
-    """The published run that is most like a plan, by logarithms of its sizes; None where its GPU has none."""
+    """Return the published run that is most similar to `job`, by logarithms of its sizes; None if there is none on this
+    GPU.
+    """
 
-    def sizes(of: Job) -> list[float]:
-        return [math.log(x) for x in (of.gpus, of.model.parameters, of.tp, of.pp, of.micro_batch, of.micro_batches)]
+    def sizes(job: Job) -> list[float]:
+        values = (job.gpus, job.model.parameters, job.tp, job.pp, job.micro_batch, job.micro_batches)
+        return [math.log(value) for value in values]
 
     mine = [row for row in rows if row.cluster.gpu.name == cluster.gpu.name]
     return min(mine, key=lambda row: math.dist(sizes(row.job), sizes(job)), default=None)

@@ -1,6 +1,6 @@
-"""Compression's seconds and gains: of each technique and format, alone and together, and over a sweep.
+"""Seconds and gains of compression: for each technique and format, alone and together, and over a sweep.
 
-A sweep plans the same model over numbers of nodes, networks and layouts.
+A sweep plans the same model over several numbers of nodes, networks and layouts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def _each_alone() -> Iterator[tuple[str, str]]:
-    """Yield a name and the flags for each class of traffic in each of its formats, compressed alone."""
+    """Yield a name and the flags for each class of traffic in each of its formats, with only that class compressed."""
     for row in sorted(classes.CLASSES, key=lambda row: row is not classes.PIPELINE_BACKWARD):
         short = "DP" if row is classes.DP_GRADIENTS else row.title
         for form in row.formats:
@@ -47,18 +47,18 @@ VARIANTS = dict(_each_alone()) | {
     "int8, gradients int4": "--pipeline-forward-format int8 --compressed-backprop-format int4 "
     "--dp-compression-format int4 --fused-embedding-sync-format int4",
 }
-"""Flags by name: each technique and format alone, then together."""
+"""Flags of each variant by name: each technique and format alone, then combinations."""
 
 WORTH = 0.01
-"""A gain below it is none."""
+"""Smallest gain that counts as one."""
 
 LINE, CODING = 0.75, 2.0
-"""How far a link's rate and compression's cost may be off, as factors: assumed."""
+"""Factors by which a link's rate and the cost of compression may be wrong; assumed."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Shares of vanilla's seconds that are saved: as planned, at least, at most."""
+    """Saved shares of vanilla's seconds: as planned, at least, and at most."""
 
     planned: float
     least: float
@@ -66,13 +66,13 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """Whether it pays: all of the band says so, or none of it."""
+        """The verdict on the gain: it pays, or does not pay, if the whole band agrees."""
         return "pays" if self.least > WORTH else "does not pay" if self.most < WORTH else "cannot be told"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compress, and what it gains."""
+    """One way to compress, and its gain."""
 
     name: str
     flags: str
@@ -83,7 +83,7 @@ class Variant:
 
 
 def layout_of(job: Job) -> Layout:
-    """Return a job's layout, as training would know it."""
+    """Return a job's layout as training would know it."""
     return Layout(
         stages=job.pp,
         data_parallel=job.dp,
@@ -94,7 +94,9 @@ def layout_of(job: Job) -> Layout:
 
 
 class Band:
-    """A job's iterations as planned, and with all that is uncertain against compression, then for it."""
+    """A job's iterations as planned, and at the two ends of all that is uncertain: against compression and in its
+    favour.
+    """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
         off = BAND[cluster.gpu.name]
@@ -111,18 +113,18 @@ class Band:
         self.vanilla = self._plain[0]
 
     def gain(self, config: OptimusConfig) -> Gain:
-        """Of `config`."""
+        """Return the gain of `config`."""
         pairs = zip(self._corners, self._plain, strict=True)
         gains = [1 - iteration(corner, self._job, config).seconds / plain.seconds for corner, plain in pairs]
         return Gain(gains[0], min(gains), max(gains))
 
 
 def variants(cluster: Cluster, job: Job, own: Sequence[str] = ()) -> list[Variant]:
-    """Vanilla, then all that this layout allows and memory holds; `own` are the flags that were asked for.
+    """Return vanilla, then all variants that the layout allows and memory holds; `own` are the user's flags, if any.
 
     Raises:
-        PlanError: vanilla does not fit, or what was asked for.
-        FlagError: what was asked for is refused.
+        PlanError: vanilla or the user's variant does not fit in memory.
+        FlagError: the user's flags are refused.
     """
     band = Band(cluster, job)
     found = [Variant("vanilla", "", DENSE, band.vanilla, Gain(0.0, 0.0, 0.0), check_memory(cluster, job))]
@@ -140,7 +142,7 @@ def variants(cluster: Cluster, job: Job, own: Sequence[str] = ()) -> list[Varian
 
 
 def best(found: Sequence[Variant]) -> Variant:
-    """The one that surely gains most; vanilla where none pays."""
+    """Return the variant with the largest gain among those that surely pay; vanilla if there is none."""
     paying = [variant for variant in found if variant.gain.verdict == "pays"]
     return max(paying, key=lambda variant: variant.gain.planned, default=found[0])
 
@@ -150,29 +152,31 @@ MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept over; empty: as the plan has it."""
+    """The ranges of a sweep; an empty range keeps the plan's value."""
 
     nodes: tuple[int, ...] = ()
     links: tuple[str, ...] = ()
     layout: str = "given"
-    """The given one; all; or the best: of all of them the one that is fastest on its cluster without compression."""
+    """Layouts to plan: `given`, `all`, or `best`, which of all layouts is fastest on its cluster without
+    compression.
+    """
 
     weak: bool = False
-    """The batch grows with the nodes."""
+    """True if the batch grows with the number of nodes."""
 
     @staticmethod
     def parsed(text: str) -> "Sweep":
-        """From `nodes=8..1250,link=hdr8+100gbe,layout=all,batch=weak`; a range doubles.
+        """Parse `nodes=8..1250,link=hdr8+100gbe,layout=all,batch=weak`; a range of nodes doubles.
 
         Raises:
-            PlanError: another key, or a value that is none of its.
+            PlanError: a key is unknown, or a value is not allowed for its key.
         """
         values = dict(part.partition("=")[::2] for part in text.split(","))
         if unknown := values.keys() - {"nodes", "link", "layout", "batch"}:
-            raise PlanError(f"--sweep: unknown {', '.join(sorted(unknown))}: it takes nodes, link, layout and batch")
+            raise PlanError(f"--sweep: unknown {', '.join(sorted(unknown))}: give nodes, link, layout or batch")
         for key, allowed in (("layout", ("given", "all", "best")), ("batch", ("strong", "weak"))):
             if values.setdefault(key, allowed[0]) not in allowed:
-                raise PlanError(f"--sweep: {key}={values[key]}: it is one of {', '.join(allowed)}")
+                raise PlanError(f"--sweep: {key}={values[key]}: give one of {', '.join(allowed)}")
         links = tuple(values["link"].split("+")) if "link" in values else ()
         for link in links:
             network_of(link)
@@ -190,16 +194,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         raise PlanError(f"--sweep: nodes={text}: give 8..1250, or 8+64+512") from None
     if min(found, default=1) < 1:
-        raise PlanError(f"--sweep: nodes={text}: nodes are positive")
+        raise PlanError(f"--sweep: nodes={text}: give positive numbers of nodes")
     return tuple(found)
 
 
 Point = tuple[Cluster, Job, float, float, list[Gain | None]]
-"""One layout on one cluster, bytes on a rank, vanilla's seconds, and what each set of flags gains; None: refused."""
+"""One layout on one cluster: cluster, job, bytes on a rank, vanilla's seconds, and the gain of each set of flags (None:
+refused).
+"""
 
 
 def layouts(job: Job, gpus: int, batch: int, gpus_per_node: int) -> Iterator[Job]:
-    """Every way to lay out the model of `job` on so many GPUs, with tensor parallelism within nodes."""
+    """Yield every layout of the model of `job` on `gpus` GPUs, with tensor parallelism within nodes."""
     model = job.model
     tensor = [tp for tp in (1, 2, 4, 8, 16) if tp <= gpus_per_node and model.heads % tp == 0]
     stages = [pp for pp in range(1, model.layers + 1) if model.layers % pp == 0 and gpus % pp == 0]
@@ -213,22 +219,23 @@ def layouts(job: Job, gpus: int, batch: int, gpus_per_node: int) -> Iterator[Job
 def points(
     cluster: Cluster, job: Job, sweep: Sweep, flags: Sequence[str], progress: Callable[[int, int], None]
 ) -> list[Point]:
-    """All points that fit memory, those of one cluster from the fastest; with full recomputation only where it must be.
+    """Return all points that fit in memory, those of one cluster from the fastest on; full recomputation only where
+    memory needs it.
 
-    `progress` is told how many of how many are done.
+    `progress` is called with the number of finished points and of all points.
 
     Raises:
-        PlanError: none is left; with the reason of the last.
+        PlanError: no point is left; the message has the reason for the last one.
     """
     chosen = _fitting(cluster, job, sweep)
     if sweep.layout == "best":
-        # Those of one cluster follow each other.
+        # `chosen` lists the points of one cluster consecutively.
         seconds = []
         for count, (place, way, _) in enumerate(chosen):
             progress(count, len(chosen))
             seconds.append(iteration(place, way).seconds)
-        of_cluster = groupby(range(len(chosen)), key=lambda i: (chosen[i][0], chosen[i][1].gpus))
-        chosen = [chosen[min(group, key=lambda i: seconds[i])] for _, group in of_cluster]
+        by_cluster = groupby(range(len(chosen)), key=lambda i: (chosen[i][0], chosen[i][1].gpus))
+        chosen = [chosen[min(group, key=lambda i: seconds[i])] for _, group in by_cluster]
     found: list[Point] = []
     for count, (place, way, used) in enumerate(chosen):
         progress(count, len(chosen))
@@ -244,7 +251,7 @@ def points(
 
 
 def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Job, float]]:
-    """Clusters, layouts and the bytes that these use, cluster by cluster."""
+    """Return (cluster, job, bytes on a rank) of all points that fit in memory, cluster by cluster."""
     reason: str | Exception = "no layout divides"
     here = job.gpus // cluster.gpus_per_node
     found: dict[tuple[object, ...], tuple[Cluster, Job, float]] = {}

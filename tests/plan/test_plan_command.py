@@ -97,7 +97,7 @@ def test_one_stage_and_one_replica_leave_out_what_cannot_work(capsys: pytest.Cap
         ([*PLAN, "--sweep", "nodes=8..x", "--", *LAYOUT], "nodes=8..x"),
         ([*PLAN, "--sweep", "speed=1", "--", *LAYOUT], "unknown speed"),
         ([*PLAN, "--sweep", "link=hdr9x", "--", *LAYOUT], "unknown network 'hdr9x'"),
-        ([*PLAN, "--sweep", "layout=some", "--", *LAYOUT], "layout=some: it is one of given, all, best"),
+        ([*PLAN, "--sweep", "layout=some", "--", *LAYOUT], "layout=some: give one of given, all, best"),
         ([*PLAN, "--sweep", "nodes=7", "--", *LAYOUT], "nothing is left to plan: 56 GPUs do not divide"),
     ],
 )

@@ -181,7 +181,7 @@ def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
         ({"pp": 16}, "72 layers do not divide among 16 stages x chunks"),
         ({"vpp": 5}, "72 layers do not divide among 20 stages x chunks"),
         ({"batch": 100}, "a batch of 100 does not divide among 4 replicas x micro-batches of 8: give a multiple of 32"),
-        ({"vpp": 2, "batch": 32 * 6}, "interleaving wants micro-batches"),
+        ({"vpp": 2, "batch": 32 * 6}, "the interleaved schedule needs"),
         ({"micro_batch": 0}, "micro_batch: 0 is not a positive number"),
         ({"tp": 16, "gpus": 256}, "24 heads do not divide among 16 tensor ranks"),
         ({"model": Model(layers=72, hidden=3071, heads=24)}, "3071 hidden do not divide among 24 heads"),
@@ -205,8 +205,8 @@ def test_a_cluster_file_changes_what_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "It wants"),
-        ('{"gpu": "H100"}', "'network'. It wants"),
+        ("{", "A cluster file contains"),
+        ('{"gpu": "H100"}', "'network'. A cluster file contains"),
         ('{"gpu": "H200", "network": "ndr8"}', "unknown GPU 'H200': did you mean H100"),
         ('{"gpu": "H100", "network": "ndr8", "memroy": 1}', "unknown field 'memroy': did you mean memory"),
         ('{"gpu": "H100", "network": "ndr8", "memory": -1}', "memory: -1 is not a positive number"),
