@@ -121,9 +121,9 @@ def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):  # of the wire
             launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
             launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
-        if r <= launches.MAX_ORTHOGONALIZED_RANK:
-            launches.orthogonalize(p, p)
-    assert len(compiled) == (15 if r <= launches.MAX_ORTHOGONALIZED_RANK else 10)
+        for dtype in (torch.float32, torch.bfloat16) if r <= launches.MAX_ORTHOGONALIZED_RANK else ():
+            launches.orthogonalize(p.to(dtype), p)
+    assert len(compiled) == (20 if r <= launches.MAX_ORTHOGONALIZED_RANK else 10)
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_KIB[capability] * 1024
 
 

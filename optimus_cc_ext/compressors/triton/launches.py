@@ -138,9 +138,9 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
     """Do `orthogonalize.cholesky_qr` for r <= `MAX_ORTHOGONALIZED_RANK`, in five launches, without a float64 copy of P.
 
     Args:
-        p: (B, n, r), fp32, bf16 or fp16, r <= n.
+        p: (B, n, r), fp32, bf16 or fp16, r <= n. Of 16 bits it is first copied to fp32.
         out: (B, n, r); may be `p` itself.
-        scratch: keeps the intermediate r x r tensors between calls.
+        scratch: keeps intermediate tensors between calls.
     """
     batch, n, r = p.shape
     if out.shape != p.shape or not 1 <= r <= min(n, MAX_ORTHOGONALIZED_RANK):
@@ -148,7 +148,11 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
             f"expected two tensors (B, n, r), r <= n and r <= {MAX_ORTHOGONALIZED_RANK}, "
             f"got {tuple(p.shape)} and {tuple(out.shape)}"
         )
-    take = partial((scratch or Scratch()).take, dtype=torch.float64, device=p.device)
+    scratch = scratch or Scratch()
+    if p.dtype in NARROW:
+        # Triton's compiler fails on products in float64 of what was loaded in 16 bits.
+        p = scratch.take("wide_p", tuple(p.shape), torch.float32, p.device).copy_(p)
+    take = partial(scratch.take, dtype=torch.float64, device=p.device)
     first, second = (take(name, (batch, r, r)) for name in ("first_inverse", "second_inverse"))
     splits = _splits(batch, n, GRAM_ROWS)
     grams = take("partial_grams", (batch * splits, r, r))
