@@ -126,8 +126,8 @@ def about_state(run: Run) -> list[str]:
     iterations = {"--finetune": 8, "--ckpt-step 5": 3, "--exit-interval 5": 1}
     expected = next((n for flag, n in iterations.items() if flag in run.spec.flags), 4)
     assert all(len(rank.losses) == expected for rank in run.ranks)
-    assert not [line for rank in run.ranks[1:] for line in rank.said if "afresh" in line], "one rank speaks for all"
-    return [line for line in run.said if "afresh" in line or "ignored" in line]
+    assert not [line for rank in run.ranks[1:] for line in rank.said if " is reset " in line], "one rank speaks for all"
+    return [line for line in run.said if " is reset " in line or "ignored" in line]
 
 
 @uses(table.IN_FOUR_STAGES)

@@ -205,7 +205,7 @@ def test_without_a_text_the_papers_tasks_are_asked_and_local_ones_without_a_netw
         (["--sequence-length", "65"], b"text", "--sequence-length: 65 is not between 1 and the model's 64 positions"),
         (["--sequence-length", "0"], b"text", "--sequence-length: 0 is not between 1 and the model's 64 positions"),
         ([], b" \n", "text.txt holds no text"),
-        ([], b"a\n\xff", "text.txt: line 2, byte offset 2: not UTF-8"),
+        ([], b"a\n\xff", "text.txt: line 2, byte offset 2: the text is not UTF-8"),
         ([], None, "text.txt is no file"),
         (["--text", "text.jsonl"], b'{"text": "a"}\n{"body": "b"}\n', "text.jsonl: line 2: no key 'text'"),
     ],
