@@ -65,7 +65,7 @@ class Forecast:
     """By flag: the share of the iterations in which a class waits, which the predicted iteration does not."""
 
     without_gain: Mapping[str, str] = field(default_factory=dict)
-    """By class of which no rank sends fewer bytes: the warning in place of what it would gain."""
+    """Warnings by class, for classes of which no rank sends fewer bytes. The log prints them instead of a gain."""
 
     lacking: Mapping[int, int] = field(default_factory=dict)
     """By stage that could not be chosen: bytes that one of its GPUs lacks for residuals and factors."""
@@ -178,37 +178,43 @@ def _change(new: float, old: float) -> str:
 
 
 class Forecaster:
-    """Makes the forecast of one session on one rank. Every method is called on all ranks of the model."""
+    """Makes the forecast of one session on one rank. Every method is called on all ranks of the model.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    It does not keep the session: whoever keeps forecasters by session would keep both for ever.
+    """
+
+    def __init__(self) -> None:
         self._stopwatch = Stopwatch()
         self._passes = 0
 
-    def before_pass(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
+    def before_pass(
+        self, session: Session, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device
+    ) -> None:
         """Begin an iteration's forward-backward pass: time it, or forecast from the one that was timed.
 
         Args:
-            schedule: of this pass.
-            gradient: like every gradient between stages; None where that is not known beforehand.
-            device: where collectives take their tensors.
+            session: the session of the forecast, the same in every call.
+            schedule: the schedule of this pass.
+            gradient: a tensor like every gradient between stages; None if their shape is not known beforehand.
+            device: the device of the tensors in collectives.
 
         Raises:
             OptimusError: a link failed while it was measured.
         """
-        config = self._session.config
-        wanted = config.any_technique and (config.compression_forecast or self._session.gradients.stages_are_open)
+        config = session.config
+        wanted = config.any_technique and (config.compression_forecast or session.gradients.stages_are_open)
         self._stopwatch.on = wanted and self._passes == _TIMED_PASS
         if wanted and self._passes == _TIMED_PASS + 1:
-            self._forecast(schedule, gradient, device)
+            self._forecast(session, schedule, gradient, device)
         self._passes += 1
 
     def computing(self, name: str, device: torch.device) -> AbstractContextManager[None]:
         """Time a forward or a backward pass of one micro-batch through one model chunk."""
         return self._stopwatch.timed(name, device)
 
-    def _forecast(self, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device) -> None:
-        session = self._session
+    def _forecast(
+        self, session: Session, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device
+    ) -> None:
         assert session.grid is not None, "the session has no place in the grid yet"
         everyone = session.grid.gather(measure(session, self._stopwatch, gradient, device))
         found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)

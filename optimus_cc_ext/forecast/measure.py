@@ -1,4 +1,4 @@
-"""What one rank finds out for the forecast: rates of its links, and seconds and bytes of each class of traffic."""
+"""Measurements of one rank for the forecast: rates of its links, and seconds and bytes of each class of traffic."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,12 +47,12 @@ class Measured:
 
 
 def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, device: torch.device) -> Measured:
-    """Try this rank's links and compressors. Collective over all ranks of the model.
+    """Measure this rank's links and compressors. Collective over all ranks of the model.
 
     Args:
-        passes: timed forward and backward passes.
-        gradient: like every gradient between stages; None where that is not known beforehand.
-        device: where collectives take their tensors.
+        passes: the stopwatch that timed forward and backward passes.
+        gradient: a tensor like every gradient between stages; None if their shape is not known beforehand.
+        device: the device of the tensors in collectives.
 
     Raises:
         OptimusError: a link failed.
@@ -104,23 +104,23 @@ def _sums_in_blocks(config: OptimusConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Rates over the replicas, by what travels."""
+    """Rates of the collectives over the replicas, named by their contents."""
 
     dense: Rate
-    """Sums as Megatron has them: a reduce-scatter with the distributed optimizer, else an all-reduce."""
+    """The rate of Megatron's own sums: a reduce-scatter with the distributed optimizer, else an all-reduce."""
 
     factors: Rate
-    """Sums of P and Q as they are: an all-reduce."""
+    """The rate of sums of uncompressed factors P and Q: an all-reduce."""
 
     blocks: Rate
-    """Blocks of few bits on their way to the rank that adds them up: an all-to-all."""
+    """The rate of encoded blocks that travel to the rank which adds them up: an all-to-all."""
 
     gather: Rate
-    """Blocks of sums, and parameters, on their way to all ranks."""
+    """The rate of encoded sums, and of parameters, that travel to all ranks: an all-gather."""
 
     @classmethod
     def of(cls, found: Mapping[Collective, Rate]) -> "_Rates":
-        """Take what was measured; what was not is not used."""
+        """Return the rates. A collective that the run does not use was not measured, and gets the all-reduce's rate."""
         summed = found[Collective.ALL_REDUCE]
         return cls(
             dense=found.get(Collective.REDUCE_SCATTER, summed), factors=summed,
@@ -128,7 +128,8 @@ class _Rates:
         )  # fmt: skip
 
 
-# Each class of traffic, measured. What is tried has memory of its own: buckets' is used on their own stream.
+# One function for each class of traffic. Compressors that are timed here have memory of their own, because that of the
+# buckets is used on the buckets' stream.
 
 
 def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
@@ -204,7 +205,7 @@ def _share_of_sums(codecs: BlockCodecs) -> float:
 
 
 def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tuple[ClassCost, ClassCost]:
-    """Return the tied embedding's way over the replicas, then over the first and the last stage."""
+    """Return the tied embedding's cost twice: over the replicas, and between the first and the last stage."""
     assert session.grid is not None
     nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)

@@ -5,6 +5,7 @@ and raise OptimusError, naming the ranks, where a transfer fails. `everyone` are
 (`Grid.groups`): all ranks begin each transfer together, and the slowest one says how long it took.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -19,9 +20,10 @@ __all__ = ["Collective", "probe_collective", "probe_link"]
 
 
 class Collective(Enum):
-    """The collectives that gradients and parameters travel by. Each has a rate of its own.
+    """A collective that carries gradients or parameters. Each collective has a rate of its own.
 
-    A ring over replicas that share nodes leaves a node once for all of them, an all-to-all once for each of them.
+    If several replicas share a node, a ring sends their bytes out of the node once for all of them, and an all-to-all
+    once for each of them.
     """
 
     ALL_REDUCE = "a sum"
@@ -70,27 +72,32 @@ def probe_collective(
     everyone: Sequence[dist.ProcessGroup],
     collective: Collective,
 ) -> Rate | None:
-    """The rate of a collective over `group`, in the bytes that a rank sends; None where it is one rank, or none.
+    """Return the rate of a collective over `group`, in the bytes that a rank sends; None for a group of one rank.
 
     Args:
-        group: the replicas of this rank; None: it has nothing to send, but takes part in what all ranks agree on.
+        group: the replicas of this rank; None: this rank has nothing to send, but joins what all ranks agree on.
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
         return _probed(_nothing, device, everyone, "the other ranks")
 
+    @functools.cache
+    def buffers(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Allocated in the first exchange, which does not count: messages of a run lie in memory that is kept, too.
+        return tuple(torch.zeros(2, numel, dtype=torch.float32, device=device))
+
     def exchange(nbytes: int) -> float:
-        values = torch.zeros(nbytes // 4 // ranks * ranks, dtype=torch.float32, device=device)
-        part = values[: values.numel() // ranks]
+        values, others = buffers(nbytes // 4 // ranks * ranks)
+        part = others[: others.numel() // ranks]
         match collective:
             case Collective.ALL_REDUCE:
                 dist.all_reduce(values, group=group)
             case Collective.REDUCE_SCATTER:
                 dist.reduce_scatter_tensor(part, values, group=group)
             case Collective.ALL_TO_ALL:
-                dist.all_to_all_single(torch.empty_like(values), values, group=group)
+                dist.all_to_all_single(others, values, group=group)
             case Collective.ALL_GATHER:
-                dist.all_gather_into_tensor(values, part.clone(), group=group)
+                dist.all_gather_into_tensor(values, part, group=group)
         return values.nbytes * (ranks - 1) / ranks * (2 if collective is Collective.ALL_REDUCE else 1)
 
     return _probed(

@@ -29,10 +29,13 @@ _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_
 
 
 class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
-    """The forecaster of each session, made when it is first asked for."""
+    """Forecasters by session. A forecaster is made at the first pass of its session, and goes with the session."""
 
     def of(self, session: Session) -> Forecaster:
-        return self.setdefault(session, Forecaster(session))
+        """Return the forecaster of `session`."""
+        if session not in self:
+            self[session] = Forecaster()
+        return self[session]
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
@@ -57,7 +60,7 @@ def forward_backward(
     forward_only: bool = False,
     **rest: Any,
 ) -> Any:
-    """One forward-backward pass of Megatron's, as an iteration of the sessions whose models it trains."""
+    """Run Megatron's forward-backward pass as one iteration of each session that owns some of its model chunks."""
     chunks = _chunks(rest["model"])
     trained = () if forward_only else _trained(sessions, chunks)
     with ExitStack() as passes:
@@ -71,7 +74,7 @@ def forward_backward(
 
 
 def _trained(sessions: Sessions, chunks: list[Any]) -> tuple[Session, ...]:
-    """The sessions of the models that these chunks are; that of `install` where they belong to no other."""
+    """Return the sessions that own these model chunks; chunks that no session owns belong to the one of `install`."""
     found, of_every_model = sessions.of(chunks), sessions.of_every_model
     if of_every_model is None or (found and of_every_model not in found):
         return found
@@ -89,7 +92,7 @@ def _iteration(
     micro_batches: int,
     schedule_arguments: dict[str, Any],
 ) -> Iterator[None]:
-    """One session's part in a pass, interleaved over so many model chunks or not (None)."""
+    """Open one session's iteration for a pass over `chunks` interleaved model chunks; None: not interleaved."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(chunk)
@@ -102,7 +105,7 @@ def _iteration(
 def _timed_step(
     sessions: Sessions, forecasters: _Forecasters, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A forward or a backward step of one micro-batch, which the forecasts need the time of."""
+    """Run a forward or a backward step of one micro-batch, and time the step for the forecasts."""
     with ExitStack() as timed:
         for session in sessions.passing_now:
             timed.enter_context(forecasters.of(session).computing(kind, training_device()))
@@ -128,7 +131,7 @@ def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradi
         _announce_memory(session)
         _announce_without_gain(session, gradient)
     undecided = session.gradients.stages_are_open
-    forecaster.before_pass(schedule, gradient, training_device())
+    forecaster.before_pass(session, schedule, gradient, training_device())
     if undecided and session.gradients.compressed_stages:
         _announce_memory(session)  # what was said first knew nothing of the stages just chosen
 
@@ -190,7 +193,7 @@ def _announce_memory(session: Session) -> None:
 
 
 def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> None:
-    """Say which classes low rank compresses on no rank. Collective over all ranks of the model."""
+    """Print the classes of traffic that low rank shrinks on no rank. Collective over all ranks of the model."""
     assert session.grid is not None
     everyone = session.grid.gather({technique.name: technique.shrinks(gradient) for technique in session.techniques})
     for traffic in CLASSES if session.grid.is_first else ():

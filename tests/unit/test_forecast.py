@@ -1,14 +1,19 @@
 """What is forecast from measurements: gains by technique, what does not pay, and the stages that `auto` chooses."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast.forecast import Forecast, Measured, forecast
 from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, When, reduction
+from optimus_cc_ext.hooks.schedules import _Forecasters
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.session import Session
 
 ALL = OptimusConfig(compressed_backprop=True, fused_embedding_sync=True, dp_compression=True)
 AUTO = ALL.replace(dp_compression_stages="auto")
@@ -202,3 +207,14 @@ def test_a_rank_that_saves_nothing_is_told_as_doctor_tells_it_and_no_gain_is_cre
         "DP gradients traffic is sent uncompressed. Lower the rank"
     ]
     assert "saves nothing" not in both(forecast(cluster(1e6), SCHEDULE, config, None))
+
+
+def test_a_session_has_one_forecaster_which_goes_with_it():
+    """Micro-batches ask for it, too, and a process may have many sessions one after the other."""
+    forecasters, session = _Forecasters(), Session(OptimusConfig())
+    made = weakref.ref(forecasters.of(session))
+    with patch("optimus_cc_ext.hooks.schedules.Forecaster", side_effect=AssertionError("made once more")):
+        assert forecasters.of(session) is made()
+    del session
+    gc.collect()
+    assert made() is None and not forecasters
