@@ -67,6 +67,14 @@ def test_a_repeated_step_sends_the_same_and_counts_once(session):
     assert torch.equal(residual(twin), residual(session))
 
 
+def test_no_reduction_of_a_failed_pass_goes_on_in_the_next_one(session):
+    with pytest.raises(RuntimeError, match="lost"), session.iteration(NonInterleaved(2, 0)):
+        session.gradients.under_way.append("the last bucket's reducer, which nobody waited for")
+        raise RuntimeError("a connection is lost")
+    with session.iteration(NonInterleaved(2, 0)):
+        assert session.gradients.under_way == []
+
+
 def test_a_skipped_step_counts_for_nothing(session):
     announced_step(session, 0, [1])
     before = residual(session)
