@@ -75,7 +75,9 @@ def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, ar
 
 
 def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bool = False) -> None:
-    """Restore the state that fits this run, and print the reasons for anything not restored. Collective over all ranks.
+    """Restore the parts of the state that fit this run, and print why others were not restored.
+
+    Collective over all ranks.
 
     Raises:
         OptimusError: as `Resume.restore` does.

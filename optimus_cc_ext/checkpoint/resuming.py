@@ -30,7 +30,7 @@ class Resumption:
         return Resumption(restored=kept, reset={**self.reset, **reasons}, ignored=self.ignored)
 
     def lines(self) -> list[str]:
-        """Return the lines for the log, one for each reason."""
+        """Return the log lines about state that is reset or ignored, one line for each reason."""
         lines = []
         for reason in dict.fromkeys(self.reset.values()):
             names = _and(technique for technique in self.reset if self.reset[technique] == reason)

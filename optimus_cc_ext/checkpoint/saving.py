@@ -1,11 +1,10 @@
-"""A save of the compression state, in steps that all ranks take together and that fail on all ranks if they fail on
-one.
+"""Save of the compression state. All ranks take each step together; if a step fails on one rank, it fails on all.
 
-    save = Save(save_folder, iteration, settings, topology)
-    save.stage(session)                 # makes an empty folder, and takes the state as it is now
-    save.start_writing(thread)          # only if training continues during the write
-    save.finish_writing()               # writes every rank's file, then topology.json
-    save.publish(iteration_folder)      # moves all files into the checkpoint in one step
+save = Save(save_folder, iteration, settings, topology)
+save.stage(session)                 # makes an empty folder, and takes the state as it is now
+save.start_writing(thread)          # only if training continues during the write
+save.finish_writing()               # writes every rank's file, then topology.json
+save.publish(iteration_folder)      # moves all files into the checkpoint in one step
 """
 
 import uuid

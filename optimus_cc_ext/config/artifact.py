@@ -39,7 +39,7 @@ class ArtifactFlag(OldFlag):
     """The artifact's default for this flag (its megatron/arguments.py); None: our default applies."""
 
     needs: str | None = None
-    """The switch without which this flag has no effect."""
+    """Name of the switch that has to be on for this flag to have an effect."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RemovedFlag(OldFlag):
     """The part of the message that says what replaces the flag today."""
 
     accepts: tuple[str, ...] = ()
-    """The only values that can be honoured; empty: any value."""
+    """The values that the flag accepts; empty: every value."""
 
     cure: str = ""
     """The cure in the refusal; empty: the flag is not refused."""
@@ -177,7 +177,7 @@ _GIVEN, _NOTES = "optimus_cc_artifact", "optimus_cc_gone_flags"
 
 
 class _Action(argparse.Action):
-    """Parse an old flag's value, or take the value that a switch stands for, and pass it to the action of its kind."""
+    """argparse action of an old flag: parses the value, or uses the constant of a switch, and calls `take` with it."""
 
     def __init__(self, option_strings: list[str], dest: str, flag: Any, take: Callable[..., None], help: str) -> None:
         nargs = None if flag.const is None else 0

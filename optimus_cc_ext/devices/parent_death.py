@@ -1,17 +1,17 @@
 """A rank's children end with it, `kill -9` included: Linux's parent-death signal, set where each of them starts.
 
-The other way round, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM
-to its daemons, such as the workers of a data loader, and waits until they are gone. With Megatron's
---exit-signal-handler the workers only note the signal: the rank would hang, and torchrun would never learn that the
-rank failed.
-
 With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without this it
 outlives a rank that is killed, for ever, and holds the pipe open that the rank's output goes to.
 
 Covered are the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``. Left
 alone: multiprocessing's resource tracker, which cleans up after the dead and then ends by itself; what is started with
 ``start_new_session=True``, which is to live on; and what any thread but the main one starts, as to the kernel a child's
-parent is the thread that started it. Elsewhere than on Linux nothing is done.
+parent is the thread that started it. On other systems than Linux none of this is done.
+
+On all systems, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM to
+its daemons, such as the workers of a data loader, and waits for their end. With Megatron's --exit-signal-handler the
+workers only note the signal: the rank would hang, and torchrun would never learn that the rank failed. So the rank
+kills them.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _popen_signature = inspect.signature(subprocess.Popen.__init__)
 
 @functools.cache
 def install() -> None:
-    """From now on, what this process starts ends with it, and what that starts with that."""
+    """Make all children of this process, and their children, end when the process does; and never wait for daemons."""
     # Priority 0: when Python ends, and before multiprocessing waits. A forked child forgets it.
     multiprocessing.util.Finalize(None, _kill_daemons, exitpriority=0)
     if _libc is None:

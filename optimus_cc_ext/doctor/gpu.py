@@ -19,7 +19,7 @@ REFUSED = 2
 
 @dataclass(frozen=True)
 class FoundGpu:
-    """The GPU environment that `find_gpu` found."""
+    """The CUDA versions, GPUs, memory and compiler that `find_gpu` found on this machine."""
 
     built_for: str | None
     """CUDA version that PyTorch was built for, such as 13.0; None: PyTorch for CPUs only."""

@@ -163,7 +163,7 @@ class _Loading:
 
 
 def _save_folder(args: Any, non_persistent: bool) -> str:
-    """Where Megatron puts a checkpoint's iteration folder."""
+    """Return the folder of a checkpoint's iteration, as Megatron names it."""
     from megatron.training import checkpointing
 
     if not non_persistent:

@@ -100,7 +100,7 @@ class AppliedWraps(Patches):
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name: the arguments that a call gives to `function`, or leaves at their defaults."""
+    """Return the arguments of a call of `function` by name, defaults included."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments

@@ -1,4 +1,4 @@
-"""The sessions of this process: the wraps on Megatron ask here whose a model, a pass or a message is."""
+"""The registry of sessions in this process: Megatron's wraps look up the session of a model, a pass or a message."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ __all__ = ["Sessions", "layers_of"]
 
 
 class Sessions:
-    """Sessions, each with the models that it compresses. A model that is in none of them is vanilla Megatron's."""
+    """Sessions, each with the models that the session compresses. A model without a session stays vanilla."""
 
     def __init__(self) -> None:
         self.of_every_model: Session | None = None
-        """The one that `install` made, which all models of the process are meant to join."""
+        """The session that `install` made, which all models of the process are meant to join; None: there is none."""
 
         self._of_model: WeakKeyDictionary[torch.nn.Module, Session] = WeakKeyDictionary()
         self._passes: list[tuple[Session, ...]] = []
@@ -28,24 +28,24 @@ class Sessions:
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a session, or will be one as soon as a model is built."""
+        """True if a session exists, with models or waiting for its first model."""
         return self.of_every_model is not None or bool(self._of_model)
 
     def add(self, model: torch.nn.Module, session: Session) -> None:
-        """Note that `session` compresses `model`, which is wrapped in DistributedDataParallel."""
+        """Register `session` as the session that compresses `model`, a DistributedDataParallel."""
         self._of_model[model] = session
 
     def remove(self, session: Session) -> None:
-        """Forget a session: its models are vanilla Megatron's from now on."""
+        """Remove a session from the registry; the session's models are vanilla from now on."""
         for model in [model for model, other in self._of_model.items() if other is session]:
             del self._of_model[model]
 
     def of(self, chunks: Iterable[torch.nn.Module]) -> tuple[Session, ...]:
-        """Return the sessions of the models that these chunks are, wrap, or contain."""
+        """Return the sessions of all registered models among these chunks, inside their wrappers or their parts."""
         found: dict[Session, None] = {}
         for chunk in chunks:
             known = [self._of_model[layer] for layer in layers_of(chunk) if layer in self._of_model]
-            # A multimodal model is no DDP itself: each of its parts is one.
+            # A multimodal model is not wrapped in DDP as a whole: each of its parts is.
             found |= dict.fromkeys(
                 known or [self._of_model[part] for part in chunk.modules() if part in self._of_model]
             )
@@ -53,7 +53,7 @@ class Sessions:
 
     @contextmanager
     def passing(self, sessions: Sequence[Session]) -> Iterator[None]:
-        """A forward-backward pass of the models of these sessions; of none: what it sends is not compressed."""
+        """Mark a forward-backward pass of the models of `sessions` as open; with no sessions messages stay dense."""
         self._passes.append(tuple(sessions))
         try:
             yield
@@ -71,7 +71,7 @@ class Sessions:
 
 
 def layers_of(chunk: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
-    """Yield the chunk, and what it wraps: Megatron's wrappers keep that as `module`."""
+    """Yield the chunk and every module inside its wrappers: Megatron's wrappers keep the wrapped one as `module`."""
     while chunk is not None:
         yield chunk
         chunk = getattr(chunk, "module", None)

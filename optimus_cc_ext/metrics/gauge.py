@@ -12,9 +12,9 @@ __all__ = ["Gauge", "norm"]
 
 
 def norm(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Return the Frobenius norm of `tensor`, 0-dim fp64, in scratch memory; rows are summed in fp32, the rows' norms in
-    fp64.
+    """Return the Frobenius norm of `tensor`, 0-dim fp64, in scratch memory.
 
+    The norm of each row is taken in fp32, and the norm of the norms of all rows in fp64.
     Summing everything in fp64 would copy the tensor, at 8 bytes a value. In fp32 the sum of a long row drifts, by 4e-4
     at 1e7 values on a CPU, so flat tensors are split into rows.
     """

@@ -152,9 +152,7 @@ def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: 
 
 
 def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
-    """Return (rows, columns, rank) of each of a layer's matrices, on one tensor rank, for which low rank
-    saves bytes.
-    """
+    """Return the shapes of a layer's matrices that low rank shrinks, as (rows, columns, rank) on one tensor rank."""
     found = []
     for place, (inputs, outputs) in enumerate(job.model.layer_matrices):
         # QKV and the first MLP matrix are split by outputs, the other two by inputs.

@@ -76,7 +76,7 @@ class FusedEmbeddingSync(Technique):
         part in it."""
 
         self.sharded = False
-        """Whether the group sums the distributed optimizer's shards."""
+        """True if the group sums the distributed optimizer's shards."""
 
         self.left_out = False
         """Whether the last reduction over the replicas left the embedding out, so that it is still to be reduced."""
@@ -101,9 +101,12 @@ class FusedEmbeddingSync(Technique):
         self.group, self.sharded = group, sharded
 
     def takes_over(self, in_step: bool) -> bool:
-        """Whether this sums the embedding in place of Megatron where gradients are finalised, in a step or outside.
+        """Return whether this technique, and not Megatron, sums the embedding when gradients are finalised.
 
-        A bucket that left the embedding out relies on this, whenever its gradients are finalised.
+        A bucket that left the embedding out relies on the answer, whenever its gradients are finalised.
+
+        Args:
+            in_step: whether the gradients are finalised inside a training step.
         """
         return self.group is not None and (self.left_out or (self.sharded and in_step))
 

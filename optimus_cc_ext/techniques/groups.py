@@ -1,4 +1,4 @@
-"""Process groups of our own: made by their members alone, with the options of the group whose work they take over."""
+"""Process groups of this package: made by their members alone, with the options of the group that they replace."""
 
 import copy
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ def new_group(
     """Make a process group of which only the members, this rank among them, take part in making it.
 
     Args:
-        ranks: of the members, in any order; the group sorts them.
-        like: the group whose work the new one takes over. Where NCCL does that work the new group gets its options:
+        ranks: the members' ranks, in any order; torch sorts them.
+        like: the group that the new group replaces. If NCCL runs that group, the new group gets a copy of its options:
             the limits of `--nccl-communicator-config-path`, the priority of its streams, its time limit. gloo has no
             such options. None: torch's defaults.
-        description: what NCCL's logs and torch's flight recorder show.
-        timeout: the limit on every wait, where `like` says nothing; None: torch's default.
+        description: the name in NCCL's logs and in torch's flight recorder.
+        timeout: the limit on every wait if NCCL does not run `like`; None: torch's default.
     """
     options = None if like is None else _nccl_options(like)
     return dist.new_group(
@@ -33,9 +33,9 @@ def new_group(
 
 
 def _nccl_options(group: dist.ProcessGroup) -> Any:
-    """Return a copy of the options that NCCL runs a group with; None where NCCL does not run it.
+    """Return a copy of a group's NCCL options; None if another backend runs the group.
 
-    A copy, because torch writes the ranks and the name of the new group into the options that it is given.
+    It is a copy because torch writes the ranks and the name of the new group into the options.
     """
     if not dist.is_nccl_available():
         return None
@@ -48,40 +48,40 @@ def _nccl_options(group: dist.ProcessGroup) -> Any:
 
 
 def groups_of_this_rank() -> int:
-    """The number of process groups that this rank is a member of, which torch makes names of."""
+    """Return the number of process groups that this rank is a member of; torch makes names of that number."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 class NewGroups:
-    """Makes the process groups of one session on one rank.
+    """Maker of the process groups of one session on one rank.
 
     torch names such a group by its ranks and by the number of groups that a process has. Megatron's first stage has one
     more than its last, and a process with a second model many more: named differently, members would wait for each
     other for ever. So each rank first fills up with groups of itself alone to the largest number in the model.
 
     Args:
-        places: of all ranks of the model.
-        like: the group of the replicas, whose work ours take over; see `new_group`.
-        timeout: the time limit of the groups, where `like` says nothing.
+        places: the places of all ranks of the model.
+        like: the group of the replicas, which the new groups replace; see `new_group`.
+        timeout: the time limit of the groups if NCCL does not run `like`.
     """
 
     def __init__(self, places: Sequence[RankPlace], like: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         self.places = places
         self.made: dict[str, dist.ProcessGroup] = {}
-        """By description, the groups that were made for techniques."""
+        """The groups that techniques have asked for, by description."""
 
         self._names = max(place.groups for place in places)
         self._like, self._timeout = like, timeout
 
     def alone(self) -> dist.ProcessGroup:
-        """The group of this rank only, which all techniques that need one share."""
+        """Return the group of this rank alone, which all techniques share."""
         name = "OPTIMUS_CC_ALONE"
         if name not in self.made:
             self.make([[dist.get_rank()]], name)
         return self.made[name]
 
     def make(self, members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
-        """The group of this rank among disjoint `members`; None where it is in none of them.
+        """Make the groups `members`, which are disjoint; return this rank's group, None if this rank is in none.
 
         All ranks of the model call this for the same groups, in the same order. Only members wait for one another.
         """
@@ -97,7 +97,7 @@ class NewGroups:
 
     @property
     def line(self) -> str | None:
-        """See `communicator_line`; None where NCCL does not run the groups."""
+        """The line of `communicator_line` for these groups; None if NCCL does not run them."""
         if all(_nccl_options(group) is None for group in self.made.values()):
             return None
         return communicator_line({name: group.size() for name, group in self.made.items()})
@@ -110,15 +110,15 @@ Measured on A100 GPUs with NVLink, at NCCL's default number of channels (https:/
 
 
 def communicator_bytes(ranks: int) -> int:
-    """Return the GPU memory that NCCL takes for one more communicator of so many ranks, at most.
+    """Return an upper bound in bytes of the GPU memory that NCCL takes for one more communicator of `ranks` ranks.
 
-    One rank alone is connected to nobody, and counts as nothing.
+    A communicator of one rank has no connections and counts as 0.
     """
     return 0 if ranks < 2 else _OF_A_PAIR if ranks == 2 else _OF_MORE
 
 
 def communicator_line(sizes: dict[str, int]) -> str | None:
-    """Return what groups of our own take on a rank, by their names and numbers of ranks; None where there are none."""
+    """Return the log line about the memory of new groups, given as names with numbers of ranks; None without groups."""
     if not sizes:
         return None
     named = ", ".join(f"{name} of {ranks} {'rank' if ranks == 1 else 'ranks'}" for name, ranks in sizes.items())

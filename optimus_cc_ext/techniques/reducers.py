@@ -231,14 +231,15 @@ class SideStream:
 
 
 class Reduction:
-    """The reduction of a bucket group: begun when it is made, finished by `wait`, which `finish_grad_sync` calls.
+    """The reduction of a bucket group: it begins when it is made, and ends in `wait`, which `finish_grad_sync` calls.
 
-    The reductions of a rank are a pipeline of two phases: each, when it begins, lets the one before it go on to the
-    `second_phase`, so that what follows from its first collectives travels while the backward pass goes on. Only the
-    last one's second phase begins in `wait`. Replicas begin in the same order, so they agree on it.
+    The reductions of a rank form a pipeline of two phases. A reduction that begins also begins the `second_phase` of
+    the reduction before it, so that the second phase (factors Q, or the gather of sums) travels during the backward
+    pass. Only the last reduction's second phase begins in `wait`. Replicas begin reductions in the same order, and so
+    their collectives match.
 
     Args:
-        under_way: the reducers of this rank whose second phase is still to begin, which all its reductions share.
+        under_way: the reducers of this rank whose second phase has not begun; all its reductions share the list.
         side: the stream it runs on, if the backward pass goes on meanwhile.
         whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
     """
@@ -250,7 +251,7 @@ class Reduction:
         with self._beside():
             for reducer in reducers:
                 reducer.start(whole)
-            # Behind the own first phase, which then is on its way while the one before it is waited for.
+            # After this reduction's first phase is posted: it travels while the one before is waited for.
             self._go_on()
         under_way.extend(reducers)
 

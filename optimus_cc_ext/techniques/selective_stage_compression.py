@@ -166,7 +166,7 @@ class SelectiveStageCompression(Technique):
         """The reducers of all buckets that we reduce, in the order in which they were made."""
 
         self.under_way: list[Reducer] = []
-        """The reducers whose second phase is still to begin; see `Reduction`."""
+        """The reducers whose second phase has not begun; see `Reduction`."""
 
         self._stream: SideStream | None = None
         self._single_rank: set[str] = set()
@@ -207,7 +207,8 @@ class SelectiveStageCompression(Technique):
     def begin(self, this: Iteration) -> None:
         """See `Technique.begin`."""
         super().begin(this)
-        self.under_way.clear()  # what a pass that failed has left would write into this one's gradients
+        # Reductions that a failed pass left behind would write into the gradients of this pass.
+        self.under_way.clear()
         self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
 
     @property

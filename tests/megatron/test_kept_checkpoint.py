@@ -27,7 +27,7 @@ ARGUMENTS = SimpleNamespace(
 
 
 def train(passes: int) -> Any:
-    """The session of a run that has made so many passes."""
+    """Run `passes` training passes on this rank, and return the session that compressed them."""
     own_loops.start(2)
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",

@@ -1,4 +1,4 @@
-"""Guard the language rules of CONTRIBUTING.md that a program can check: how docstrings open, what pages define."""
+"""Guard the one language rule of CONTRIBUTING.md that a program can check: how docstrings open."""
 
 import ast
 import re
