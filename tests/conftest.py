@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 # Set at import, before a test module imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# All ranks of a test run on this machine; compression is for messages between nodes.
+os.environ.setdefault("OPTIMUS_CC_NODE", "ranks:1")
 
 # No deadline for a single example, and none for making it: on a machine that is busy they measure the machine.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -75,11 +75,12 @@ def place(session: Session, model: Any) -> None:
     needs_pair = session.config.fused_embedding_sync and layout.distributed_optimizer
     if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")
-    note = session.place(grid, layout)
-    lines = (note, grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0")))) if session.config.any_technique else ()
+    lines = session.place(grid, layout)
+    placement = grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) if session.config.any_technique else None
+    if placement is not None:
+        lines.append(placement)
     for line in lines if grid.is_first else ():
-        if line is not None:
-            print(f"optimus-cc: {line}", flush=True)
+        print(f"optimus-cc: {line}", flush=True)
 
 
 def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:

@@ -13,6 +13,7 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import groups_of_this_rank
+from optimus_cc_ext.techniques.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.techniques.state import state_dtype
 
 __all__ = ["Machine", "agree"]
@@ -33,17 +34,17 @@ class Machine:
     """Of the default group."""
 
 
-def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], str | None]:
+def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], list[str]]:
     """Everyone's place in the grid, and what there is to say. Collective over all ranks of the model.
 
     Kernels that cannot be compiled on one rank are used on none.
 
     Raises:
         RanksDisagree: on all ranks: two run with different settings, or compute with what gives different bits, or
-            one of them did not come.
+            one of them did not come; or OPTIMUS_CC_NODE is set for some of them only.
     """
     kernels, failure = _kernels(config, grid.dtype)
-    place = replace(grid.place, groups=groups_of_this_rank())
+    place = replace(grid.place, groups=groups_of_this_rank(), node=this_node(dist.get_rank()))
     mine = (place, config, layout, _machine(kernels), failure)
     grid.meet()
     everyone = grid.gather(mine)
@@ -54,6 +55,12 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
                 f"{config}, {layout} against {other_config}, {other_layout}. Start all ranks with the same flags."
             )
     places = [other for other, *_ in everyone]
+    named, unnamed = ([other.rank for other in places if other.node.chosen is chosen] for chosen in (True, False))
+    if named and unnamed:
+        raise RanksDisagree(
+            f"{VARIABLE} is set on rank {named[0]} and not on rank {unnamed[0]}: which ranks share a node is not "
+            "known. Set it on all ranks, or on none."
+        )
     fallen = [(other.rank, reason) for other, *_, reason in everyone if reason is not None]
     if fallen:
         fast.use_torch()
@@ -66,13 +73,14 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
                     f"{theirs}. Replicas, and both ends of a link, would drift apart. Run all ranks on GPUs of one "
                     "model, in one environment."
                 )
-    if not fallen:
-        return places, None
-    rank, reason = fallen[0]
-    return places, (
-        f"Triton's kernels do not work on rank {rank} ({reason}): all ranks compress with torch, which takes longer. "
-        "They need a C compiler and Python's headers on every node"
-    )
+    line = nodes_line([other.node for other in places])
+    notes = [] if line is None else [line]
+    for rank, reason in fallen[:1]:
+        notes.append(
+            f"Triton's kernels do not work on rank {rank} ({reason}): all ranks compress with torch, which takes "
+            "longer. They need a C compiler and Python's headers on every node"
+        )
+    return places, notes
 
 
 def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None]:

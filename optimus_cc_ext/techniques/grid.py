@@ -4,7 +4,7 @@ Nothing here waits for a rank outside of the model: a job may have ranks that tr
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.placement import Placement, placement_line
+from optimus_cc_ext.techniques.nodes import Node
 
 __all__ = ["Grid", "RankPlace"]
 
@@ -32,6 +33,9 @@ class RankPlace:
     tensor_rank: int
     groups: int = 0
     """Number of process groups that the rank is a member of; see `groups.NewGroups`."""
+
+    node: Node = field(default_factory=Node)
+    """The node that holds the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,8 +160,8 @@ class Session:
 
     # -- placing ------------------------------------------------------------------------------------------------
 
-    def place(self, grid: Grid, layout: Layout) -> str | None:
-        """Take a place in the grid, once; what there is to say about it.
+    def place(self, grid: Grid, layout: Layout) -> list[str]:
+        """Take a place in the grid, once; the log lines about it.
 
         Collective over all ranks of the model where a technique is on, and of no others; with every technique off it
         waits for nobody.
@@ -171,16 +171,16 @@ class Session:
             RanksDisagree: ranks run with different settings, or on machines that give different bits.
         """
         if self.grid is not None:
-            return None
+            return []
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
         if not self.config.any_technique:
-            return None
-        places, note = agree(grid, self.config, layout)
+            return []
+        places, notes = agree(grid, self.config, layout)
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
             technique.place(grid, layout, self.new_groups)
-        return note
+        return notes
 
     @property
     def alone(self) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.nodes import VARIABLE
 from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 
@@ -26,7 +27,7 @@ def _place(configs) -> str:
         pipeline_group=dist.group.WORLD, timeout=datetime.timedelta(seconds=5),
     )  # fmt: skip
     try:
-        return session.place(grid, LAYOUT) or "agreed"
+        return "; ".join(line for line in session.place(grid, LAYOUT) if VARIABLE not in line) or "agreed"
     except RanksDisagree as error:
         return str(error)
 
@@ -95,6 +96,16 @@ def test_kernels_that_one_rank_cannot_compile_are_used_on_none():
     for said, kernels_in_use in run_ranks(2, _place_with, CB, _no_compiler_on_rank_1, timeout=60):
         assert said.startswith("Triton's kernels do not work on rank 1 (no C compiler): all ranks compress with torch")
         assert not kernels_in_use
+
+
+def _node_of_rank_0_alone() -> str:
+    os.environ[VARIABLE] = "a" if os.environ["RANK"] == "0" else ""
+    return _place([CB] * 2)
+
+
+def test_a_node_that_only_some_ranks_name_is_refused_on_all():
+    for rank, said in enumerate(run_ranks(2, _node_of_rank_0_alone, timeout=60)):
+        assert said.startswith("OPTIMUS_CC_NODE is set on rank 0 and not on rank 1"), rank
 
 
 def test_equal_settings_agree():

@@ -1,0 +1,95 @@
+"""Nodes of a run: which ranks share a node, and in how many levels a group of ranks adds up its gradients.
+
+Inside a node sums cost little; between nodes every byte counts. Where each of N nodes holds L ranks of a group, their
+gradients are added up exactly inside the node, and only the N sums cross the network, in few bits: two levels.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "this_node"]
+
+VARIABLE = "OPTIMUS_CC_NODE"
+"""The environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a
+domain of several machines. `ranks:L` stands for nodes of L consecutive ranks each."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Node:
+    """The node of one rank; ranks whose nodes have equal names share a node."""
+
+    name: str = ""
+    machine: str = ""
+    """The machine as NCCL tells machines apart: NCCL_HOSTID, or the host name and the id of the last boot."""
+
+    chosen: bool = False
+    """True if `OPTIMUS_CC_NODE` gave the name."""
+
+
+def this_node(rank: int, environment: Mapping[str, str] = os.environ) -> Node:
+    """Return the node of this process, which is `rank` of the world."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    machine = environment.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"
+    chosen = environment.get(VARIABLE)
+    if not chosen:
+        return Node(machine, machine)
+    kind, _, size = chosen.partition(":")
+    by_rank = kind == "ranks" and size.isdecimal() and int(size) > 0
+    return Node(f"ranks:{rank // int(size)}" if by_rank else chosen, machine, chosen=True)
+
+
+def nodes_line(nodes: Sequence[Node]) -> str | None:
+    """Return the log line about a choice of nodes that splits a machine or joins several; None: it does neither."""
+    names, machines = ({getattr(node, field) for node in nodes} for field in ("name", "machine"))
+    pairs = {(node.name, node.machine) for node in nodes}
+    if len(pairs) == len(names) == len(machines):
+        return None
+    return f"{VARIABLE} makes {_count(len(names), 'node')} of {_count(len(machines), 'machine')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """The levels in which a group of ranks adds up its gradients."""
+
+    nodes: int = 1
+    """N: the number of nodes that hold ranks of the group."""
+
+    members: int = 1
+    """L: the ranks of the group on each node, which add up exactly; 1: every rank sends to every other (one level)."""
+
+    reason: str = ""
+    """The reason for one level although a node holds several ranks of the group; empty: there is no such node."""
+
+    @property
+    def two(self) -> bool:
+        """True if sums of nodes cross, and not the gradients of every rank."""
+        return self.nodes > 1 and self.members > 1
+
+    @property
+    def inside(self) -> bool:
+        """True if nothing of the group leaves its node."""
+        return self.nodes == 1
+
+
+def levels_of(nodes: Sequence[str]) -> Levels:
+    """Return the levels of a group, given the node of each of its ranks, in the order of the group."""
+    distinct = dict.fromkeys(nodes)
+    members = len(nodes) // len(distinct)
+    if len(distinct) == 1:
+        return Levels(members=members)
+    if len(distinct) == len(nodes):
+        return Levels(nodes=len(distinct))
+    if len({nodes.count(node) for node in distinct}) > 1:
+        return Levels(nodes=len(distinct), reason="its nodes hold unequal numbers of its ranks")
+    if list(nodes) != [node for node in distinct for _ in range(members)]:
+        return Levels(nodes=len(distinct), reason="its ranks on a node do not follow each other")
+    return Levels(nodes=len(distinct), members=members)
