@@ -1,4 +1,6 @@
-"""`torchrun ... -m optimus_cc_ext [pretrain_gpt.py] <Megatron's flags> <ours>`: nothing is patched on disk."""
+"""Launcher: `torchrun ... -m optimus_cc_ext [pretrain_gpt.py] <Megatron's flags> <ours>` changes no file of
+Megatron's.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a training loop of one's own calls: install, begin and end of a step, metrics, state.
+"""Functions for custom training loops: install, begin and end of a step, metrics, state.
 
     config = preset("paper", stages=4, data_parallel=2)
     install(config, train_iters=1000)          # before the model is built
@@ -7,7 +7,7 @@
         ...                                    # megatron-core's forward_backward_func, optimizer.step()
         end_step(applied=updated, grad_norm=grad_norm, clip_grad=1.0)
 
-A whole loop: docs/custom-loops.md.
+docs/custom-loops.md shows a complete loop.
 """
 
 from collections.abc import Mapping
@@ -39,18 +39,19 @@ _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
 
 
 def install(config: OptimusConfig | None = None, *, train_iters: int | None = None) -> None:
-    """Make Megatron compress its communication, in this process. Once more with the same settings changes nothing.
+    """Make Megatron compress its communication in this process. A second call with the same settings changes nothing.
 
-    To be called before the model is built, and before Megatron parses its command line if `config` is None.
+    Call it before the model is built, and, if `config` is None, before Megatron parses its command line.
 
     Args:
-        config: what to do, for a training loop of one's own; None: flags on Megatron's command line say it.
-        train_iters: iterations of the whole run, which warm-ups are a fraction of.
+        config: the techniques and formats, for a custom training loop; None: read them from flags on Megatron's command
+            line.
+        train_iters: iterations of the whole run. Warm-ups are given as fractions of this number.
 
     Raises:
-        TypeError: `config` is something else than an OptimusConfig.
-        OptimusError: installed already, with other settings; or torch is too old.
-        UnsupportedMegatron: Megatron is missing, of an untested version, or a seam has moved.
+        TypeError: `config` is not an OptimusConfig.
+        OptimusError: Optimus-CC is already installed with other settings, or torch is too old.
+        UnsupportedMegatron: Megatron is missing, its version was not tested, or one of the wrapped functions has moved.
     """
     global _installation, _asked_for
     if config is not None and not isinstance(config, OptimusConfig):
@@ -73,7 +74,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
 
 
 def uninstall() -> None:
-    """Take every wrap off Megatron again. Does nothing where none is on."""
+    """Take every wrap off Megatron again. Does nothing if Optimus-CC is not installed."""
     global _installation
     if _installation is not None:
         _installation.remove()
@@ -89,18 +90,18 @@ def preset(
     distributed_optimizer: bool = False,
     **changes: object,
 ) -> OptimusConfig:
-    """A preset by its name, as far as the layout allows it: what `--optimus-cc NAME` stands for.
+    """Make the configuration that `--optimus-cc NAME` stands for, as far as the layout allows each of its techniques.
 
     Args:
         name: "paper" or "balanced".
-        stages: pipeline stages P.
-        data_parallel: replicas D.
-        tied_embeddings: whether the first stage's word embedding is the last stage's output weight as well.
-        distributed_optimizer: whether it is Megatron's, for parameters in bf16 or fp16.
-        changes: fields of OptimusConfig that win over the preset.
+        stages: number of pipeline stages.
+        data_parallel: number of data-parallel replicas.
+        tied_embeddings: True if the first stage's word embedding is also the last stage's output weight.
+        distributed_optimizer: True if Megatron's distributed optimizer trains parameters in bf16 or fp16.
+        changes: fields of OptimusConfig that override the preset.
 
     Raises:
-        FlagError: there is no such preset, or a change cannot work on this layout.
+        FlagError: there is no preset of this name, or one of the changes cannot work on this layout.
     """
     if name not in PRESETS:
         raise FlagError("preset", f"{name!r} is none", f"Give {' or '.join(PRESETS)}")
@@ -112,24 +113,26 @@ def preset(
 
 
 def begin_step(iteration: int | None = None, *, measured: bool = False) -> None:
-    """A training step begins. All forward-backward passes until `end_step` are it; a second one repeats the first.
+    """Mark the start of a training step. Further forward-backward passes before `end_step` rerun the first.
 
-    A step that was begun before and never ended was abandoned: it leaves no trace.
+    A step that was begun but never ended counts as abandoned: its changes of residuals and factors are discarded.
 
     Args:
-        iteration: completed ones; None: they are counted here.
-        measured: whether `collect_metrics` will be asked for errors, residuals and times of this step.
+        iteration: number of completed iterations; None: count them here.
+        measured: True if `collect_metrics` will be asked for errors, residual norms and times of this step.
     """
     _session().begin_step(iteration, measured=measured)
 
 
 def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad: float = 0.0) -> None:
-    """The training step ended.
+    """Mark the end of the training step.
 
     Args:
-        applied: whether the optimizer's update counted; False: it was skipped, and leaves no trace.
-        grad_norm: the norm of all gradients, before clipping; what an outlier leaves behind is shrunk as it was.
-        clip_grad: the norm that gradients were clipped to; 0: they were not.
+        applied: False if the optimizer skipped its update. The step's changes of residuals and factors are then
+            discarded.
+        grad_norm: global gradient norm before clipping; used to scale the residuals of unusually strongly clipped
+            steps.
+        clip_grad: the norm to which the gradients were clipped; 0: they were not clipped.
     """
     from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
@@ -137,10 +140,11 @@ def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad:
 
 
 def collect_metrics() -> dict[str, float]:
-    """What Megatron's log would get: traffic per step since the last call, and errors if the last step was measured.
+    """Return the values that Megatron's log would show: bytes per step since the last call, and the errors of a
+    measured step.
 
-    Collective over all ranks of the model, with the same result on each: call it on all or on none. Bytes are of all
-    these ranks together; names begin with "optimus-cc/".
+    Collective over all ranks of the model, with the same result on each: call it on all or on none. Bytes are summed
+    over these ranks; the names begin with "optimus-cc/".
 
     Raises:
         OptimusError: no forward-backward pass has run yet.
@@ -149,29 +153,29 @@ def collect_metrics() -> dict[str, float]:
 
     session = _session()
     if session.grid is None:
-        raise OptimusError("there is nothing to report before the first training step")
+        raise OptimusError("collect_metrics: no training step has run yet. Call it after the first end_step")
     return session.report(training_device()).scalars()
 
 
 def state_dict() -> dict[str, Any]:
-    """All that this rank needs to go on from here: residuals, factors, counters. Save it beside the model's.
+    """Return the state that this rank needs to resume: residuals, factors, counters. Save it beside the model's state.
 
-    Tensors are not copies. Within a step it is the state before the step.
+    The tensors are not copies. Within a step, the result is the state before that step.
     """
     return _session().state_dict()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Go on from what `state_dict` returned on this rank.
+    """Resume from the state that `state_dict` returned on this rank.
 
     Raises:
-        ValueError: it does not fit what is switched on here; then nothing is changed.
+        ValueError: the state does not fit the techniques that are switched on here; nothing is changed then.
     """
     _session().load_state_dict(state)
 
 
 def current_session() -> "Session | None":
-    """The state of the installation in this process, once its configuration is known."""
+    """Return the session of the installation in this process; None before its configuration is known."""
     return _installation.session if _installation is not None else None
 
 

@@ -1,11 +1,12 @@
-"""Megatron-Bridge: one callback of its `pretrain()` is all there is to switch on.
+"""Callback for Megatron-Bridge: passing it to Bridge's `pretrain()` switches compression on.
 
     from optimus_cc_ext.bridge import Compression
 
     pretrain(config, forward_step, callbacks=[Compression(config, "paper")])
 
-Bridge has a training loop, a log and checkpoints of its own around megatron-core. Messages and gradients pass through
-what is wrapped there; steps, metrics and state come through its callbacks (megatron/bridge/training/callbacks.py).
+Bridge has its own training loop, log and checkpoints around megatron-core. Activation gradients and bucket reductions
+go through the wrapped functions of megatron-core; steps, metrics and state come through Bridge's callbacks
+(megatron/bridge/training/callbacks.py).
 """
 
 import os
@@ -28,20 +29,20 @@ _UNSUPPORTED = (
     ("checkpoint.non_persistent_save_interval", lambda c: getattr(c.checkpoint, "non_persistent_save_interval", None)),
     ("checkpoint.async_save", lambda c: getattr(c.checkpoint, "async_save", False)),
 )
-"""Settings of a ConfigContainer that do not work with compression, or with its state in checkpoints."""
+"""Settings of a ConfigContainer that do not work with compression, or with the compressors' state in checkpoints."""
 
 
 class Compression:
-    """A callback that compresses a run of Megatron-Bridge's; made before `pretrain`, because models are built there.
+    """Callback that compresses a run of Megatron-Bridge. Make it before calling `pretrain`, which builds the model.
 
     Args:
         config: Bridge's ConfigContainer.
-        compression: a preset's name, or an OptimusConfig.
-        changes: fields of OptimusConfig that win over the preset.
+        compression: name of a preset, or an OptimusConfig.
+        changes: fields of OptimusConfig that override the preset.
 
     Raises:
-        FlagError: a setting of either side does not work with the other.
-        UnsupportedMegatron: this megatron-core was not tested.
+        FlagError: a setting of Bridge and a setting of Optimus-CC do not work together.
+        UnsupportedMegatron: this version of megatron-core was not tested.
     """
 
     def __init__(self, config: Any, compression: str | OptimusConfig = "paper", **changes: object) -> None:
@@ -62,7 +63,7 @@ class Compression:
         install(compression, train_iters=config.train.train_iters)
 
     def on_train_start(self, context: Any) -> None:
-        """The model and a checkpoint are loaded: take the compressors' state beside it."""
+        """Load the compressors' state from beside the checkpoint, once Bridge has loaded the model from it."""
         from optimus_cc_ext.checkpoint.beside import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
@@ -71,15 +72,17 @@ class Compression:
             resume_beside(session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 
     def on_train_step_start(self, context: Any) -> None:
-        """See `api.begin_step`."""
+        """Begin a step of the session (`api.begin_step`)."""
         step = context.state.train_state.step
         begin_step(step, measured=_due(context, step + 1))
 
     def on_train_step_end(self, context: Any) -> None:
-        """See `api.end_step`; at Bridge's logging interval, our lines and scalars go where its own go."""
+        """End the session's step (`api.end_step`). At Bridge's logging interval, print and log our metrics beside
+        Bridge's own.
+        """
         clip_grad = context.state.cfg.optimizer.clip_grad
         end_step(applied=not context.skipped_iter, grad_norm=context.grad_norm, clip_grad=clip_grad)
-        # Bridge counts the step after this callback.
+        # Bridge increments its step counter after this callback.
         step = context.state.train_state.step + 1
         if not _due(context, step):
             return
@@ -91,11 +94,11 @@ class Compression:
         if state.wandb_logger is not None:
             state.wandb_logger.log(metrics, step)
         if os.environ.get("RANK", "0") == "0":
-            said = " | ".join(f"{name.removeprefix('optimus-cc/')}: {value:.4g}" for name, value in metrics.items())
-            print(f"  optimus-cc step {step} | {said}", flush=True)
+            text = " | ".join(f"{name.removeprefix('optimus-cc/')}: {value:.4g}" for name, value in metrics.items())
+            print(f"  optimus-cc step {step} | {text}", flush=True)
 
     def on_checkpoint_save(self, context: Any) -> None:
-        """A checkpoint is complete: put the compressors' state beside it."""
+        """Save the compressors' state beside the checkpoint that Bridge has just completed."""
         from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
@@ -105,7 +108,7 @@ class Compression:
 
 
 def _gathers(config: Any) -> bool:
-    """Whether the distributed optimizer gathers 16-bit parameters that it copies over from fp32 ones."""
+    """Return whether the distributed optimizer gathers 16-bit parameters that it copies from fp32 main parameters."""
     sharded = getattr(config.ddp, "use_distributed_optimizer", False)
     in_16_bits = getattr(config.model, "bf16", False) or getattr(config.model, "fp16", False)
     return sharded and in_16_bits and not getattr(config.optimizer, "use_precision_aware_optimizer", False)
@@ -113,7 +116,7 @@ def _gathers(config: Any) -> bool:
 
 def _iteration_folder(checkpoints: str, step: int) -> Path:
     folder = Path(checkpoints)
-    # Bridge loads a folder of checkpoints, or one of them.
+    # Bridge accepts a folder of checkpoints, or the folder of one checkpoint.
     return folder if folder.name.startswith("iter_") else folder / f"iter_{step:07d}"
 
 
@@ -122,7 +125,7 @@ def _due(context: Any, step: int) -> bool:
 
 
 def _arguments(config: Any) -> SimpleNamespace:
-    """Bridge's configuration, by the names that Megatron's arguments have for it."""
+    """Translate Bridge's configuration to Megatron's argument names, as far as the state files record them."""
     model, sizes = config.model, ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     return SimpleNamespace(
         world_size=int(os.environ.get("WORLD_SIZE", "1")),

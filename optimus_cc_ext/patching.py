@@ -13,9 +13,10 @@ _ABSENT = object()
 
 
 class Patches(ExitStack):
-    """Replaced attributes and environment variables; leaving it, or `close`, restores them in reverse order.
+    """Replaced attributes and environment variables. Leaving the context, or `close`, restores them in reverse order.
 
-    An attribute that somebody else has replaced again since is left alone: the original behind that wrap would be lost.
+    An attribute that other code has replaced again in the meantime is left alone, because restoring it would remove
+    that code's wrap.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,9 @@ class Patches(ExitStack):
         self._replaced: set[tuple[int, str]] = set()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name`. What the owner itself holds is restored, not what it inherits from a class."""
+        """Replace `owner.name`. Undoing restores the owner's own attribute, or deletes the new one if it was
+        inherited.
+        """
         self.callback(_restore, owner, name, value, vars(owner).get(name, _ABSENT))
         setattr(owner, name, value)
         self._replaced.add((id(owner), name))
@@ -36,7 +39,7 @@ class Patches(ExitStack):
         """Make every call of `owner.name` a call of `hook(original, *args, **kwargs)`.
 
         Args:
-            owner: a module, a class, or an object, whose method is then wrapped for this object only.
+            owner: a module, a class, or an object. An object's method is wrapped for this object only.
         """
         wrapper = around(hook)(getattr(owner, name))
         is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
@@ -52,7 +55,7 @@ class Patches(ExitStack):
 
 
 def around(hook: Callable[..., Any], *bound: Any) -> Callable[[Any], Any]:
-    """Make what wraps a function: each of its calls becomes `hook(*bound, original, *args, **kwargs)`."""
+    """Make a decorator: each call of the decorated function becomes `hook(*bound, original, *args, **kwargs)`."""
 
     def wrap(original: Any) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,10 +1,10 @@
-"""GPT pretraining for those who have Megatron's wheel and no checkout, on megatron.training's API of 0.19.
+"""GPT pretraining for users of Megatron's wheel who have no Megatron-LM checkout, on megatron.training's API of 0.19.
 
-The same training as pretrain_gpt.py of a Megatron-LM checkout (core_v0.19), bit for bit, for plain GPT
-pretraining: indexed or mock data; tensor, pipeline (interleaved or not) and data parallelism; evaluation.
-What else that script can do (packed sequences, fill-in-the-middle, distillation) is refused by name.
+It trains exactly as pretrain_gpt.py of a Megatron-LM checkout (core_v0.19), bit for bit, for plain GPT pretraining:
+indexed or mock data; tensor, pipeline (interleaved or not) and data parallelism; evaluation. The other features of that
+script (packed sequences, fill-in-the-middle, distillation) are refused by name.
 
-It neither installs hooks nor chooses the device: ``python -m optimus_cc_ext`` does that before it comes here.
+It neither installs hooks nor chooses the device: ``python -m optimus_cc_ext`` does both before it calls `main`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["main"]
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
-# Attribute of Megatron's arguments -> the flag to leave out. These need parts of a checkout, or batches of
-# another form.
+# Attribute of Megatron's arguments -> the flag to leave out. These flags need modules that only a checkout has, or
+# batches with other tensors.
 REFUSED = {
     "sft": "--sft",
     "fim_data": "--fim-data",
@@ -64,8 +64,11 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> dict[str, Any]:
-    """The next micro-batch: BATCH_KEYS to tensors [micro-batch, sequence], or to None where this stage has no
-    use for it. The first tensor-parallel rank reads it and sends it to the others."""
+    """Return the next micro-batch: BATCH_KEYS to tensors [micro-batch, sequence], or to None on stages that need no
+    data.
+
+    The first tensor-parallel rank reads the batch and sends it to the others.
+    """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
 
@@ -73,7 +76,7 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        assert data_iterator is not None  # the datasets are built on this rank: needs_datasets
+        assert data_iterator is not None  # needs_datasets is true on this rank
         sample = next(data_iterator)
         present = {key: sample[key] for key in BATCH_KEYS if sample.get(key) is not None}
         batch = dict.fromkeys(BATCH_KEYS)
@@ -99,7 +102,7 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
 def masked_loss(
     loss_mask: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of the counted tokens, their number (int32), and both again for Megatron's log.
+    """Return the sum of the losses of the counted tokens, their number (int32), and both again for Megatron's log.
 
     loss_mask and token_losses: [micro-batch, sequence].
     """
@@ -122,7 +125,10 @@ def masked_loss(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, LossFunction]:
-    """One micro-batch through this stage's layers; Megatron calls the returned function on the last stage."""
+    """Run one micro-batch through this stage's layers.
+
+    Returns the stage's output, and the loss function that Megatron calls on the last stage.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -139,12 +145,14 @@ def forward_step(
 
 
 def needs_datasets(vp_stage: int | None = None) -> bool:
-    """Whether this rank reads data: the first tensor-parallel rank of the first and of the last stage."""
+    """Return whether this rank reads data: the first tensor-parallel rank of the first and of the last stage does."""
     return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test datasets, ``num_samples`` long; None on a rank that reads none."""
+    """Build the training, validation and test datasets with ``num_samples`` samples each; None on a rank that reads no
+    data.
+    """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -177,12 +185,14 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return tuple(BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build())
 
 
-# Megatron calls it on every rank, not only where tensor-parallel rank is 0: the builder has collectives.
+# Tells Megatron to call build_datasets on every rank, not only on tensor-parallel rank 0: the builder has collectives.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Parse Megatron's command line and train; ends with status 2 for a flag that only a checkout's script supports."""
+    """Parse Megatron's command line and train. A flag that only a checkout's script supports ends the process with
+    status 2.
+    """
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     try:
         refuse_unsupported(args)

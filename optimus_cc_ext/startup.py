@@ -1,4 +1,4 @@
-"""What happens in a process before Megatron is imported: for the launcher, and for a patched pretrain_gpt.py."""
+"""Prepare a process before Megatron is imported: for the launcher, and for a patched pretrain_gpt.py."""
 
 import os
 import runpy
@@ -14,10 +14,10 @@ __all__ = ["launch", "prepare"]
 
 
 def launch(argv: list[str]) -> None:
-    """Run a Megatron training script, or our own entry, with Optimus-CC installed.
+    """Run a Megatron training script, or our own entry point, with Optimus-CC installed.
 
     Args:
-        argv: the command line without the program's name: a script first, or flags only.
+        argv: the command line without the program's name: the path of a script and its flags, or flags only.
     """
     script = argv[0] if argv and not argv[0].startswith("-") else None
     if script is None:
@@ -26,7 +26,7 @@ def launch(argv: list[str]) -> None:
         return
     if not Path(script).is_file():
         exit_with(f"{script}: no such script. Give the path of pretrain_gpt.py, or no script at all")
-    # As python does for a script: its folder comes first, so that its neighbours can be imported.
+    # Python puts a script's folder first in sys.path, so that the script can import its neighbours. So do we.
     sys.path.insert(0, str(Path(script).resolve().parent))
     prepare()
     sys.argv = argv
@@ -34,10 +34,12 @@ def launch(argv: list[str]) -> None:
 
 
 def prepare() -> None:
-    """Choose the device, let Megatron's command line know our flags, and say so once; children end with the process.
+    """Choose the device and install Optimus-CC, so that Megatron's parser knows our flags; print the device and
+    Megatron's path.
 
-    The first lines under `if __name__ == "__main__"`: what imports Megatron's functions by name comes later.
-    Where this machine or this Megatron cannot work, the process ends with status 2, the reason, and where it is.
+    Call it first under `if __name__ == "__main__"`, before modules that import Megatron's functions by name. Child
+    processes end with this process. If this machine or this Megatron cannot be used, the process ends with status 2 and
+    a message that names the reason, the rank and the host.
     """
     parent_death.install()
     try:
@@ -67,7 +69,10 @@ def _run_own_entry(argv: list[str]) -> None:
 
 
 def _which_megatron() -> str:
-    """megatron is a namespace package: its core and its training part can come from different places."""
+    """Return the log line with the folder of Megatron.
+
+    megatron is a namespace package: megatron.core and megatron.training can lie in different folders.
+    """
     import megatron.core
     import megatron.training
 

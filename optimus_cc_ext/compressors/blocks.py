@@ -1,14 +1,15 @@
-"""Blocks of values in a few bits each: the messages between stages and among replicas where low rank costs loss.
+"""Codec of blocks: encodes values in few bits each, for messages between stages and among replicas where low rank costs
+loss.
 
     1. y = H (s x) / 128           random signs, Hadamard matrix of 128 x 128; without rotation y = x
-    2. scale = max |y| / largest   rounded to bf16, as it travels
+    2. scale = max |y| / largest   rounded to bf16, as it is sent
     3. code = round(y / scale)     to nearest
     4. x' = s H (scale code)
 
-`formats` has the largest code of each format, and how codes are packed. A NaN or Inf makes its block's scale NaN or
-Inf, and so reaches every value that is decoded from it. Decoded values depend on the message alone, to the bit, and not
-on who decodes it: products of codes and scales are exact in fp32, and so are the sums that a rotation makes of codes,
-which are integers below 2^14.
+`formats` has the largest code of each format, and the packing of codes. A NaN or Inf makes its block's scale NaN or
+Inf, and so reaches every value that is decoded from this block. Decoded values depend on the message alone, to the bit,
+and not on the rank that decodes it: products of codes and scales are exact in fp32, and so are a rotation's sums of
+codes, which are integers below 2^14.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,68 +26,72 @@ from optimus_cc_ext.compressors.scratch import Scratch
 __all__ = ["BlockLayout", "Codec", "Piece", "blocks_in", "hadamard", "joined"]
 
 _ALIGNMENT = 16
-"""Bytes that a GPU loads at once: the sections of a message begin at multiples of it."""
+"""Bytes that a GPU loads at once. The sections of a message begin at multiples of this number."""
 
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
-"""Blocks that are encoded at once: 1 MiB in fp32, which is still in a CPU's cache when the next pass reads it; on a GPU
-so many that launches cost less than the work that they launch."""
+"""Number of blocks that are encoded at once. On a CPU they take 1 MiB in fp32, which is still in the cache when the
+next pass reads it; on a GPU there are so many that launches cost less than the work that they launch.
+"""
 
 Ranges = Sequence[tuple[int, int]]
-"""(start, length) of values in a flat tensor."""
+"""Ranges of values in a flat tensor, as (start, length)."""
 
 
-# --- which values become which blocks of which message -----------------------------------------------------
+# --- layout: which values become which blocks of which message ---------------------------------------------
 
 
 def blocks_in(numel: int) -> int:
-    """Count the blocks that so many values next to each other take; the last one may be a short one."""
+    """Count the blocks that `numel` adjacent values take; the last block may be a short one."""
     return -(-numel // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Values that lie next to each other, and the blocks of a message that they become."""
+    """Piece: adjacent values of a flat tensor, and the blocks of a message that they become."""
 
     start: int
-    """Place of the first value in the flat tensor."""
+    """Offset of the first value in the flat tensor."""
 
     numel: int
     block: int
-    """The first of their blocks. All are full but the last one, which `numel` may leave short."""
+    """Number of the first block. All blocks of a piece are full but the last one, which may be short."""
 
 
 class BlockLayout:
-    """N equally long messages, of which each takes its blocks, and values that are sent as they are, from its ranges.
+    """Layout of N equally long messages. Each message takes encoded blocks, and dense values, from its ranges of a flat
+    tensor.
 
-    A message is [dense values | scales, bf16 | codes], each section as long as the longest of all messages needs it,
-    so that all are equally long and every replica knows every length. No block crosses the end of a range. A short
-    block is filled up with zeros: it costs the bytes of a full one.
+    A message is [dense values | scales, bf16 | codes]. Each section is as long as the longest of all messages needs it,
+    so that all messages are equally long and every replica knows every length. No block crosses the end of a range. A
+    short block is filled up with zeros, and costs the bytes of a full block.
 
     Args:
-        coded: by message: (start, length) of encoded values, in elements of the flat tensor.
-        dense: by message: (start, length) of values that are sent as they are.
+        coded: for each message, (start, length) of encoded values, in elements of the flat tensor.
+        dense: for each message, (start, length) of values that are sent uncompressed.
     """
 
     def __init__(self, coded: Sequence[Ranges], dense: Sequence[Ranges] | None = None) -> None:
         self.pieces = tuple(tuple(_pieces(ranges)) for ranges in coded)
-        """Encoded values, by message."""
+        """Pieces of encoded values, by message."""
 
         self.dense = tuple(tuple(joined(ranges)) for ranges in dense or [()] * len(coded))
-        """Values that are sent as they are, by message: ranges that lie next to each other are one."""
+        """Ranges of dense values, by message. Adjacent ranges are joined."""
 
         self.blocks = max((last.block + blocks_in(last.numel) for *_, last in filter(None, self.pieces)), default=0)
-        """Blocks in each message; a message that has fewer has unused ones at its end."""
+        """Number of blocks in each message. A message with fewer blocks leaves the last ones unused."""
 
         self.dense_numel = max((sum(length for _, length in ranges) for ranges in self.dense), default=0)
-        """Dense values in each message; unused ones at its end."""
+        """Number of dense values in each message. A message with fewer values leaves the last ones unused."""
 
     @classmethod
     def of_one(cls, numel: int) -> "BlockLayout":
-        """Lay out one message of one flat tensor, all of it encoded."""
+        """Lay out one message that encodes a whole flat tensor."""
         return cls([[(0, numel)]])
 
     def of_message(self, index: int, start: int = 0) -> "BlockLayout":
-        """Make the layout of one of these messages, as long as they all are; offsets are relative to `start`."""
+        """Make the layout of the message `index` alone, padded to the common message length; offsets are relative to
+        `start`.
+        """
         layout = BlockLayout(())
         layout.pieces = (tuple(Piece(p.start - start, p.numel, p.block) for p in self.pieces[index]),)
         layout.dense = (tuple((at - start, length) for at, length in self.dense[index]),)
@@ -94,7 +99,7 @@ class BlockLayout:
         return layout
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return the smallest range of the flat tensor that holds all values of one message."""
+        """Return (start, end) of the smallest range of the flat tensor that holds all values of the message `index`."""
         pieces, dense = self.pieces[index], self.dense[index]
         starts = [piece.start for piece in pieces[:1]] + [start for start, _ in dense[:1]]
         ends = [piece.start + piece.numel for piece in pieces[-1:]] + [sum(last) for last in dense[-1:]]
@@ -102,11 +107,11 @@ class BlockLayout:
 
     @property
     def messages(self) -> int:
-        """N."""
+        """Number of messages, N."""
         return len(self.pieces)
 
     def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
-        """Return where scales and codes begin, and where the message ends, in bytes.
+        """Return the byte offsets at which the scales and the codes begin and the message ends.
 
         Args:
             code_bytes: bytes of one block's codes.
@@ -122,7 +127,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
-    """Join ranges that lie next to each other, where the first is of whole units."""
+    """Join adjacent ranges, if the first of them has a multiple of `unit` values."""
     found: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if found and sum(found[-1]) == start and found[-1][1] % unit == 0:
@@ -133,7 +138,7 @@ def joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def _pieces(ranges: Ranges) -> Iterator[Piece]:
-    """Cut ranges into blocks; those of whole blocks that lie next to each other become one piece."""
+    """Cut ranges into pieces of blocks; adjacent ranges of whole blocks become one piece."""
     block = 0
     for start, numel in joined(ranges, BLOCK):
         yield Piece(start, numel, block)
@@ -144,18 +149,19 @@ def _pieces(ranges: Ranges) -> Iterator[Piece]:
 
 
 class Codec:
-    """Encodes a flat tensor into messages of one format, and adds up what messages hold; with torch, on any device.
+    """Codec of one format: encodes a flat tensor into messages, and adds up the values of messages; with torch, on any
+    device.
 
-    `values` and `out` are flat tensors, bf16, fp16 or fp32, and may be views of a bucket; a message is flat uint8 of
-    `message_bytes`. All values of one codec's messages have one dtype. Nothing is differentiated, and nothing is
-    allocated once the shapes have been seen; calls must be ordered on one stream.
+    `values` and `out` are flat tensors in bf16, fp16 or fp32, and may be views of a bucket; a message is flat uint8 of
+    `message_bytes`. All values of one codec's messages have one dtype. No function is differentiated, and none
+    allocates memory once the shapes have been seen; calls must be ordered on one stream.
 
     Args:
         format: a name of `formats.FORMATS`.
-        signs: (128,) of +-1, for formats that are rotated; None: nothing is rotated.
+        signs: (128,) of +-1, for formats that are rotated; None: no format is rotated.
 
     Raises:
-        ValueError: there is no such format, or none whose codes can be packed.
+        ValueError: there is no format of this name, or its codes cannot be packed.
     """
 
     def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
@@ -173,21 +179,21 @@ class Codec:
         """True if blocks are rotated."""
 
         self._gain = BLOCK if self.rotated else 1
-        """The factor by which H, which is not normalised, lengthens a block."""
+        """Factor by which H, which is not normalised, lengthens a block."""
 
         self._scratch = Scratch()
         self._packing = PACKINGS[self.format.packing](self.format, self._scratch)
         self._rotations: dict[torch.device, Tensor] = {}
 
     def rotation(self, device: torch.device) -> Tensor:
-        """Return H diag(s), (128, 128), fp32, of entries +-1."""
+        """Return the rotation H diag(s), (128, 128) in fp32, whose entries are +-1."""
         if device not in self._rotations:
             assert self._signs is not None
             self._rotations[device] = (hadamard(BLOCK) * self._signs).to(device)
         return self._rotations[device]
 
     def message_bytes(self, layout: BlockLayout, dtype: torch.dtype) -> int:
-        """Return the bytes of each message of values of this dtype."""
+        """Return the bytes of each message of `layout` if its dense values have this dtype."""
         return layout.sections(self.code_bytes, dtype.itemsize)[2]
 
     @torch.no_grad()
@@ -202,16 +208,16 @@ class Codec:
 
     @torch.no_grad()
     def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """Write the values of each message of `layout`, (N, message_bytes), to their places in `out`."""
+        """Decode each message of `layout`, (N, message_bytes), into its ranges of `out`."""
         for index, message in enumerate(self._by_message(messages, layout, out.dtype)):
             self.decode_add(message[None], layout, index, out)
 
     @torch.no_grad()
     def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
-        """Add the values of each message of `layout`, (N, message_bytes), to `out`, in their places.
+        """Decode each message of `layout`, (N, message_bytes), and add its values to its ranges of `out`.
 
-        A value is rounded to the dtype of `out` when it is decoded, and so is its sum with what is there. `scratch`
-        holds the decoded values of one message, as "difference".
+        A value is rounded to the dtype of `out` when it is decoded, and so is its sum with the value in `out`.
+        `scratch` holds the decoded values of one message, under the name "difference".
         """
         for index, message in enumerate(self._by_message(messages, layout, out.dtype)):
             start, end = layout.span(index)
@@ -221,14 +227,14 @@ class Codec:
 
     @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
-        """Write the sum of the messages `index` of R senders, (R, message_bytes), to its place in `out`.
+        """Write the sum of R senders' messages `index`, (R, message_bytes), into the message's ranges of `out`.
 
-        In fp32, in the order of the senders; rounded once, to the dtype of `out`.
+        The sum is computed in fp32, in the order of the senders, and rounded once, to the dtype of `out`.
         """
         self._decode_add(messages, layout, index, out, 0)
 
     def _decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, first: int) -> None:
-        """See `decode_add`; `first`: the place in the flat tensor where `out` begins."""
+        """Do `decode_add` for an `out` that begins at offset `first` of the flat tensor."""
         split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
         dense = [_slots(message[0], layout.dense[index]) for message in split]
         for (start, length), slots in zip(layout.dense[index], zip(*dense, strict=True), strict=True):
@@ -245,24 +251,26 @@ class Codec:
     def errors(
         self, values: Tensor, layout: BlockLayout, messages: Tensor, note: Callable[[Tensor, Tensor], None]
     ) -> None:
-        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (metrics)."""
+        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (for
+        metrics).
+        """
         for index, message in enumerate(self._by_message(messages, layout, values.dtype)):
             _, scales, codes = self._split(message, layout, values.dtype)
             for piece, blocks in _parts(layout.pieces[index], values.device):
                 decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
                 sent = self._load(values, piece)
-                # Not what fills up a short block: rotated, it has errors that nobody receives.
+                # Without the zeros that fill up a short block: rotated, they have errors that nobody receives.
                 note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
     def _by_message(self, messages: Tensor, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
-        """Return (N, message_bytes), or none where they are empty. ValueError where that does not fit."""
+        """Return messages as (N, message_bytes); none if they are empty. Raises ValueError if the size does not fit."""
         nbytes = self.message_bytes(layout, dtype)
         if messages.numel() != layout.messages * nbytes:
             raise ValueError(f"{layout.messages} messages of {nbytes} bytes do not fit into {tuple(messages.shape)}")
         return messages.view(layout.messages if nbytes else 0, nbytes)
 
     def _split(self, message: Tensor, layout: BlockLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Split one message: dense values, scales (blocks,) and codes (blocks, code_bytes), as views."""
+        """Return views of one message: dense values, scales (blocks,) and codes (blocks, code_bytes)."""
         scales, codes, _ = layout.sections(self.code_bytes, dtype.itemsize)
         return (
             message[: layout.dense_numel * dtype.itemsize].view(dtype),
@@ -279,7 +287,7 @@ class Codec:
         return loaded.view(blocks, BLOCK)
 
     def _encode_blocks(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Encode X (b, 128), fp32, which is overwritten."""
+        """Encode X (b, 128), fp32, into scales and codes. X is overwritten."""
         largest = self.format.largest
         if largest is None:
             scales.fill_(1.0)
@@ -289,21 +297,23 @@ class Codec:
         if self.rotated:
             with fp32_products():
                 y, spare = torch.mm(x, self.rotation(x.device).T, out=spare), x
-        # A pass for the absolute values, because torch's norm in a row costs as much as the rotation.
+        # The absolute values take a pass of their own, because torch's norm of each row costs as much as the rotation.
         peak = self._scratch.take("scale", (x.shape[0], 1), torch.float32, x.device)
         torch.amax(torch.abs(y, out=spare), 1, keepdim=True, out=peak)
-        # Not divided: torch does that differently on a GPU.
+        # Multiplied by the inverse, because torch divides differently on a GPU.
         scales.copy_(peak.mul_(1.0 / (largest * self._gain)).view(-1))
-        # By the scale as it travels. What is divided by 0 or by infinity is 0, or NaN, which no code can hold.
+        # Divided by the scale as it is sent, in bf16. A quotient by 0 or by infinity is 0 or NaN, and no code can hold
+        # NaN.
         y.div_(peak.copy_(scales.view(-1, 1)).mul_(self._gain))
         self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)
 
     def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Add up the values that some senders' scales and codes stand for, (b, 128) fp32, in scratch memory."""
+        """Add up the values that some senders' scales and codes stand for: (b, 128) in fp32, in scratch memory."""
         (scales, codes), *others = parts
         total = self.numbers(codes)
         if self.rotated and not others:
-            # The scale comes after the sums: whatever precision the product has, it is exact for such integers.
+            # The scale is applied after the rotation's sums: in whatever precision the product runs, it is exact for
+            # such integers.
             total = self._rotated_back(total)
         total.mul_(self._scale(scales))
         for scales, codes in others:
@@ -317,7 +327,7 @@ class Codec:
             )
 
     def numbers(self, codes: Tensor, name: str = "total") -> Tensor:
-        """Return the numbers that codes (b, code_bytes) stand for, (b, 128) in fp32, in the scratch memory `name`."""
+        """Return the numbers that codes (b, code_bytes) stand for: (b, 128) in fp32, in the scratch tensor `name`."""
         out = self._scratch.take(name, (codes.shape[0], BLOCK), torch.float32, codes.device)
         self._packing.read(codes, out)
         return out
@@ -336,7 +346,7 @@ def hadamard(size: int) -> Tensor:
 
 
 def _parts(pieces: tuple[Piece, ...], device: torch.device) -> Iterator[tuple[Piece, slice]]:
-    """Cut pieces into parts of at most `_AT_ONCE` blocks; yield with each the blocks that it is."""
+    """Cut pieces into parts of at most `_AT_ONCE` blocks; yield each part with the slice of its blocks."""
     most = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPU
     for piece in pieces:
         for done in range(0, piece.numel, most * BLOCK):

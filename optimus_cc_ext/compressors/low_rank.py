@@ -6,9 +6,10 @@
     4. M ~= P Q'^T              reconstruct
     5. E  = M - P Q'^T          subtract_reconstruction
 
-PowerSGD (Vogels et al. 2019, algorithm 1); Optimus-CC uses it for both directions of traffic. Its rule, too: an (n, m)
-matrix travels as two factors of r columns, so r*(n+m) values instead of n*m (PyTorch's `powerSGD_hook.py` asks the same
-question in `_should_compress`).
+This is PowerSGD (Vogels et al. 2019, algorithm 1), which Optimus-CC uses for activation gradients (compressed
+backpropagation) and for data-parallel gradients (SC, selective stage compression). As in PowerSGD, an (n, m) matrix is
+sent as two factors of r columns, so r*(n+m) values instead of n*m (`_should_compress` of PyTorch's `powerSGD_hook.py`
+is the same rule as `pays`).
 """
 
 import math
@@ -30,12 +31,12 @@ __all__ = [
 
 
 def effective_rank(n: int, m: int, compression_rank: int) -> int:
-    """Return the rank that an (n, m) matrix is really compressed to: min(n, m, compression_rank).
+    """Return the rank to which an (n, m) matrix is really compressed: min(n, m, compression_rank).
 
-    More columns than min(n, m) carry nothing, and the orthogonalisation needs rows >= columns.
+    More columns than min(n, m) carry no information, and the orthogonalisation needs rows >= columns.
 
     Raises:
-        ValueError: if a dimension or the compression rank is not positive.
+        ValueError: a dimension or the compression rank is not positive.
     """
     if n < 1 or m < 1:
         raise ValueError(f"a matrix to compress needs rows and columns, got {n} x {m}")
@@ -50,18 +51,18 @@ def packed_numel(n: int, m: int, r: int) -> int:
 
 
 def pays(n: int, m: int, compression_rank: int) -> bool:
-    """Tell if the factors are smaller than the (n, m) matrix; if nothing is saved, the matrix is sent as it is."""
+    """Return whether the factors are smaller than the (n, m) matrix; if not, the matrix is sent uncompressed."""
     return packed_numel(n, m, effective_rank(n, m, compression_rank)) < n * m
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFactors:
-    """The message of one compressed matrix, [P | Q], row by row, in one flat buffer.
+    """Message of one compressed matrix: [P | Q], row by row, in one flat buffer.
 
     Both ends of a link build it from the same four numbers.
 
     Raises:
-        ValueError: for sizes that are not positive, r > min(n, m), or another dtype than fp32, bf16 and fp16.
+        ValueError: a size is not positive, r > min(n, m), or the dtype is not fp32, bf16 or fp16.
     """
 
     n: int
@@ -74,7 +75,7 @@ class PackedFactors:
     """Columns of P and of Q."""
 
     dtype: torch.dtype
-    """The wire format: torch.float32, torch.bfloat16 or torch.float16."""
+    """Wire format of the factors: torch.float32, torch.bfloat16 or torch.float16."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.r <= min(self.n, self.m):
@@ -84,16 +85,17 @@ class PackedFactors:
 
     @property
     def numel(self) -> int:
-        """Values in one message."""
+        """Number of values in one message."""
         return packed_numel(self.n, self.m, self.r)
 
     @property
     def scale(self) -> float:
-        """The power of two that multiplies P, and divides Q, before they are rounded to the wire's dtype.
+        """Power of two that multiplies P, and divides Q, before the factors are rounded to the wire's dtype.
 
-        P has orthonormal columns, so an entry of Q = M^T P reaches sqrt(n) times M's largest: in fp16 it would
-        overflow where M does not, and P's entries of 1/sqrt(n) would lose bits to subnormals. Scaled by c with
-        2 sqrt(n) <= c < 4 sqrt(n), |Q / c| <= max |M| / 2 and |P c| < 4 sqrt(n), which fp16 holds for n < 2^28.
+        P has orthonormal columns, so an entry of Q = M^T P reaches sqrt(n) times M's largest: in fp16 it would overflow
+        even if M does not, and P's entries of 1/sqrt(n) would lose bits to subnormals. Scaled by c with 2 sqrt(n) <= c
+        < 4 sqrt(n),
+        |Q / c| <= max |M| / 2 and |P c| < 4 sqrt(n), which fp16 holds for n < 2^28.
         """
         if self.dtype != torch.float16:
             return 1.0
@@ -103,7 +105,7 @@ class PackedFactors:
         """Return P (n, r) and Q (m, r) as views of `buffer`.
 
         Raises:
-            ValueError: if the buffer is not a flat contiguous message of this size and dtype.
+            ValueError: the buffer is not a flat contiguous message of this size and dtype.
         """
         if buffer.shape != (self.numel,) or buffer.dtype != self.dtype or not buffer.is_contiguous():
             raise ValueError(
@@ -115,13 +117,12 @@ class PackedFactors:
 
 
 class LowRank(ABC):
-    """The phases of a step. B matrices of n x m at compression rank r, r <= min(n, m) (`effective_rank`).
+    """Interface of the phases, for B matrices of n x m at compression rank r, r <= min(n, m) (`effective_rank`).
 
-    Inputs may be bf16, fp16, fp32 or fp64, mixed; the result is fp32, or fp64 where an input is.
-    `out` has the result's shape and may have another dtype, to which the result is then rounded; `orthogonalize`
-    also writes over its input. Nothing is differentiated: `out` may require grad (Megatron's receive buffers do),
-    no graph is recorded. A NaN or Inf in a matrix reaches that matrix's results as NaN or Inf: never an exception,
-    never all finite.
+    Inputs may be bf16, fp16, fp32 or fp64, mixed; the result is fp32, or fp64 if an input is. `out` has the result's
+    shape and may have another dtype, to which the result is then rounded; `orthogonalize` may also overwrite its input.
+    No graph is recorded, even if `out` requires grad, as Megatron's receive buffers do. A NaN or Inf in a matrix makes
+    that matrix's results NaN or Inf: the phases neither raise an exception for it nor return only finite values.
     """
 
     @abstractmethod
@@ -134,7 +135,7 @@ class LowRank(ABC):
 
         Args:
             matrices: M (B, n, m), fp32, bf16 or fp16; may be a strided view of a bucket, with contiguous rows.
-            residual: E (B, n, m), fp32 or bf16; None: nothing is added.
+            residual: E (B, n, m), fp32 or bf16; None: T = M.
             q: (B, m, r).
             total: T (B, n, m), fp32, contiguous; may be `residual` itself.
             out: P (B, n, r).
@@ -142,10 +143,10 @@ class LowRank(ABC):
 
     @abstractmethod
     def orthogonalize(self, p: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return an orthonormal basis of P's columns: (B, n, r) -> (B, n, r). ValueError where n < r."""
+        """Return an orthonormal basis of P's columns: (B, n, r) -> (B, n, r). Raises ValueError if n < r."""
 
     def orthogonalize_all(self, ps: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """`orthogonalize` several batches, whose B, n and r may differ, each into its out."""
+        """`orthogonalize` several batches, whose B, n and r may differ, each into its entry of `outs`."""
         for p, out in zip(ps, outs, strict=True):
             self.orthogonalize(p, out)
 
@@ -155,22 +156,24 @@ class LowRank(ABC):
 
     @abstractmethod
     def reconstruct(self, p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return P Q^T: (B, n, r), (B, m, r) -> (B, n, m). Equal factors give equal bits, on both ends of a link."""
+        """Return P Q^T: (B, n, r), (B, m, r) -> (B, n, m). Equal factors give equal bits, so both ends of a link
+        agree.
+        """
 
     @abstractmethod
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
         """Subtract in place: T -= share * R, (B, n, m), where R is the other end's reconstruction from P and Q.
 
-        P and Q are as they travel, of one dtype; R is bit for bit what `reconstruct` gives in an `out` of that
-        dtype. So the residual is exactly what the message left out.
+        P and Q are the factors of the message, of one dtype; R equals, bit for bit, the output of `reconstruct` in an
+        `out` of that dtype. So T becomes exactly the error of the message.
         """
 
 
 class FastLowRank(LowRank):
-    """The version that training uses: one batched product per phase, `cholesky_qr` in between.
+    """Implementation that training uses: one batched product per phase, with `cholesky_qr` in between.
 
-    It remembers nothing, but keeps the memory of its intermediate results: where `out` is given, a second call on
-    the same shapes and dtypes allocates nothing. Calls must be ordered on one stream.
+    It has no state but the memory of its intermediate results: if `out` is given, a second call with the same shapes
+    and dtypes allocates nothing. Calls must be ordered on one stream.
     """
 
     def __init__(self) -> None:
@@ -187,7 +190,7 @@ class FastLowRank(LowRank):
         elif torch.float32 in (matrices.dtype, residual.dtype):
             torch.add(matrices, residual, out=total)
         else:
-            # Two 16-bit tensors would be added in 16 bits.
+            # torch would add two 16-bit tensors in 16 bits.
             total.copy_(matrices).add_(residual)
         self._multiply(total, q, out)
 
@@ -207,7 +210,7 @@ class FastLowRank(LowRank):
 
     @torch.no_grad()
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
-        # Not baddbmm_, which may add the product's terms to T one by one: the receiver has rounded their sum.
+        # Not baddbmm_, which may add the product's terms to T one by one, while the receiver has rounded their sum.
         total.sub_(self.reconstruct(p, q, self._scratch.take("arrives", total.shape, p.dtype, p.device)), alpha=share)
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
@@ -226,7 +229,9 @@ class FastLowRank(LowRank):
 
 
 class ReferenceLowRank(LowRank):
-    """PowerSGD's algorithm 1 as it is written, matrix by matrix, column by column: the slow oracle of `FastLowRank`."""
+    """PowerSGD's algorithm 1 as the paper writes it, matrix by matrix, column by column: the slow oracle of
+    `FastLowRank`.
+    """
 
     @torch.no_grad()
     def project(self, matrices: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -276,7 +281,7 @@ def initial_q(
 ) -> Tensor:
     """Draw the first Q: `batch` orthonormal Gaussian factors, (batch, m, r).
 
-    Drawn on the generator's device and moved to `device`: a CPU generator gives every device the same factor.
+    They are drawn on the generator's device and moved to `device`: a CPU generator gives every device the same factors.
 
     Raises:
         ValueError: if r > m.
@@ -291,20 +296,20 @@ def next_warm_start(
 ) -> Tensor:
     """Return the Q that the next step projects with, (B, m, r), fp32 (or fp64): an orthonormal basis of Q' = M^T P.
 
-    PowerSGD carries Q' over as it is. The span is the same, so the next P spans the same, and mathematically
-    nothing changes. Numerically it does: P = M (M^T P) has the square of M's condition, and directions below
-    sqrt(eps) of the largest drown in rounding; with an orthonormal Q, P = M Q has M's own condition, and
-    rank >= min(n, m) stays lossless to eps.
+    PowerSGD uses Q' itself. The basis has the same span, so the next P has the same span, and mathematically nothing
+    changes. Numerically it does: P = M (M^T P) has the square of M's condition, and directions below sqrt(eps) of the
+    largest are lost in rounding; with an orthonormal Q, P = M Q has M's own condition, and a compression rank >= min(n,
+    m) stays lossless to eps.
 
     Args:
         q_new: (B, m, r), the Q that was sent.
-        fallback: (B, m, r), e.g. the link's `initial_q`. Its columns stand in for those of Q' that hold
-            nothing (a zero gradient gives Q' = 0, which would give P = 0 for ever) or nothing finite (a
-            step that Megatron's loss scaler skips must not reach a later one). They are not orthogonal to
-            the columns that stay; project does not need it.
+        fallback: (B, m, r), e.g. the link's `initial_q`. Its columns replace the columns of Q' that are zero (a zero
+            gradient gives Q' = 0, which would give P = 0 for ever) or not finite (a step that Megatron's loss scaler
+            skips must not influence a later one). They are not orthogonal to the columns that stay, which `project`
+            does not need.
         compressor: does the orthogonalisation.
         out: where to write the result, (B, m, r) of any floating dtype.
-        scratch: keeps the intermediate tensors between calls; then nothing is allocated.
+        scratch: keeps the intermediate tensors between calls; with it, nothing is allocated.
 
     Raises:
         ValueError: if the shapes differ or r > m.
@@ -324,14 +329,14 @@ def next_warm_start(
 
 @torch.no_grad()
 def next_warm_starts(qs: Sequence[Tensor], fallbacks: Sequence[Tensor], compressor: LowRank, scratch: Scratch) -> None:
-    """Replace several factors (B, m, r) in fp32 by their `next_warm_start`, all at once."""
+    """Replace several factors (B, m, r) in fp32 by their `next_warm_start`, with one orthogonalisation for all."""
     compressor.orthogonalize_all(qs, qs)
     for q, fallback in zip(qs, fallbacks, strict=True):
         _replace_empty_columns(q, fallback, scratch)
 
 
 def _replace_empty_columns(basis: Tensor, fallback: Tensor, scratch: Scratch) -> None:
-    # Orthonormalised columns have length 1 or nearly 0. NaN compares false: it takes the fallback too.
+    # Orthonormalised columns have length 1 or nearly 0. For NaN the comparison is false, so it takes the fallback, too.
     lengths = scratch.take("lengths", (basis.shape[0], 1, basis.shape[2]), basis.dtype, basis.device)
     torch.linalg.vector_norm(basis, dim=-2, keepdim=True, out=lengths)
     alive = torch.gt(lengths, 0.5, out=scratch.take("alive", lengths.shape, torch.bool, basis.device))

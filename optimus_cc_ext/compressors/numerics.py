@@ -1,4 +1,4 @@
-"""Numbers that are alike everywhere: products in full fp32, and random streams that are ours alone."""
+"""Numerics that are the same on every machine: products in full fp32, and random streams of our own."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ __all__ = ["fp32_products", "private_generator"]
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """Multiply fp32 in fp32 inside, whatever the training script, or its image, lets cuBLAS round products to.
+    """Multiply fp32 in fp32 inside the context, whatever precision the training script or its image allows cuBLAS.
 
-    TF32 leaves 2^-11 of a product, which neither the lossless limits nor the residuals bear. NGC's images allow TF32 by
+    TF32 rounds operands to 2^-11, which would break the lossless limits and the residuals. NGC's images allow TF32 by
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, scripts by `torch.set_float32_matmul_precision`. The driver's own
-    NVIDIA_TF32_OVERRIDE=1 wins over all.
+    NVIDIA_TF32_OVERRIDE=1 overrides all, this context included.
     """
     matmul = torch.backends.cuda.matmul
     allowed = matmul.fp32_precision
@@ -30,16 +30,17 @@ def fp32_products() -> Iterator[None]:
 
 
 def private_generator(seed: int, *salt: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make a generator of our own; torch's global ones, which drive dropout and initialisation, are never touched.
+    """Make a generator of our own; torch's global generators, which drive dropout and initialisation, are never
+    touched.
 
     Args:
         seed: `--compression-seed`.
-        salt: the purpose of this generator, e.g. ("compressed_backprop", stage). Equal arguments give the same
-            stream in every process on every machine, different ones unrelated streams; 1 and "1" differ,
-            and so do ("ab",) and ("a", "b").
-        device: where it draws. A CPU and a CUDA generator of one seed draw different numbers.
+        salt: the purpose of this generator, e.g. ("compressed_backprop", stage). Equal arguments give the same stream
+            in every process on every machine, different arguments give unrelated streams; 1 and "1" differ, and so do
+            ("ab",) and ("a", "b").
+        device: the device on which it draws. A CPU and a CUDA generator of one seed draw different numbers.
     """
     key = repr((seed, *salt)).encode()
     digest = hashlib.blake2b(key, digest_size=8).digest()
-    # 63 bits: torch reads a seed as a signed 64-bit integer.
+    # 63 bits, because torch reads a seed as a signed 64-bit integer.
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

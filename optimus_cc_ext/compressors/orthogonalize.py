@@ -1,7 +1,7 @@
 """Orthonormal bases of the columns of a batch of matrices: Gram-Schmidt (the oracle) and a fast Cholesky QR.
 
-Both return the Q of a QR decomposition whose R has a positive diagonal, so on well-conditioned input they
-agree element by element. A column that is exactly zero stays zero in both.
+Both return the Q of a QR decomposition whose R has a positive diagonal, so on well-conditioned input they agree element
+by element. A column that is exactly zero stays zero in both.
 """
 
 from collections import defaultdict
@@ -16,10 +16,10 @@ from optimus_cc_ext.compressors.scratch import Scratch
 __all__ = ["cholesky_qr", "cholesky_qr_all", "gram_schmidt"]
 
 _FEWEST_FLOPS_FOR_FP32 = 1 << 23
-"""Operations of one matrix's Gram matrix on a CPU below which fp64 is as fast."""
+"""Operations of one matrix's Gram matrix on a CPU below which fp64 is as fast as fp32."""
 
 _NEARLY_ORTHONORMAL = 1e-3
-"""|A^T A - 1| after a first pass in fp32, up to which a second one makes it orthonormal to fp32's rounding."""
+"""Largest |A^T A - 1| after a first pass in fp32 for which a second pass reaches fp32's rounding."""
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
     for matrix in basis:
         for j in range(matrix.shape[1]):
             column, rest = matrix[:, j : j + 1], matrix[:, j + 1 :]
-            # Scaled by its largest entry first: the squares of 1e-25 and of 1e+25 leave fp32.
+            # Scaled by its largest entry first, because the squares of 1e-25 and of 1e+25 are outside of fp32's range.
             largest = column.abs().max()
             if largest != 0:
                 column /= largest
@@ -59,31 +59,30 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
         3. A <- A L^-T
         4. 1 to 3 again
 
-    In fp64: a Gram matrix squares the condition number, so that in fp32 its rounding hides every direction below 3e-4
-    of the largest, and the shift that keeps Cholesky alive then needs three passes. In fp64 two reach fp32's own
-    rounding on everything that fp32 can represent, squares neither underflow nor overflow, and neither TF32 nor
-    autocast gets at the products. Nothing is asked of the device.
+    The passes run in fp64. A Gram matrix squares the condition number, so that in fp32 its rounding hides every
+    direction below 3e-4 of the largest, and with the shift that keeps Cholesky alive, three passes would be needed. In
+    fp64 two passes reach fp32's own rounding on everything that fp32 can represent, squares neither underflow nor
+    overflow, and neither TF32 nor autocast changes the products. The host never waits for a value from the device.
 
-    On a CPU fp64 is half as fast, but asking for a value is free. So large matrices go through fp32 first, without a
-    shift, and those that the first pass did not leave nearly orthonormal (ill-conditioned ones, empty columns, squares
-    that leave fp32's range, NaN) through fp64. What the user lets torch round fp32 products to holds there.
+    On a CPU fp64 is half as fast, but reading a value is free. So large matrices go through fp32 first, without a
+    shift; matrices that are not nearly orthonormal after the first pass (ill-conditioned ones, empty columns, squares
+    outside of fp32's range, NaN) go through fp64. In fp32, products have the precision that the user allows torch.
 
     Args:
-        p: (B, n, r), r <= n; any floating dtype (of float64 only what is between 1e-150 and 1e+150).
+        p: (B, n, r), r <= n; any floating dtype (in float64 only magnitudes between 1e-150 and 1e+150).
         out: where to write the result, (B, n, r) of any floating dtype; may be `p` itself.
         scratch: keeps the intermediate tensors between calls; with it and `out`, nothing is allocated.
 
     Returns:
-        `out`, or (B, n, r) in float32 (float64 for float64 input). Columns are orthonormal to rounding, or to
-        2e-6 where fp32 was enough, except that one with no direction of its own (zero, or exactly
-        dependent on others) may be shorter, down to zero. A matrix with a NaN or Inf anywhere comes out as
-        all NaN; its neighbours in the batch are untouched.
+        `out`, or (B, n, r) in float32 (float64 for float64 input). Columns are orthonormal to rounding, or to 2e-6 if
+            fp32 was enough. A column with no direction of its own (zero, or exactly dependent on others) may be
+            shorter, down to zero. A matrix with a NaN or Inf anywhere becomes all NaN; its neighbours in the batch are
+            untouched.
 
     Raises:
         ValueError: if r > n or p is not a batch of matrices.
 
-    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned
-    matrices".
+    Source: Fukaya et al. 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices".
     """
     out = torch.empty_like(p, dtype=_at_least_fp32(p), memory_format=torch.contiguous_format) if out is None else out
     cholesky_qr_all([p], [out], scratch)
@@ -92,9 +91,9 @@ def cholesky_qr(p: Tensor, out: Tensor | None = None, scratch: Scratch | None = 
 
 @torch.no_grad()
 def cholesky_qr_all(ps: Sequence[Tensor], outs: Sequence[Tensor], scratch: Scratch | None = None) -> None:
-    """Apply `cholesky_qr` to several batches at once, of different n and, in groups, of different r.
+    """Apply `cholesky_qr` to several batches at once, whose n may differ, and whose r may form several groups.
 
-    All that are of one r share the factorisations: on a GPU a batch of r x r takes about as long as one matrix.
+    All batches of one r share the factorisations: on a GPU a batch of r x r matrices takes about as long as one matrix.
     """
     scratch = scratch or Scratch()
     alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -116,22 +115,24 @@ def _in_fp32_first(p: Tensor, out: Tensor, scratch: Scratch) -> None:
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
     off = scratch.take("off", gram.shape[:1], torch.float32, p.device)
     for index, distance in enumerate(torch.linalg.vector_norm(gram, dim=(-2, -1), out=off).tolist()):
-        if not distance <= _NEARLY_ORTHONORMAL:  # NaN is not
+        if not distance <= _NEARLY_ORTHONORMAL:  # also true for NaN
             one = slice(index, index + 1)
             _two_passes([p[one]], [basis[one]], torch.float64, scratch)
     out.copy_(basis)
 
 
 def begins_in_fp32(p: Tensor) -> bool:
-    """Tell if the basis of p (B, n, r) is sought in fp32 first: on a CPU, by shape and dtype alone."""
+    """Return whether the basis of p (B, n, r) is sought in fp32 first, on a CPU; shape and dtype alone decide."""
     _, n, r = p.shape
     return p.device.type == "cpu" and p.dtype != torch.float64 and 2 * n * r * r >= _FEWEST_FLOPS_FOR_FP32
 
 
 def _two_passes(ps: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """Run steps 1 to 4 in `dtype`, fp64 or (without a shift) fp32, on (B, n, r) of one r; return the second pass's G.
+    """Run steps 1 to 4 in `dtype` on (B, n, r) of one r: in fp64, or in fp32 without a shift; return the second pass's
+    G.
 
-    A = P L^-T is computed again where it is needed, so that there is memory for the largest P, not for all.
+    A = P L^-T is computed again in each place that needs it, so that the memory holds the largest P, and not all of
+    them.
     """
     sizes, r, device = [p.shape[0] for p in ps], ps[0].shape[2], ps[0].device
     take = partial(scratch.take, dtype=dtype, device=device)
@@ -152,10 +153,10 @@ def _two_passes(ps: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype
 
 
 def _times(p: Tensor, inverses: tuple[Tensor, ...], dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """Return P L1^-T L2^-T in `dtype`, with as many factors as are given."""
+    """Return P L1^-T L2^-T in `dtype`, with as many factors as `inverses` has."""
     a = p if p.dtype == dtype else scratch.take("wide", p.shape, dtype, p.device).copy_(p)
     for number, inverse in enumerate(inverses):
-        # A NaN or Inf fills its row with NaN here (0 * NaN is one), and all the rest in the second pass.
+        # A NaN or Inf fills its row with NaN in the first pass (0 * NaN is NaN), and the whole matrix in the second.
         a = torch.bmm(a, inverse.mT, out=scratch.take(f"times {number}", p.shape, dtype, p.device))
     return a
 
@@ -164,10 +165,10 @@ def _write_gram(a: Tensor, out: Tensor, scratch: Scratch) -> None:
     """Write G = A^T A, in fp64 with its shift; A (B, n, r), G (B, r, r)."""
     torch.bmm(a.mT, a, out=out)
     if a.dtype == torch.float64:
-        # Well above the rounding of G, so that Cholesky does not break down, and small enough for two passes:
-        # a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1.
-        # Relative to each column: very different lengths, as an aligned Q gives to P = M Q, cost no accuracy.
-        # An empty column gets a length of 1, so that Cholesky has something to stand on.
+        # The shift is well above the rounding of G, so that Cholesky does not break down, and small enough for two
+        # passes: a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1. It
+        # is relative to each column, so that very different lengths, as an aligned Q gives to P = M Q, cost no
+        # accuracy. An empty column gets a length of 1, so that Cholesky does not divide by zero.
         lengths = out.diagonal(dim1=-2, dim2=-1)  # squared; a view
         empty = torch.eq(lengths, 0.0, out=scratch.take("empty", lengths.shape, a.dtype, a.device))
         lengths.mul_(1.0 + 16 * a.shape[1] * torch.finfo(a.dtype).eps).add_(empty)

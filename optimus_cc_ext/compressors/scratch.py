@@ -1,4 +1,6 @@
-"""Memory for intermediate results, allocated once: the law "no allocation per message after the first iteration"."""
+"""Scratch memory for intermediate results, allocated once, so that after the first iteration no message allocates
+memory.
+"""
 
 import math
 
@@ -9,19 +11,21 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """Tensors by name, whose contents last until the name is taken again.
+    """Scratch tensors by name. A tensor's contents are valid until its name is taken again.
 
-    One name serves every shape: behind it lies one buffer per dtype and device, as large as the largest request so
-    far. So the memory is that of the largest user, not of all users together. Users must be ordered on one stream.
+    One name serves every shape: it has one buffer per dtype and device, as large as the largest request so far. So the
+    memory is that of the largest user, not of all users together. Users must be ordered on one stream.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        # To make a tensor of a part of a buffer costs as much as a small product does.
+        # Parts by request, because making a tensor of a part of a buffer costs as much as a small product.
         self._taken: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised contiguous tensor, which shares its memory with all of this name and dtype."""
+        """Return an uninitialised contiguous tensor, which shares its memory with all tensors of this name, dtype and
+        device.
+        """
         taken = self._taken.get((name, shape, dtype, device))
         return taken if taken is not None else self._make(name, shape, dtype, device)
 
@@ -30,12 +34,12 @@ class Scratch:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-            # Parts of the smaller buffer would keep it alive.
-            self._taken = {of: part for of, part in self._taken.items() if (of[0], *of[2:]) != key}
+            # Parts of the smaller buffer would keep its memory allocated.
+            self._taken = {request: part for request, part in self._taken.items() if (request[0], *request[2:]) != key}
         part = self._taken[name, shape, dtype, device] = buffer[:numel].view(shape)
         return part
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -1,1 +1,5 @@
-"""The device that a rank computes on where it has not a GPU of its own: a CPU, or a part of a GPU."""
+"""Devices of ranks that have no GPU of their own: a CPU with gloo in CUDA's place, or a part of a shared GPU.
+
+Imports `patching` and `errors`; Megatron only inside functions, once torch is prepared. `cpu_runtime.activate` chooses
+the device: start reading there.
+"""

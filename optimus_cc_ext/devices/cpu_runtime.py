@@ -1,8 +1,8 @@
-"""Choose the device of a rank; on a CPU, let ``torch.cuda`` be answered by the CPU, and collectives by gloo.
+"""Choose the device of a rank; on a CPU, let the CPU stand in for ``torch.cuda``, and gloo for NCCL.
 
-:func:`activate` before Megatron is imported, and nothing else. What has no meaning on a CPU raises an error
-that names it (:class:`~optimus_cc_ext.devices.torch_cuda.NoCpuMeaningError`); :func:`deactivate` puts PyTorch and
-Megatron back.
+Call :func:`activate` before Megatron is imported; nothing else is needed. A CUDA function that has no meaning on a CPU
+raises an error with its name (:class:`~optimus_cc_ext.devices.torch_cuda.NoCpuMeaningError`). :func:`deactivate`
+restores PyTorch and Megatron.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ __all__ = ["DEVICE_VARIABLE", "activate", "apply_cpu_defaults", "deactivate", "d
 
 DEVICE_VARIABLE = "OPTIMUS_CC_DEVICE"
 GPU_FILES = "/dev/nvidia[0-9]*"
-"""What NVIDIA's driver makes, one a GPU, whether or not PyTorch can use it."""
+"""Device files of NVIDIA's driver, one for each GPU, whether or not PyTorch can use the GPU."""
 
-# What is replaced in this process. Replacing attributes of torch is global by nature; this is its one record.
+# The attributes that are replaced in this process. Replacing attributes of torch is global by nature, and this list is
+# its only record.
 _installed: list[Patches] = []
 
 
 def is_active() -> bool:
-    """Whether this process runs Megatron on the CPU."""
+    """Return whether this process runs Megatron on the CPU."""
     return bool(_installed)
 
 
 def device_choice() -> shared_gpu.Device:
-    """The device to train on: OPTIMUS_CC_DEVICE (``cpu``, ``cuda``, ``shared-gpu``) if set, else CUDA if there is any.
+    """Return the device to train on: OPTIMUS_CC_DEVICE (``cpu``, ``cuda``, ``shared-gpu``) if set, else CUDA if there
+    is any.
 
     Raises:
         ValueError: the variable has another value.
-        RuntimeError: it is ``cuda`` or ``shared-gpu``, and PyTorch sees no CUDA device; or it is not set, and there is
-            one all the same.
+        RuntimeError: the variable is ``cuda`` or ``shared-gpu``, but PyTorch sees no CUDA device; or the variable is
+            not set, PyTorch sees no CUDA device, and the machine has one.
     """
     wanted = os.environ.get(DEVICE_VARIABLE, "")
     if is_active() or wanted == "cpu":
@@ -66,14 +68,14 @@ def device_choice() -> shared_gpu.Device:
 
 
 def activate() -> str:
-    """Choose the device and, if it is the CPU, install the runtime; returns the line to print at start-up.
+    """Choose the device and, if it is the CPU, install the runtime; return the line to print at start-up.
 
     A second call changes nothing.
 
     Raises:
-        ValueError: as :func:`device_choice`.
-        RuntimeError: likewise, or Megatron was imported before, or this rank's GPU cannot be used.
-        OptimusError: as :func:`optimus_cc_ext.devices.shared_gpu.activate`.
+        ValueError: OPTIMUS_CC_DEVICE is no device.
+        RuntimeError: `device_choice` found no device, Megatron was imported before, or this rank's GPU cannot be used.
+        OptimusError: the GPU cannot be shared (:func:`optimus_cc_ext.devices.shared_gpu.activate`).
     """
     choice = device_choice()
     if choice != "cpu":
@@ -93,7 +95,9 @@ def activate() -> str:
 
 
 def _take_gpu(number: int) -> None:
-    """As Megatron will; one that is lost or broken is better known before any rank waits for this one."""
+    """Set the CUDA device as Megatron will, so that a lost or broken GPU fails before other ranks wait for this
+    rank.
+    """
     try:
         torch.cuda.set_device(number)
     except RuntimeError as error:
@@ -105,29 +109,30 @@ def _take_gpu(number: int) -> None:
 
 
 def deactivate() -> None:
-    """Undo :func:`activate`: every replaced attribute and environment variable is what it was before."""
+    """Undo :func:`activate`: restore every replaced attribute and environment variable."""
     while _installed:
         _installed.pop().close()
     atexit.unregister(_leave_in_order)
 
 
 def _leave_in_order() -> None:
-    """End the process groups while the interpreter is whole.
+    """End the process groups while the interpreter is still intact.
 
-    Megatron leaves them to the interpreter's end. A thread of gloo's that is still at work then, on a collective whose
-    slowest rank is not through, aborts the process, and a run that was trained to its end has failed.
+    Megatron leaves its process groups to the end of the interpreter. If a gloo thread is still at work then, on a
+    collective that the slowest rank has not finished, it aborts the process, and a run that has trained to its end
+    fails.
     """
-    # After an exception a peer may be gone, and would be waited for.
+    # After an exception a peer may be gone, and destroying the process group would wait for it.
     if getattr(sys, "last_exc", None) is None and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _install(patches: Patches) -> None:
-    # PyTorch's compiler would need a C++ compiler and gain nothing on models this small; the variable is for
-    # child processes.
+    # PyTorch's compiler would need a C++ compiler, and gain nothing on models this small. Child processes learn it from
+    # the variable.
     patches.setenv("TORCHDYNAMO_DISABLE", "1")
     patches.replace(torch, "compile", _not_compiled)
-    # Megatron insists on it for tensor parallelism, although it only means something to a GPU.
+    # Megatron insists on this variable for tensor parallelism, although it only has a meaning on a GPU.
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -138,5 +143,5 @@ def _install(patches: Patches) -> None:
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """Stands in for ``torch.compile``, both as a function and as a decorator with options."""
+    """Stand in for ``torch.compile``, both as a function and as a decorator with options: return the model as it is."""
     return (lambda function: function) if model is None else model

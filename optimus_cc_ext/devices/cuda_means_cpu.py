@@ -1,8 +1,8 @@
 """The CPU in the place of ``cuda``: tensor factories, conversions, tensor types, and gloo's all-gathers.
 
-A device that says ``cuda`` (a string, a ``torch.device`` or an index) means the CPU wherever PyTorch's Python
-functions take a device. Nothing is intercepted per operator: only functions that accept a ``device`` are
-wrapped. What reaches PyTorch's C++ with a CUDA device by another road still fails there, loudly.
+Wherever PyTorch's Python functions take a device, one that names ``cuda`` (a string, a ``torch.device`` or an index)
+means the CPU. Nothing is intercepted per operator: only functions that accept a ``device`` are wrapped. A CUDA device
+that reaches PyTorch's C++ by another way still raises an error there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["install"]
 
 CPU = torch.device("cpu")
 
-# Megatron tells precisions apart by these: isinstance(x, torch.cuda.BFloat16Tensor) (core/transformer/module.py) and
-# x.type() == "torch.cuda.FloatTensor" (core/optimizer).
+# Megatron distinguishes precisions by these types: isinstance(x, torch.cuda.BFloat16Tensor)
+# (core/transformer/module.py) and x.type() == "torch.cuda.FloatTensor" (core/optimizer).
 TENSOR_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
-# What `torch.distributed._coalescing_manager` calls; until PyTorch 2.12 under the older name.
+# The methods that `torch.distributed._coalescing_manager` calls; PyTorch before 2.12 has the older names.
 COALESCED = {"all_gather_single_coalesced": "all_gather_single", "allgather_into_tensor_coalesced": "_allgather_base"}
 
 
 def _host_device(device: Any) -> Any:
-    """``device``, or the CPU where it is one of CUDA's: "cuda", "cuda:1", torch.device("cuda") or 1."""
+    """Return ``device``, or the CPU if ``device`` is one of CUDA's: "cuda", "cuda:1", torch.device("cuda") or 1."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -70,17 +70,17 @@ def _autocast(
     begin: Callable[..., None], self: Any, device_type: str, dtype: Any = None, *args: Any, **kw: Any
 ) -> None:
     if device_type == "cuda":
-        device_type, dtype = "cpu", dtype or torch.float16  # what CUDA's autocast takes by default
+        device_type, dtype = "cpu", dtype or torch.float16  # the default dtype of CUDA's autocast
     begin(self, device_type, dtype, *args, **kw)
 
 
 def _one_by_one(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """A coalesced all-gather over gloo that gathers one tensor at a time.
+    """Make a coalesced all-gather over gloo that gathers one tensor at a time.
 
-    In PyTorch 2.13 two coalesced ones under way in one process group corrupt memory: gloo's threads, in
+    In PyTorch 2.13 two coalesced all-gathers under way in one process group corrupt memory: gloo's threads, in
     `AsyncAllgatherCoalescedWork`, end the process with "malloc(): unaligned tcache chunk" or a segmentation fault, once
     in a few minutes, or wait for ever. Megatron has several under way with --overlap-param-gather: one per bucket. The
-    plain all-gather does the same without that, and on a CPU there is nothing to gain from coalescing.
+    plain all-gather gives the same result without the fault, and on a CPU coalescing gains nothing.
     """
 
     def all_gather_coalesced(
@@ -94,12 +94,13 @@ def _one_by_one(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def install(patches: Patches) -> None:
     """Make ``cuda`` mean the CPU in PyTorch's Python interface."""
-    # The mode behind `with torch.device(...)` recognises factories by identity: let it collect the originals first.
+    # The mode behind `with torch.device(...)` recognises factories by identity, so it has to collect the originals
+    # first.
     factories = set(map(id, torch_device_mode._device_constructors()))
     for module in (torch, torch.fft, torch.nested):
         for name in [name for name, value in vars(module).items() if id(value) in factories]:
             patches.wrap(module, name, _build)
-    # These keep the device of their argument, but accept another.
+    # The ..._like factories keep the device of their argument, but accept another one.
     for name in [name for name in vars(torch) if name.endswith("_like")]:
         patches.wrap(torch, name, _build)
     for name in [name for name in dir(torch.Tensor) if name.startswith("new_")]:
@@ -109,7 +110,7 @@ def install(patches: Patches) -> None:
     )
     patches.wrap(torch.amp.autocast_mode.autocast, "__init__", _autocast)
 
-    # torch.nn.Module.to and .cuda end in these two for each parameter and buffer.
+    # torch.nn.Module.to and torch.nn.Module.cuda call these two methods for each parameter and buffer.
     patches.wrap(torch.Tensor, "to", _to)
     patches.wrap(torch.Tensor, "cuda", _cuda)
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)

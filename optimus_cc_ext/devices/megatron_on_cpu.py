@@ -1,6 +1,6 @@
-"""The few places of Megatron that assume a GPU in a way that torch.cuda's replacement does not cover.
+"""Wraps for the few places of Megatron that need a GPU in a way that the replacement of torch.cuda does not cover.
 
-Each wraps one attribute of Megatron; nothing is copied from it.
+Each wraps one attribute of Megatron; nothing is copied from Megatron.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CPU_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
 
 
 def apply_cpu_defaults(parser: argparse.ArgumentParser) -> list[str]:
-    """Set in ``parser`` (Megatron's) the defaults that a CPU needs; a flag on the command line still wins.
+    """Set the defaults in ``parser`` (Megatron's) that a CPU needs; a flag on the command line still overrides them.
 
-    Returns one ``name=value`` per default that was changed. A destination that this Megatron does not have is
-    left out.
+    Returns one ``name=value`` per default that was changed. Destinations that this version of Megatron does not have
+    are left out.
     """
     known = {action.dest for action in parser._actions}
     changed = {
@@ -66,7 +66,7 @@ def _gloo_only(make_group: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _compile_unless_importable(compile_helpers: Callable[[], None]) -> None:
-    # The wheel brings the dataset helper compiled and no Makefile; Megatron runs make all the same.
+    # The wheel contains the compiled dataset helper and no Makefile, but Megatron runs make nevertheless.
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
@@ -74,17 +74,17 @@ def _compile_unless_importable(compile_helpers: Callable[[], None]) -> None:
 
 
 def _keep_pipeline_outputs(post_init: Callable[[Any], None], config: Any) -> None:
-    # With interleaving and overlapped sends, Megatron frees an output once its send is *ordered* on a stream;
-    # gloo reads the buffer later: NaN. Releases that wait for the send instead (0.19) lose the overlap. So
-    # outputs stay.
+    # With interleaving and overlapped sends, Megatron frees an output once its send is *ordered* on a stream; gloo
+    # reads the buffer later, and finds NaN. Releases that wait for the send instead (0.19) lose the overlap. So outputs
+    # are kept.
     post_init(config)
     config.deallocate_pipeline_outputs = False
 
 
 def _allow_sequence_parallel_norm(build: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    # Torch's norms are right under sequence parallelism once their parameters say so: Megatron then sums the
-    # gradients over the tensor-parallel ranks (core/distributed/finalize_model_grads.py). Its wrapper refuses
-    # only because it does not mark them.
+    # Torch's norms are right under sequence parallelism once their parameters are marked as sequence-parallel: Megatron
+    # then sums their gradients over the tensor-parallel ranks (core/distributed/finalize_model_grads.py). Megatron's
+    # wrapper refuses sequence parallelism only because it does not mark them.
     if not config.sequence_parallel:
         return build(cls, config, *args, **kwargs)
     unmarked = copy.copy(config)
@@ -96,23 +96,23 @@ def _allow_sequence_parallel_norm(build: Callable[..., Any], cls: type, config: 
 
 
 def _as_numbers(move: Callable[..., Any], tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
-    # Expert parallelism's all-to-all wants its split sizes as numbers. Megatron makes them numbers where it moves them
-    # off the GPU, and lets tensors that are on the host already pass as they are.
+    # The all-to-all of expert parallelism needs its split sizes as numbers. Megatron converts the sizes when it moves
+    # them from the GPU, and leaves tensors that are on the host already as they are.
     moved = move(tensor, as_numpy, *args, **kwargs)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
-# Torch's Adam under Megatron's distributed optimizer, as far as checkpoints of it need it.
-# With Apex or Transformer Engine, as on every GPU machine that trains with Megatron, Adam counts its steps per group
-# of parameters. Torch's Adam counts them per parameter, in tensors that it makes in the first step. Megatron knows of
-# the difference in some places only; in the others, a distributed optimizer on a CPU cannot be loaded, or goes on
-# with another step count than it was saved with.
+# Torch's Adam under Megatron's distributed optimizer, as far as its checkpoints need it. With Apex or Transformer
+# Engine, as on every GPU machine that trains with Megatron, Adam counts its steps per group of parameters. Torch's Adam
+# counts them per parameter, in tensors that it makes in the first step. Megatron allows for the difference in some
+# places only. In the others, a distributed optimizer on a CPU cannot be loaded, or resumes with another step count than
+# the one that was saved.
 
 _COUNT = "step"
 
 
 def _count_from_the_start(state_dict: Callable[..., Any], self: Any) -> Any:
-    # Loading asks for the step count before any step was made.
+    # Loading reads the step count before any step was made.
     if _is_torchs(self.optimizer) and not self.optimizer.state:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -122,7 +122,7 @@ def _count_from_the_start(state_dict: Callable[..., Any], self: Any) -> Any:
 
 
 def _count_for_each(load_state_dict: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    # Megatron gives one tensor to all parameters, which each of them would count up.
+    # Megatron gives the same tensor to all parameters, and each parameter's update would increment it.
     _without_gradients(load_state_dict, self, *args, **kwargs)
     if _is_torchs(self.optimizer):
         for state in self.optimizer.state.values():
@@ -130,7 +130,7 @@ def _count_for_each(load_state_dict: Callable[..., None], self: Any, *args: Any,
 
 
 def _without_count(get_states: Callable[..., dict[str, Any]], self: Any, model_param: Any) -> dict[str, Any]:
-    # It would be saved as one more shard of the parameter's size; it is saved with the group already.
+    # Without this, the step count would be saved as one more shard of the parameter's size; the group saves it already.
     tensors = get_states(self, model_param)
     return {name: tensor for name, tensor in tensors.items() if name != _COUNT or not _is_torchs(self.optimizer)}
 
@@ -140,7 +140,7 @@ def _leave_count(set_states: Callable[..., None], self: Any, model_param: Any, t
 
 
 def _without_gradients(load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    # fp32 parameters are their own main parameters: leaves that require gradients, and are copied into.
+    # fp32 parameters are their own main parameters: loading copies into leaves that require gradients.
     with torch.no_grad():
         load(*args, **kwargs)
 
@@ -156,9 +156,9 @@ _AROUND_ADAM: dict[str, Callable[..., Any]] = {
     "_get_main_param_and_optimizer_states": _without_count,
     "_set_main_param_and_optimizer_states": _leave_count,
 }
-"""By method of Megatron's DistributedOptimizer: what is called around it."""
+"""Wraps of methods of Megatron's DistributedOptimizer, by the method's name."""
 
-# (owner, attribute, what is called around it)
+# (owner, attribute, wrap)
 _AROUND: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("megatron.core.datasets.utils:", "compile_helpers", _compile_unless_importable),
     ("megatron.core.model_parallel_config:ModelParallelConfig", "__post_init__", _keep_pipeline_outputs),
@@ -172,15 +172,15 @@ _AROUND: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def install(patches: Patches) -> None:
-    """Wrap Megatron's seams; imports Megatron's core. To be called once torch.cuda is replaced.
+    """Wrap the functions of Megatron's core, which is imported here. Call it after torch.cuda has been replaced.
 
     Raises:
-        RuntimeError: Megatron was imported before torch.cuda was replaced, and keeps torch's originals.
+        RuntimeError: Megatron was imported before torch.cuda was replaced, and still holds torch's originals.
     """
     module = sys.modules.get(RNG_MODULE)
     if module is not None and module._lazy_init is not torch.cuda._lazy_init:
         raise RuntimeError(
-            "the CPU runtime was activated after Megatron was imported, which keeps CUDA's functions; call "
+            "the CPU runtime was activated after Megatron had been imported with CUDA's functions; call "
             "optimus_cc_ext.devices.cpu_runtime.activate() before the first import of megatron, or start the "
             "program with `python -m optimus_cc_ext`"
         )
@@ -189,20 +189,25 @@ def install(patches: Patches) -> None:
             patches.wrap(owner, name, _gloo_only)
     for target, name, around in _AROUND:
         patches.wrap(resolve_name(target), name, around)
-    # --async-save writes from a second process, which starts without the runtime.
+    # --async-save writes from a second process, which starts without the CPU runtime.
     patches.replace(resolve_name(ASYNC_CALLER), "async_loop", staticmethod(checkpoint_writer))
 
 
 def use_compiled_helpers() -> None:
-    """Also on a GPU: let Megatron's wheel not run make. Imports Megatron's core; a second call changes nothing."""
+    """Prevent Megatron from running make, which its wheel does not need; used on a GPU as well as on a CPU.
+
+    Imports Megatron's core. A second call changes nothing.
+    """
     datasets = resolve_name("megatron.core.datasets.utils:")
     if not hasattr(datasets.compile_helpers, "__wrapped__"):
         Patches().wrap(datasets, "compile_helpers", _compile_unless_importable)
 
 
 def checkpoint_writer(*args: Any, **kwargs: Any) -> None:
-    """Megatron's asynchronous checkpoint writer (PersistentAsyncCaller.async_loop), as the main function of a process
-    in which nothing is replaced yet."""
+    """Run Megatron's asynchronous checkpoint writer (PersistentAsyncCaller.async_loop) with the CPU runtime installed.
+
+    This is the main function of a new process, in which nothing has been replaced yet.
+    """
     patches = Patches()
     torch_cuda.install(patches)
     cuda_means_cpu.install(patches)
@@ -211,8 +216,8 @@ def checkpoint_writer(*args: Any, **kwargs: Any) -> None:
 
 
 def _preload_copies(preload: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # On a GPU this is the copy to the host after which training may go on. A CPU tensor comes through
-    # shared memory, and Megatron's `.to("cpu")` would leave the writer reading what training overwrites.
+    # On a GPU preloading is the copy to the host, after which training may go on. A CPU tensor is passed through shared
+    # memory, and Megatron's `.to("cpu")` would not copy it, so the writer would read what training overwrites.
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in preload(*args, **kwargs)

@@ -1,15 +1,16 @@
-"""A rank's children end with it, `kill -9` included: Linux's parent-death signal, set where each of them starts.
+"""End a rank's child processes with the rank, `kill -9` included: every child sets Linux's parent-death signal at its
+start.
 
-With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without this it
-outlives a rank that is killed, for ever, and holds the pipe open that the rank's output goes to.
+With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without the
+signal this server outlives a killed rank for ever, and keeps the pipe of the rank's output open.
 
-Covered are the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``. Left
-alone: multiprocessing's resource tracker, which cleans up after the dead and then ends by itself; what is started with
-``start_new_session=True``, which is to live on; and what any thread but the main one starts, as to the kernel a child's
-parent is the thread that started it. On other systems than Linux none of this is done.
+This covers the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``. Left
+alone are: multiprocessing's resource tracker, which cleans up after the dead and then ends by itself; processes started
+with ``start_new_session=True``, which are meant to live on; and processes that another thread than the main one starts,
+because for the kernel a child's parent is the thread that started it. On other systems than Linux none of this is done.
 
-On all systems, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM to
-its daemons, such as the workers of a data loader, and waits for their end. With Megatron's --exit-signal-handler the
+On all systems, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM to its
+daemons, such as the workers of a data loader, and waits for their end. With Megatron's --exit-signal-handler the
 workers only note the signal: the rank would hang, and torchrun would never learn that the rank failed. So the rank
 kills them.
 """
@@ -33,7 +34,7 @@ __all__ = ["end_with", "install"]
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Loaded here: in a child that was just forked, loading could wait for a lock that a thread of the parent's held.
+# Loaded here, because in a forked child loading could wait for a lock that a thread of the parent held.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _forking = threading.local()
 _popen_signature = inspect.signature(subprocess.Popen.__init__)
@@ -41,8 +42,9 @@ _popen_signature = inspect.signature(subprocess.Popen.__init__)
 
 @functools.cache
 def install() -> None:
-    """Make all children of this process, and their children, end when the process does; and never wait for daemons."""
-    # Priority 0: when Python ends, and before multiprocessing waits. A forked child forgets it.
+    """Make all children of this process, and their children, end when this process ends; never wait for daemons."""
+    # Priority 0 runs when Python ends, before multiprocessing waits for its children. A forked child does not inherit
+    # this finalizer.
     multiprocessing.util.Finalize(None, _kill_daemons, exitpriority=0)
     if _libc is None:
         return
@@ -54,7 +56,9 @@ def install() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Make this process, whose parent has the process id `parent`, end when that does; it may have done so already."""
+    """Make this process end when its parent, whose process id is `parent`, ends; at once if the parent has ended
+    already.
+    """
     if _libc is None:
         return
     _libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
@@ -63,8 +67,8 @@ def end_with(parent: int) -> None:
 
 
 def _kill_daemons() -> None:
-    """End the children that multiprocessing is about to end, by a signal that cannot be ignored."""
-    # Torch's handler would report the death of a data loader's worker as one more error, behind the real one.
+    """Kill the children that multiprocessing is about to end, by a signal that they cannot ignore."""
+    # Torch's handler would report the death of a data loader's worker as one more error, after the real one.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -80,7 +84,8 @@ def _remember_forker() -> None:
 
 
 def _keep_forker() -> None:
-    # A child of the fork server imports before it gets to `_end_with_forker`, and what it imports may fork, too.
+    # A child of the fork server runs imports before it reaches `_end_with_forker`, and an imported module may fork,
+    # too.
     _forking.parent = _forking.process
 
 
@@ -90,8 +95,8 @@ def _end_with_forker() -> None:
 
 
 def _spawn(spawn: Callable[..., int], path: str | bytes, args: list[Any], passfds: list[int]) -> int:
-    """A fresh interpreter, for a spawned child or the fork server: before anything else it learns when to end."""
-    # An executable of the user's own choice may be a wrapper, which would be the parent.
+    """Spawn a new interpreter, for a spawned child or the fork server, that calls `end_with` before anything else."""
+    # An executable that the user has chosen may be a wrapper, which would then be the parent.
     if "-c" in args and os.fsdecode(path) == sys.executable and _in_main_thread():
         program = args.index("-c") + 1
         if "resource_tracker" not in args[program]:
@@ -100,7 +105,8 @@ def _spawn(spawn: Callable[..., int], path: str | bytes, args: list[Any], passfd
 
 
 def _first_words() -> str:
-    # This very file, wherever the child looks first; its folder is taken off again, lest it hide a module of Python's.
+    # The child imports this very file, wherever it searches first; the folder is removed from sys.path again, so that
+    # it hides no module of Python's.
     return (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
         f"from {__name__} import end_with, install; "
@@ -111,12 +117,12 @@ def _first_words() -> str:
 def _start_subprocess(start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     given = _popen_signature.bind(*args, **kwargs)
     if _in_main_thread() and not given.arguments.get("start_new_session"):
-        theirs = given.arguments.get("preexec_fn")
+        given_function = given.arguments.get("preexec_fn")
 
         def before_exec() -> None:
             _end_with_forker()
-            if theirs is not None:
-                theirs()
+            if given_function is not None:
+                given_function()
 
         given.arguments["preexec_fn"] = before_exec
     start(*given.args, **given.kwargs)

@@ -1,8 +1,9 @@
-"""``torch.cuda`` where every device is the same CPU: its answers to queries, memory, random numbers, streams.
+"""``torch.cuda`` for processes in which every device is the same CPU: queries, memory, random numbers, streams.
 
-One table, from name to answer; everything else that means nothing on a CPU raises an error that names it. CUDA's
-generator is the CPU's default generator: one stream of numbers, really seeded, saved and restored, that Megatron's
-``CudaRNGStatesTracker`` (core/tensor_parallel/random.py) forks and that dropout and initialisation draw from.
+One table maps each name to its answer; every other function that means nothing on a CPU raises an error with its name.
+CUDA's generator is the CPU's default generator: one stream of numbers, really seeded, saved and restored, which
+Megatron's ``CudaRNGStatesTracker`` (core/tensor_parallel/random.py) forks, and from which dropout and initialisation
+draw.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from optimus_cc_ext.patching import Patches
 __all__ = ["HostEvent", "HostStream", "NoCpuMeaningError", "install", "refuse_the_rest"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# Names with a meaning of their own where no GPU is: exceptions, submodules and facts about the build.
+# Names that have a meaning without a GPU: exceptions, submodules and facts about the build.
 KEPT = frozenset(("CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "get_gencode_flags"))
-# Private, but the usual way to ask for a memory profile, or used by Megatron.
+# Private functions that are refused as well: the usual ones for a memory profile, and one that Megatron uses.
 PRIVATE = {torch.cuda: ("_sleep",), torch.cuda.memory: ("_snapshot", "_dump_snapshot", "_record_memory_history")}
 _RESETS = ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached")
 
@@ -46,23 +47,23 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _device_count() -> int:
-    # Read at every call: ranks that are forked from one prepared process learn it after the fork.
+    # Read at every call, because ranks that are forked from one prepared process learn their number after the fork.
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class _CurrentDevice:
-    """The index that was set last, as on a GPU, although every index is the same CPU."""
+    """Index of the device that was set last, as on a GPU, although every index is the same CPU."""
 
     index = 0
 
     def set(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
-        if index is not None and index >= 0:  # without an index there is nothing to do, as on a GPU
+        if index is not None and index >= 0:  # without an index nothing is set, as on a GPU
             self.index = index
 
 
 class _Generators:
-    """``torch.cuda.default_generators``: the CPU's generator under every device index of this host."""
+    """Stand-in for ``torch.cuda.default_generators``: the CPU's generator under every device index of this host."""
 
     def __len__(self) -> int:
         return _device_count()
@@ -72,7 +73,7 @@ class _Generators:
 
 
 class HostEvent:
-    """Stands in for ``torch.cuda.Event``: recorded work is finished by the time that ``record`` is called."""
+    """Stand-in for ``torch.cuda.Event``: on a CPU, recorded work is finished by the time that ``record`` is called."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         if interprocess:
@@ -89,7 +90,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event to ``end_event``.
+        """Return the milliseconds from this event to ``end_event``.
 
         Raises:
             ValueError: as on a GPU, unless both were created with ``enable_timing=True`` and recorded.
@@ -102,7 +103,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Stands in for ``torch.cuda.Stream``: every stream is the program's own order, so all are equal."""
+    """Stand-in for ``torch.cuda.Stream``: every stream is the program's own order, so all streams are equal."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -141,7 +142,7 @@ def _answers() -> dict[str, Any]:
         name="cpu",
         total_memory=memory,
         multi_processor_count=os.cpu_count() or 1,
-        # Older than every GPU, so that no feature of a GPU is inferred from it.
+        # Older than every GPU, so that nobody infers a feature of a GPU from the version.
         major=0,
         minor=0,
     )
@@ -161,7 +162,7 @@ def _answers() -> dict[str, Any]:
         "is_tf32_supported": lambda: False,
         "get_arch_list": lambda: [],
         "mem_get_info": lambda device=None: (_PAGE * os.sysconf("SC_AVPHYS_PAGES"), memory),
-        # No byte of a GPU's memory is in use; Megatron logs these as such.
+        # No byte of a GPU's memory is in use, and Megatron logs these values as they are.
         "memory_stats": lambda device=None: defaultdict(int),
         "default_generators": _Generators(),
         "get_rng_state": lambda device="cuda": generator.get_state(),
@@ -170,7 +171,8 @@ def _answers() -> dict[str, Any]:
         "set_rng_state_all": lambda new_states: [generator.set_state(state) for state in new_states],
         "manual_seed": lambda seed: generator.manual_seed(int(seed)),
         "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
-        # Functions of our own: torch._dynamo has rules for the generator's, and refuses a second name for one.
+        # These are functions of our own, because torch._dynamo has rules for the generator's methods, and refuses a
+        # second name for one of them.
         "seed": lambda: generator.seed(),
         "seed_all": lambda: generator.seed(),
         "initial_seed": lambda: generator.initial_seed(),
@@ -190,7 +192,7 @@ def _answers() -> dict[str, Any]:
 
 def _without_a_draw(init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     # Starting a DataLoader draws from the CPU's generator, which on a GPU nothing else uses. Only the first
-    # tensor-parallel rank loads data: if its draw moved the one stream that dropout uses here, tensor-parallel ranks
+    # tensor-parallel rank loads data. If its draw moved the one stream that dropout uses here, tensor-parallel ranks
     # would drop different elements of what must be the same activation.
     state = torch.default_generator.get_state()
     init(*args, **kwargs)
@@ -198,7 +200,7 @@ def _without_a_draw(init: Callable[..., None], *args: Any, **kwargs: Any) -> Non
 
 
 def install(patches: Patches) -> None:
-    """Replace what ``torch.cuda`` and its modules answer."""
+    """Replace the functions and classes of ``torch.cuda`` and its modules by the table's answers."""
     for name, answer in _answers().items():
         patches.replace(torch.cuda, name, answer)
         for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
@@ -206,7 +208,8 @@ def install(patches: Patches) -> None:
                 patches.replace(module, name, answer)
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         patches.replace(torch.cuda.nvtx, name, _nothing)
-    # A CUDA build of PyTorch names CUDA as the accelerator even where there is none; the DataLoader asks for it.
+    # A CUDA build of PyTorch reports CUDA as the accelerator even on a machine without one, and the DataLoader asks for
+    # it.
     patches.replace(torch.accelerator, "is_available", lambda: False)
     patches.replace(torch.accelerator, "device_count", lambda: 0)
     patches.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -214,19 +217,24 @@ def install(patches: Patches) -> None:
 
 
 def _refusing(name: str, original: Any) -> Any:
-    """A stand-in for ``original`` that raises NoCpuMeaningError; of a class, a subclass that does so."""
+    """Make a stand-in for ``original`` that raises NoCpuMeaningError; for a class, a subclass whose instances cannot be
+    made.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NoCpuMeaningError(name)
 
     if isinstance(original, type):
         return type(original.__name__, (original,), {"__new__": refuse, "__module__": original.__module__})
-    # With its attributes: from 2.15 on, torch._dynamo takes `use_mem_pool.__wrapped__` when it is imported.
+    # The stand-in keeps the original's attributes: from 2.15 on, torch._dynamo reads `use_mem_pool.__wrapped__` when it
+    # is imported.
     return functools.wraps(original)(refuse)
 
 
 def refuse_the_rest(patches: Patches) -> None:
-    """Refuse all of ``torch.cuda`` that no other module has replaced: to be called after they have."""
+    """Refuse all functions of ``torch.cuda`` that no other module has replaced; call it after the other
+    replacements.
+    """
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs, torch.cuda.profiler):
         for name in (*getattr(module, "__all__", ()), *PRIVATE.get(module, ())):
             original = getattr(module, name, None)

@@ -1,4 +1,6 @@
-"""What each technique will gain or lose on this cluster, from what the first iterations measure.
+"""Forecast of each technique's gain or loss on this cluster, from measurements of the first iterations.
 
-`probe` measures links, `microbenchmark` compressors; `timeline` simulates 1F1B; `forecast` compares.
+Imports techniques, compressors, metrics and config; `timeline` needs no torch, so that the planner can use it.
+`measure` times this rank's links (`probe`) and compressors (`microbenchmark`), `timeline` simulates 1F1B, and
+`forecast` compares the iteration with and without each technique. Start reading at `forecast.py`.
 """

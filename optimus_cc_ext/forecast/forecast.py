@@ -1,7 +1,8 @@
-"""What compression will gain on this run's links: measured in the first iterations, predicted, and said.
+"""Forecast of compression's gain on this run's links: measured in the first iterations, predicted, and printed.
 
-The first pass warms up, the second is timed; before the third, all ranks try their links and compressors, exchange what
-they found, and reach the same forecast from it. With `--dp-compression-stages auto` that decides which stages compress.
+The first forward-backward pass warms up and the second is timed. Before the third, all ranks measure their links and
+compressors and exchange the results, so that every rank computes the same forecast. With `--dp-compression-stages auto`
+the forecast decides which stages compress their gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,25 +33,27 @@ from optimus_cc_ext.techniques.session import Session
 __all__ = ["Forecast", "Forecaster", "Measured", "forecast"]
 
 _TIMED_PASS = 1
-"""Counted from 0. The one before allocates, compiles and connects."""
+"""Number of the timed forward-backward pass, counted from 0. The pass before it allocates, compiles and connects."""
 
 _FLAGS = {each.tag: each.flag for each in CLASSES_BY_FLAG if each.tag != GATHER}
-"""The flag that switches a class on whose seconds are part of the comparison, in the order of the lines."""
+"""Flags that switch on the classes of traffic whose seconds are compared, in the order of the log lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted times of an iteration."""
+    """Predicted seconds of an iteration, with and without each class's compression, and the rates that were
+    measured.
+    """
 
     plain: IterationTimes
-    """Nothing is compressed or fused."""
+    """Times of an iteration in which nothing is compressed or fused."""
 
     ours: IterationTimes
     without: Mapping[str, float]
-    """By class that is switched on: seconds from the iteration's beginning to its reduced gradients, without it."""
+    """Seconds from the iteration's beginning to its reduced gradients if one class, the key, were not compressed."""
 
     compressed_stages: frozenset[int]
-    """The stages whose gradients are compressed."""
+    """Stages whose data-parallel gradients are compressed."""
 
     link: float
     """Bytes per second between stages; 0 with one stage."""
@@ -59,19 +62,20 @@ class Forecast:
     """Bytes per second of sums over replicas; 0 with one replica."""
 
     exchange: float = 0.0
-    """Bytes per second of an all-to-all over replicas; 0 where none is used."""
+    """Bytes per second of an all-to-all over replicas; 0 if the run uses none."""
 
     warmups: Mapping[str, float]
-    """By flag: the share of the iterations in which a class waits, which the predicted iteration does not."""
+    """Share of the iterations in which a class waits for the end of its warm-up, by flag. The prediction assumes none.
+    """
 
     without_gain: Mapping[str, str] = field(default_factory=dict)
-    """Warnings by class, for classes of which no rank sends fewer bytes. The log prints them instead of a gain."""
+    """Log lines, by class, for classes that no rank sends in fewer bytes. They replace a predicted gain."""
 
     lacking: Mapping[int, int] = field(default_factory=dict)
-    """By stage that could not be chosen: bytes that one of its GPUs lacks for residuals and factors."""
+    """Bytes that a GPU of a stage lacks for residuals and factors, by stage. Such a stage is not compressed."""
 
     def lines(self) -> list[str]:
-        """Return the terminal's lines: the links, what is gained, class by class, and what does not pay."""
+        """Return the log lines: the measured links, the gain of each class, and the classes that do not pay."""
         rates = (
             (self.link, "between stages"), (self.replicas, "among replicas"), (self.exchange, "in their all-to-all")
         )  # fmt: skip
@@ -84,7 +88,9 @@ class Forecast:
         ]
         if self.plain.after_step:
             milliseconds = 1e3 * self.ours.after_step
-            lines.append(f"forecast: {GATHER}: {milliseconds:.0f} ms beside that, {self._gather_verdict()}")
+            lines.append(
+                f"forecast: {GATHER}: {milliseconds:.0f} ms after the optimizer's step, {self._gather_verdict()}"
+            )
         for stage, nbytes in sorted(self.lacking.items()):
             lines.append(
                 f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
@@ -92,7 +98,9 @@ class Forecast:
             )
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
-            lines.append(f"forecast: this is after the warm-up ({flags}); until then what waits gains nothing")
+            lines.append(
+                f"forecast: this holds after the warm-up ({flags}); a class gains nothing before its warm-up ends"
+            )
         return lines
 
     def _gather_verdict(self) -> str:
@@ -115,7 +123,7 @@ class Forecast:
         change = f"{title}: {1e3 * (ours - without):+.0f} ms ({_change(ours, without)}){where}"
         if ours > without * (1 + INDIFFERENT):
             return f"{change}. It does not pay here: leave out {_FLAGS[name]}{cure}"
-        return change if ours < without * (1 - INDIFFERENT) else f"{change}, nothing to speak of"
+        return change if ours < without * (1 - INDIFFERENT) else f"{change}, within measurement noise"
 
 
 def forecast(
@@ -124,10 +132,10 @@ def forecast(
     """Predict an iteration, with and without each class that is switched on.
 
     Args:
-        everyone: what all ranks measured.
-        schedule: of an iteration.
-        config: what is switched on.
-        stages: whose gradients are compressed; None: choose them.
+        everyone: the measurements of all ranks.
+        schedule: the passes and messages of an iteration.
+        config: the configuration, which says which classes are switched on.
+        stages: the stages whose data-parallel gradients are compressed; None: choose them.
     """
     ranks, nowhere = [m.cost for m in everyone], frozenset[int]()
     on, lacking = Switches.of(config, schedule.stages), dict[int, int]()
@@ -163,7 +171,7 @@ def forecast(
 
 
 def _shrinks_nowhere(ranks: Sequence[RankCost], name: str) -> bool:
-    """Return whether a class is sent, and by no rank in fewer bytes."""
+    """Return whether a class sends bytes, and no rank sends fewer of them when it is compressed."""
     costs = [cost for rank in ranks for cost in rank.classes if cost.name == name and cost.dense.nbytes]
     return bool(costs) and all(cost.compressed.nbytes >= cost.dense.nbytes for cost in costs)
 
@@ -178,9 +186,10 @@ def _change(new: float, old: float) -> str:
 
 
 class Forecaster:
-    """Makes the forecast of one session on one rank. Every method is called on all ranks of the model.
+    """Forecaster of one session on one rank. Every method is called on all ranks of the model.
 
-    It does not keep the session: whoever keeps forecasters by session would keep both for ever.
+    It holds no reference to the session: the hooks keep one forecaster per session, in a map whose keys are weak, and a
+    reference from the value to its key would keep both alive.
     """
 
     def __init__(self) -> None:
@@ -190,12 +199,13 @@ class Forecaster:
     def before_pass(
         self, session: Session, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device
     ) -> None:
-        """Begin an iteration's forward-backward pass: time it, or forecast from the one that was timed.
+        """Begin a forward-backward pass of an iteration: time it, or forecast from the pass that was timed.
 
         Args:
             session: the session of the forecast, the same in every call.
             schedule: the schedule of this pass.
-            gradient: a tensor like every gradient between stages; None if their shape is not known beforehand.
+            gradient: a tensor with the shape and dtype of all activation gradients; None if these are not known
+                beforehand.
             device: the device of the tensors in collectives.
 
         Raises:
@@ -228,6 +238,6 @@ def _say(session: Session, found: Forecast) -> None:
     lines = found.lines() if session.config.compression_forecast else []
     if session.config.dp_compression_stages == "auto":
         chosen = ", ".join(map(str, sorted(found.compressed_stages))) or "none"
-        lines.insert(0, f"--dp-compression-stages auto: of {len(found.ours.ends)} stages compressed: {chosen}")
+        lines.insert(0, f"--dp-compression-stages auto: compressed stages (of {len(found.ours.ends)}): {chosen}")
     for line in lines:
         print(f"optimus-cc: {line}", flush=True)

@@ -30,17 +30,17 @@ GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One rank's costs, its links, and the memory that it lacks."""
+    """Measurements of one rank: its costs, its links, and the memory that it lacks."""
 
     cost: RankCost
     link: Rate | None
-    """To the next stage; None with one stage."""
+    """Rate of the link to the next stage; None with one stage."""
 
     replicas: Rate | None
-    """An all-reduce over the replicas; None: one replica."""
+    """Rate of an all-reduce over the replicas; None with one replica."""
 
     exchange: Rate | None = None
-    """An all-to-all over the replicas, where one is used; None: it is not, or one replica."""
+    """Rate of an all-to-all over the replicas; None with one replica, or if the run uses no all-to-all."""
 
     lacking: int = 0
     """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
@@ -51,7 +51,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
 
     Args:
         passes: the stopwatch that timed forward and backward passes.
-        gradient: a tensor like every gradient between stages; None if their shape is not known beforehand.
+        gradient: a tensor with the shape and dtype of all activation gradients; None if these are not known beforehand.
         device: the device of the tensors in collectives.
 
     Raises:
@@ -63,7 +63,8 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     everyone = session.grid.groups
     link = probe_link(session.grid.pipeline_group, device, everyone)
     blocks = _sums_in_blocks(session.config)
-    # Also on a stage without parameters, which has no replicas to sum with: the others would wait for it.
+    # A stage without parameters, which has no replicas to sum with, takes part as well, because the other ranks wait
+    # for it.
     found = {
         collective: probe_collective(gradients.replicas, device, everyone, collective)
         for collective, used in (
@@ -128,8 +129,8 @@ class _Rates:
         )  # fmt: skip
 
 
-# One function for each class of traffic. Compressors that are timed here have memory of their own, because that of the
-# buckets is used on the buckets' stream.
+# One function for each class of traffic. Compressors that are timed here have scratch memory of their own, because the
+# scratch memory of the buckets' compressors is used on the buckets' stream.
 
 
 def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:
@@ -171,10 +172,10 @@ def _gradients(session: Session, rates: _Rates, sharded: bool) -> ClassCost:
     if gradients.codecs is not None:
         first, later = rates.blocks, rates.gather
     else:
-        # Of P and of Q the sums are gathered in the format in which they came.
+        # The sums of P and the sums of Q are gathered in the format in which the parts arrived.
         first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
     plans = [buckets.plan for buckets in gradients.buckets]
-    # Megatron reduces a group of buckets of which nothing can be compressed.
+    # Megatron reduces the bucket groups in which nothing can be compressed.
     others = rates.dense.sent(sum(plan.dense_bytes for plan in plans if not plan.compresses))
     coded = reduction(first, sum(plan.compressed_bytes() for plan in plans if plan.compresses), coding, share, later)
     return ClassCost(
@@ -193,7 +194,7 @@ def _gradients(session: Session, rates: _Rates, sharded: bool) -> ClassCost:
 def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
     """Return the share of a reduction's bytes that moves in its second phase: Q, or the sums of blocks."""
     if codecs is None:
-        return 0.5  # P and Q are of much the same size
+        return 0.5  # P and Q have about the same size
     return 0.0 if sharded else _share_of_sums(codecs)
 
 
@@ -211,14 +212,15 @@ def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tu
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
     with_pair = of_pair = 0
     codecs, formats = session.embedding.codecs, session.embedding.formats
-    # In blocks: over the replicas of a stage and then between two ranks, or over the replicas of both stages.
+    # In blocks, one reduction goes over the replicas of a stage and then between two ranks, or over the replicas of
+    # both stages.
     ours, of_both = rates.dense if codecs is None else rates.blocks, pair
     if codecs is not None and not sharded:
         of_both = rates.blocks.then(rates.gather, _share_of_sums(codecs))
     if nbytes and session.grid.stages > 1:
         fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
         if sharded:
-            # Shards only: what the pair sums when the replicas have.
+            # Only shards: after the replicas have reduced, the pair of ranks sums its shard.
             of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
         with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
         fused_with_replicas = fused - of_pair

@@ -1,4 +1,6 @@
-"""How long compression takes on this device, tried on tensors of its own before anything depends on it."""
+"""Microbenchmarks: time compression on this device with tensors of their own, so that training's tensors stay
+untouched.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,18 +26,20 @@ from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStage
 __all__ = ["extrapolated", "time_gradients", "time_message", "time_parameters"]
 
 _SAMPLE_BYTES = 1 << 26
-"""Gradients that a microbenchmark copies at most, unless one matrix is larger."""
+"""Largest size of the gradients that a microbenchmark makes, unless one matrix is larger."""
 
 _TRIES = 2
-"""Each may be disturbed; the shortest counts."""
+"""Number of timed tries. Other work may disturb each of them, so the shortest counts."""
 
 
 @torch.no_grad()
 def time_message(messages: DenseMessages, like: torch.Tensor) -> tuple[float, float, float]:
-    """Measure the seconds to compress, to decompress and to remember a tensor of the shape, dtype and device of `like`.
+    """Measure the seconds to compress and to decompress a tensor like `like`, and to compute the sender's residual of
+    it.
 
     Args:
         messages: both ends of a link, which nothing else uses.
+        like: gives the shape, dtype and device.
     """
     tensor, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
     for _ in range(2):  # the first time allocates
@@ -64,13 +68,13 @@ def time_gradients(
     wire: Codec | None = None,
     sharded: bool,
 ) -> float:
-    """Seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
+    """Measure the seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
 
     Args:
-        matrices: what would be compressed, unchanged.
-        alone: a group of this rank alone.
-        codecs: of blocks; None: P and Q, which `wire` encodes.
-        sharded: whether a replica reads its shard only.
+        matrices: the gradients that training would compress; they are not changed.
+        alone: a process group of this rank only.
+        codecs: the codecs of a block format; None: low rank, whose P and Q `wire` encodes.
+        sharded: True if a replica needs only its shard of the reduced gradients.
     """
     if not matrices:
         return 0.0
@@ -83,9 +87,9 @@ def time_gradients(
         rules = replace(rules, format=codecs.formats.gradients, sums=codecs.formats.sums, sharded=sharded)
 
     def tried(shapes: Sequence[torch.Size]) -> tuple[int, float]:
-        """Bytes, and the seconds that they take."""
+        """Return the bytes of gradients of these shapes, and the seconds that they take."""
         like, sizes = matrices[0], [shape.numel() for shape in shapes]
-        # One after the other in one storage, as in a bucket.
+        # The matrices lie one after the other in one storage, as in a bucket.
         flat, starts = _noise((sum(sizes),), like), [0, *accumulate(sizes)]
         parameters = [
             ParameterRecord(shape=tuple(shape), start=start) for start, shape in zip(starts, shapes, strict=False)
@@ -114,10 +118,12 @@ def time_gradients(
 
 @torch.no_grad()
 def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, codec: Codec) -> float:
-    """Seconds to encode what a step changed in the own shards of these buckets, which are unchanged, and to decode all.
+    """Measure the seconds to encode a step's change of the own shards of these buckets, and to decode those of all
+    replicas.
 
     Args:
-        alone: a group of this rank alone.
+        buckets: the parameters that training would gather; they are not changed.
+        alone: a process group of this rank only.
     """
     if not buckets:
         return 0.0
@@ -137,13 +143,15 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
         tried.start()
         with stopwatch.timed("decode", like.device):
             tried.finish()
-        # Alone, a rank owns all of it.
+        # In a group of one rank, that rank owns all shards.
         seconds.append(stopwatch.total("encode") / buckets[0].plan.ranks + stopwatch.total("decode"))
     return min(seconds[1:]) * numel / sample.numel()
 
 
 def _samples(shapes: Sequence[torch.Size], itemsize: int) -> tuple[list[torch.Size], list[torch.Size]]:
-    """Each shape once, and as often as there are any: a few launches do for all matrices of a shape."""
+    """Return each shape once, and each shape as often as it occurs: all matrices of one shape take only a few
+    launches.
+    """
     counts = Counter(shapes)
     once: list[torch.Size] = []
     for shape in counts:
@@ -154,9 +162,10 @@ def _samples(shapes: Sequence[torch.Size], itemsize: int) -> tuple[list[torch.Si
 
 
 def extrapolated(few: tuple[int, float], many: tuple[int, float], nbytes: int) -> float:
-    """Seconds for `nbytes`, on the line through two samples of (bytes, seconds): a fixed part, and what bytes take.
+    """Return the seconds for `nbytes`, on the line through two samples of (bytes, seconds): a fixed part plus seconds
+    per byte.
 
-    Of one sample, or where noise makes the larger one the faster one, all is taken to be the bytes'.
+    If there is one sample only, or noise makes the larger sample the faster one, all seconds count as proportional.
     """
     (low, quick), (high, slow) = few, many
     if high == low or slow <= quick:

@@ -1,8 +1,8 @@
-"""How fast this run's own links are: a few transfers on the groups that training uses.
+"""Measure the rates of this run's own links, with a few transfers on the process groups that training uses.
 
-Both probes are collective over all ranks of the model, take the device where the group's transfers have their tensors,
-and raise OptimusError, naming the ranks, where a transfer fails. `everyone` are the groups whose product is these ranks
-(`Grid.groups`): all ranks begin each transfer together, and the slowest one says how long it took.
+Both probes are collective over all ranks of the model. They take the device of the group's tensors, and raise
+OptimusError, which names the ranks, if a transfer fails. `everyone` holds the process groups whose product is all ranks
+of the model (`Grid.groups`): all ranks begin each transfer together, and its duration is that of the slowest rank.
 """
 
 import functools
@@ -36,23 +36,26 @@ _SMALL = 1 << 14
 _LARGE = 1 << 18
 _LARGEST = {"cpu": 1 << 22, "cuda": 1 << 26}
 _LONG_ENOUGH = 0.02
-"""Seconds that the timed transfer takes at least, unless the largest is faster."""
+"""Least duration of the timed transfer in seconds, unless the largest transfer is faster."""
 
 _SMALL_TRIES, _LARGE_TRIES = 5, 2
-"""How often a transfer is timed. Each time may be disturbed; the shortest is the link's."""
+"""Number of timed transfers of each size. Other traffic may disturb each of them, so the shortest counts."""
 
 
 def probe_link(
     group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup]
 ) -> Rate | None:
-    """The rate from each stage of the pipeline `group` to the next one; None with one stage, or without a pipeline."""
+    """Return the rate from each stage of the pipeline `group` to the next stage; None with one stage, or without a
+    pipeline.
+    """
     if group is None or group.size() == 1:
         return _probed(_nothing, device, everyone, "the other ranks")
     stage, stages, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
 
     def exchange(nbytes: int) -> float:
-        # To the next and from the one before: on a full-duplex link the two do not disturb each other. Then an answer:
-        # what is sent is only in a buffer of this machine's until it is known to have arrived.
+        # Each stage sends to the next stage and receives from the previous one: on a full-duplex link the two transfers
+        # do not disturb each other. The answer of one byte follows because a send is complete once its bytes are in a
+        # buffer of this machine, and only the answer shows that they have arrived.
         for size, to, source in ((nbytes, stage + 1, stage - 1), (1, stage - 1, stage + 1)):
             operations = [
                 dist.P2POp(what, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
@@ -72,10 +75,10 @@ def probe_collective(
     everyone: Sequence[dist.ProcessGroup],
     collective: Collective,
 ) -> Rate | None:
-    """Return the rate of a collective over `group`, in the bytes that a rank sends; None for a group of one rank.
+    """Return the rate of a collective over `group`, in bytes that a rank sends; None for a group of one rank.
 
     Args:
-        group: the replicas of this rank; None: this rank has nothing to send, but joins what all ranks agree on.
+        group: the replicas of this rank; None: this rank sends nothing, but takes part when all ranks agree on a time.
     """
     ranks = group.size() if group is not None else 1
     if group is None or ranks == 1:
@@ -83,7 +86,7 @@ def probe_collective(
 
     @functools.cache
     def buffers(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # Allocated in the first exchange, which does not count: messages of a run lie in memory that is kept, too.
+        # Allocated in the first exchange, which is not timed: training allocates its message buffers only once, too.
         return tuple(torch.zeros(2, numel, dtype=torch.float32, device=device))
 
     def exchange(nbytes: int) -> float:
@@ -112,9 +115,9 @@ def _nothing(nbytes: int) -> float:
 def _probed(
     exchange: Callable[[int], float], device: torch.device, everyone: Sequence[dist.ProcessGroup], purpose: str
 ) -> Rate | None:
-    """Fit a rate to a small and a large exchange, which grows until it takes long enough on some rank.
+    """Fit a rate to a small exchange and a large one, which grows until some rank needs `_LONG_ENOUGH` seconds for it.
 
-    `exchange` takes about so many bytes, and returns how many it moved; where that is 0, there is no rate.
+    `exchange` moves about as many bytes as it is given, and returns how many it moved; if that is 0, there is no rate.
     """
     try:
         small, quick = _timed(exchange, _SMALL, device, everyone, _SMALL_TRIES)
@@ -128,7 +131,7 @@ def _probed(
         raise OptimusError(f"rank {dist.get_rank()}: measuring the links: {purpose}: {error}") from error
     if not large:
         return None
-    # Noise can make the small one the slower one; then latency is all that is known of it.
+    # Noise can make the small exchange the slower one; then only an upper bound of the latency is known.
     rate = (large - small) / max(slow - quick, slow / 10)
     return Rate(max(quick - small / rate, 0.0), rate)
 
@@ -140,9 +143,11 @@ def _timed(
     everyone: Sequence[dist.ProcessGroup],
     tries: int,
 ) -> tuple[float, float]:
-    """(bytes moved, seconds) of one exchange. A first, which does not count, connects, and uses up what a shaped link
-    has saved up."""
-    _slowest(0.0, device, everyone)  # all begin together
+    """Return (bytes moved, seconds) of one exchange.
+
+    An exchange that is not timed comes first: it connects, and uses up the tokens that a shaped link has accumulated.
+    """
+    _slowest(0.0, device, everyone)  # all ranks begin together
     moved, seconds = 0.0, []
     for _ in range(1 + tries):
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Seconds of an iteration on given links: what each class of traffic costs, and a simulation of 1F1B. No torch.
+"""Seconds of an iteration on given links: the cost of each class of traffic, and a simulation of 1F1B. Needs no torch.
 
-The forecast gives it what every rank has measured, the planner what it has computed for one rank of each stage.
+The forecast passes the measurements of every rank, the planner computed costs for one rank of each stage.
 
-The gradients are reduced when the last stage to finish has reduced its own, because the optimizer needs the norm of all
-of them. So a stage whose dense reduction fits into its slack, the time that others still need, gains nothing by
-compressing it.
+The gradients of an iteration are reduced when the last stage has reduced its own, because the optimizer needs the norm
+of all of them. So compression gains nothing on a stage whose dense reduction fits into its slack, the time that other
+stages still need.
 """
 
 from collections import deque
@@ -24,11 +24,13 @@ __all__ = [
 ]  # fmt: skip
 
 INDIFFERENT = 0.025
-"""Relative differences of iteration times that are worth no accuracy, and that no measurement here could show."""
+"""Relative difference of iteration times below which compression is not worth its loss of accuracy, and which no
+measurement here can resolve.
+"""
 
 
 class When(Enum):
-    """The place of a class's seconds in an iteration."""
+    """Place of a class's seconds in an iteration."""
 
     FORWARD_PASS = "inside every forward pass"
     BACKWARD_PASS = "inside every backward pass"
@@ -69,7 +71,7 @@ class Rate:
 
 
 FREE = Rate(0.0, float("inf"))
-"""The link of a rank that has nobody to send to."""
+"""Link of a rank that has no peer to send to: it takes no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,9 @@ class Sent:
 
     nbytes: float = 0.0
     transfer: float = 0.0
-    """Seconds on the link; those of a reduction include coding."""
+    """One transfer of a class in one format: the bytes that one rank sends, and the seconds of the link and of both
+    ends.
+    """
 
     encode: float = 0.0
     """Seconds that the sender computes before the message leaves."""
@@ -87,17 +91,21 @@ class Sent:
     """Seconds that the receiver computes before the message is of use."""
 
     remember: float = 0.0
-    """Seconds in which the sender finds its residual, once the message has left."""
+    """Seconds that the sender needs for its residual, after the message has left."""
 
     second_phase: float = 0.0
-    """Seconds of a reduction that begin only when the next bucket is complete: factors Q, or the gather of sums."""
+    """Seconds of the second phase of a reduction, which begins only when the next bucket is complete: factors Q, or the
+    gather of sums.
+    """
 
 
 def reduction(link: Rate, nbytes: float, coding: float, second_phase: float, later: Rate | None = None) -> Sent:
-    """Return a compressed reduction: `coding` seconds included, of all of which `second_phase` is the later share.
+    """Return the costs of a compressed reduction in two phases. Each phase has its share of the bytes and of the
+    `coding` seconds.
 
     Args:
-        later: the link of that share; None: the same.
+        second_phase: share of the second phase in bytes and seconds.
+        later: the link of the second phase; None: the same link.
     """
     first = link.seconds(nbytes * (1 - second_phase)) + coding * (1 - second_phase)
     then = (later or link).seconds(nbytes * second_phase) + coding * second_phase
@@ -106,9 +114,10 @@ def reduction(link: Rate, nbytes: float, coding: float, second_phase: float, lat
 
 @dataclass(frozen=True)
 class ClassCost:
-    """Bytes and seconds of a class of traffic on one rank, dense and compressed, and when and where they fall.
+    """Bytes and seconds of a class of traffic on one rank, dense and compressed, with their place in the iteration and
+    their link.
 
-    A class that travels twice, as the tied embedding does, has a cost for each of its links.
+    A class that travels twice, as the tied embedding does, has one ClassCost for each of its links.
     """
 
     name: str
@@ -120,7 +129,7 @@ class ClassCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RankCost:
-    """One rank's share of an iteration. Ranks of one stage have the same classes in the same order."""
+    """Costs of one rank in an iteration. Ranks of one stage have the same classes in the same order."""
 
     stage: int
     forward: float
@@ -129,66 +138,68 @@ class RankCost:
     backward: float
     classes: tuple[ClassCost, ...] = ()
     buckets: int = 1
-    """Gradient buckets that are reduced while the last backward pass goes on; 1: the reduction begins after it."""
+    """Number of gradient buckets that are reduced during the last backward pass; 1: the reduction begins after it."""
 
     last_passes: int = 1
-    """Backward passes beside which these buckets are reduced."""
+    """Number of backward passes during which these buckets are reduced."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """The classes that are compressed: by name, the stages that compress a class."""
+    """Choice of the stages that compress each class of traffic."""
 
     stages: Mapping[str, frozenset[int]]
     epilogue_only: bool = False
-    """Whether of the activation gradients only those of the receiver's cooldown are compressed."""
+    """True if only activation gradients that arrive in the receiver's cooldown are compressed."""
 
     @classmethod
     def of(cls, config: OptimusConfig, stages: int) -> "Switches":
-        """Return the switches of `config` on a pipeline of so many stages: a class is compressed on all or on none."""
+        """Return the switches of `config` on a pipeline of `stages` stages: a class is compressed on all stages or on
+        none.
+        """
         return cls(
             {each.tag: frozenset(range(stages)) for each in CLASSES if config.is_on(each)},
             epilogue_only=config.compressed_backprop_messages == "epilogue",
         )
 
     def where(self, name: str, stages: frozenset[int]) -> "Switches":
-        """Return the same switches, with a class compressed on these stages only."""
+        """Return these switches with one change: the class `name` is compressed on `stages` only."""
         return replace(self, stages={**self.stages, name: stages})
 
     def sent(self, cost: ClassCost, stage: int) -> Sent:
-        """Return the way in which `stage` sends a class."""
+        """Return the cost of a class on `stage`: compressed if the stage compresses it, else dense."""
         return cost.compressed if stage in self.stages.get(cost.name, ()) else cost.dense
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """A stage's passes in seconds, and its messages as they travel."""
+    """Seconds of a stage's passes, and its messages in the format in which they are sent."""
 
     forward: float
     backward: float
     activation: Sent = Sent()
     gradient: Sent = Sent()
-    """The activation gradient that a stage sends back."""
+    """Activation gradient that this stage sends back."""
 
     epilogue: Sent = Sent()
-    """The same in the cooldown of the stage that receives it."""
+    """Activation gradient that this stage sends back while its receiver is in its cooldown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTimes:
-    """Seconds of an iteration, but for the optimizer's step."""
+    """Seconds of an iteration without the optimizer's step."""
 
     costs: tuple[StageCost, ...]
-    """By stage, the passes and messages that were simulated."""
+    """Costs of each stage's passes and messages that were simulated."""
 
     ends: tuple[float, ...]
-    """By stage, when its last backward pass is over, counted from the iteration's beginning."""
+    """End of each stage's last backward pass, in seconds since the iteration's beginning."""
 
     reductions: tuple[float, ...]
-    """By stage, the part of its gradients' reduction that is left then."""
+    """Seconds of each stage's gradient reduction that are left at that end."""
 
     embedding: float
-    """The tied embedding's sum over the first and the last stage, which follows their reductions."""
+    """Seconds of the tied embedding's sum over the first and the last stage, which follows their reductions."""
 
     after_step: float
 
@@ -209,12 +220,12 @@ def iteration(
     """Compute the times of one iteration.
 
     Args:
-        ranks: at least one of each stage. A stage computes as long as its ranks do on average, and sends and reduces as
-            long as the slowest of them.
-        schedule: whose passes and messages they are.
-        switches: which classes are compressed, and where.
-        contention: seconds that computation loses for each second of a reduction that goes on beside it.
-        simulate: what finds the ends of the backward passes; None: `last_backward_ends`.
+        ranks: at least one rank of each stage. A stage's passes take the mean of its ranks' seconds, its messages and
+            its reduction those of its slowest rank.
+        schedule: the passes and messages of the iteration.
+        switches: which classes are compressed, on which stages.
+        contention: seconds that computation loses for each second of a reduction that runs at the same time.
+        simulate: finds the ends of the backward passes; None: `last_backward_ends`.
     """
     by_stage = [[rank for rank in ranks if rank.stage == stage] for stage in range(schedule.stages)]
     costs = tuple(_stage_cost(alike, switches) for alike in by_stage)
@@ -238,11 +249,11 @@ def useful_stages(
     name: str,
     compute: Callable[[Sequence[RankCost], Schedule, Switches], IterationTimes] = iteration,
 ) -> frozenset[int]:
-    """Choose the stages that compress the class `name`, whose reduction they wait for; see `smallest_useful`.
+    """Choose the stages that compress the class `name`, a reduction over replicas; `smallest_useful` has the rule.
 
     Args:
-        ranks, schedule, switches: of `iteration`, without the choice.
-        compute: `iteration`, or a function that calls it with other arguments besides.
+        ranks, schedule, switches: arguments of `iteration`; the stages that `switches` has for `name` are ignored.
+        compute: `iteration`, or a function that calls it with further arguments.
     """
     everywhere = frozenset(range(schedule.stages))
     dense, compressed = (
@@ -252,7 +263,7 @@ def useful_stages(
 
 
 def _sent(rank: RankCost, switches: Switches, when: When, link: Link | None = None) -> list[Sent]:
-    """Return the transfers of a rank that fall into one place of the iteration, as its stage sends them."""
+    """Return the transfers of a rank in one place of the iteration, in the format in which its stage sends them."""
     return [
         switches.sent(cost, rank.stage)
         for cost in rank.classes
@@ -261,13 +272,13 @@ def _sent(rank: RankCost, switches: Switches, when: When, link: Link | None = No
 
 
 def _pass_seconds(rank: RankCost, switches: Switches, when: When) -> float:
-    """Return the seconds of one pass, with the transfers inside it."""
+    """Return the seconds of one pass, including the transfers inside it."""
     computed = rank.forward if when is When.FORWARD_PASS else rank.backward
     return computed + sum(sent.transfer + sent.encode + sent.decode for sent in _sent(rank, switches, when))
 
 
 def _message(ranks: Sequence[RankCost], switches: Switches, when: When) -> Sent:
-    """Return a stage's message: the slowest transfer of its ranks, and what they compute on average."""
+    """Return a stage's message: the slowest transfer among its ranks, and the mean of their encoding and decoding."""
     found = [sent for rank in ranks for sent in _sent(rank, switches, when)] or [Sent()]
     return Sent(
         nbytes=max(sent.nbytes for sent in found),
@@ -290,7 +301,7 @@ def _stage_cost(ranks: Sequence[RankCost], switches: Switches) -> StageCost:
 
 
 def _left_to_reduce(rank: RankCost, switches: Switches, contention: float) -> float:
-    """Return the part of a rank's reduction over its replicas that its last backward passes do not hide."""
+    """Return the seconds of a rank's reduction over its replicas that its last backward passes do not hide."""
     sent = _sent(rank, switches, When.AFTER_BACKWARD, Link.REPLICAS)
     first, later = (sum(each.transfer for each in sent), sum(each.second_phase for each in sent))
     window = _pass_seconds(rank, switches, When.BACKWARD_PASS) * rank.last_passes
@@ -303,24 +314,25 @@ def last_backward_ends(
     costs: Sequence[StageCost],
     observe: Callable[[int, Pass | None, float, float], None] | None = None,
 ) -> list[float]:
-    """Simulate an iteration's passes; return when each stage's last backward pass is over, in seconds.
+    """Simulate an iteration's passes; return the end of each stage's last backward pass, in seconds.
 
-    Messages of a stage leave one after the other, and their sender goes on meanwhile.
+    A stage sends its messages one after the other, and computes while they travel.
 
     Args:
-        schedule: whose passes they are; ValueError where they wait for each other in a circle.
-        costs: by stage.
-        observe: is told of everything as it happens: stage, pass (None: a message leaves it), begin and end.
+        schedule: the passes of each stage. Raises ValueError if they wait for each other in a circle.
+        costs: the costs of each stage.
+        observe: called for each pass and message with its stage, pass (None for a message), begin and end.
     """
     stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
     free, link_free = [0.0] * stages, [0.0] * stages
     todo = [deque(schedule.passes(stage)) for stage in range(stages)]
     gradients = [iter(schedule.messages(receiver)) for receiver in range(stages)]
-    # When what a pass gives to the next one is there: by direction, place (chunk * stages + stage) and micro-batch.
+    # Seconds at which a pass's result is with the pass that needs it, by direction, place (chunk * stages + stage) and
+    # micro-batch.
     arrived = {(True, -1, work.micro_batch): 0.0 for work in todo[0]}
 
     def send(stage: int, message: Sent) -> float:
-        """Return when the message is of use to its receiver."""
+        """Send a message; return the time at which its receiver has decoded it."""
         free[stage] += message.encode
         begin = max(link_free[stage], free[stage])
         link_free[stage] = begin + message.transfer
@@ -355,30 +367,33 @@ def last_backward_ends(
             while passes and run(stage, passes[0]):
                 passes.popleft()
         if sum(map(len, todo)) == before:
-            raise ValueError("a schedule whose passes wait for each other in a circle")
+            raise ValueError("the schedule's passes wait for each other in a circle: no stage can go on")
     return free
 
 
 def reduced_after(backward_ends: Sequence[float], reductions: Sequence[float], embedding: float) -> float:
-    """Return when all gradients are reduced, in seconds since the iteration began.
+    """Return the seconds from the iteration's beginning until all gradients are reduced.
 
     Args:
-        backward_ends: by stage, from `last_backward_ends`.
-        reductions: by stage: what is left of its gradients' reduction over the replicas then.
-        embedding: the tied embedding's reduction, which starts when the first and the last stage have finished theirs.
+        backward_ends: the result of `last_backward_ends`, by stage.
+        reductions: by stage, the seconds of its reduction over the replicas that are left at its `backward_ends`.
+        embedding: seconds of the tied embedding's reduction, which starts when the first and the last stage have
+            reduced.
     """
     ends = [end + reduction for end, reduction in zip(backward_ends, reductions, strict=True)]
     return max(*ends, max(ends[0], ends[-1]) + embedding)
 
 
 def left_after_backward(reduction: float, backward: float, buckets: int, later: float = 0.0) -> float:
-    """Return what is left of a stage's reduction when its last backward pass ends, all in seconds.
+    """Return the seconds of a stage's reduction that are left when its last backward pass ends.
 
-    Every one of its `buckets` but the last becomes complete during that pass; 1: the reduction begins after it.
+    All of its `buckets` but the last become complete during that pass; with one bucket, the reduction begins after the
+    pass.
 
     Args:
-        reduction: the first phases of all buckets.
-        later: their second phases; that of a bucket begins when the next one is complete.
+        reduction: seconds of the first phases of all buckets.
+        backward: seconds of the last backward pass.
+        later: seconds of their second phases. The second phase of a bucket begins when the next bucket is complete.
     """
     whole, until_the_last = reduction + later, min(2, buckets) * later / buckets
     return max(reduction / buckets + until_the_last, whole - backward * (buckets - 1) / buckets)
@@ -387,7 +402,8 @@ def left_after_backward(reduction: float, backward: float, buckets: int, later: 
 def smallest_useful(
     backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float], embedding: float
 ) -> frozenset[int]:
-    """Return the fewest stages whose compression makes the iteration as short as any choice can, within `INDIFFERENT`.
+    """Return the fewest stages whose compression makes the iteration as short as any choice of stages can, within
+    `INDIFFERENT`.
 
     Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
     """
@@ -398,7 +414,7 @@ def smallest_useful(
 
     chosen = frozenset(s for s in range(len(dense)) if compressed[s] < dense[s])
     shortest = seconds(chosen)
-    # The one that saves least is left out first.
+    # The stage that saves least is the first to be left dense.
     for stage in sorted(chosen, key=lambda s: dense[s] - compressed[s]):
         if seconds(chosen - {stage}) <= shortest * (1 + INDIFFERENT):
             chosen -= {stage}

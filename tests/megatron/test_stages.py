@@ -36,7 +36,7 @@ def test_counted_raw_traffic_is_what_vanilla_sends(runs):
 def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps_the_choice(runs):
     vanilla, whole, resumed = runs
     assert all(rank.ours.compressed_matrices > 0 for rank in whole.ranks)
-    assert "--dp-compression-stages auto: of 2 stages compressed: 0, 1" in whole.said
+    assert "--dp-compression-stages auto: compressed stages (of 2): 0, 1" in whole.said
     memory = [line for line in whole.said if line.startswith("compressor state in")]
     assert len(memory) == 2, "before the first iteration, and once the stages are known"
     assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
@@ -56,7 +56,7 @@ def test_on_fast_links_it_stays_vanilla_to_the_bit_and_says_so(runs):
     assert last_stage_losses(ours.ranks) == last_stage_losses(vanilla.ranks)
     assert [rank.ours.compressed_matrices for rank in ours.ranks] == [0] * 4
     assert "forecast: DP gradients, compressed: no stage's reduction is worth compressing" in ours.said
-    assert "--dp-compression-stages auto: of 2 stages compressed: none" in ours.said
+    assert "--dp-compression-stages auto: compressed stages (of 2): none" in ours.said
 
 
 @uses((table.LOSSY_RUN, table.LOSSY_FORECAST))

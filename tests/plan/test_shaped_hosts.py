@@ -62,7 +62,7 @@ def test_the_order_is_asked_of_pairs_that_differ_by_more_than_their_spread() -> 
 
 def test_a_variant_that_chose_other_stages_on_unshaped_links_is_left_out() -> None:
     flags = ["--dp-compression", "--dp-compression-stages", "auto", "--dp-compression-rank", "11"]
-    said = "--dp-compression-stages auto: of 1 stages compressed:"
+    said = "--dp-compression-stages auto: compressed stages (of 1):"
     vanilla = run("pp1dp2", VANILLA, [], {UNSHAPED: 2.0, "20mbit": 6.0})
     shaped = replace(run("pp1dp2", "auto", flags, {"20mbit": 3.0}), forecast=[f"{said} 0"])
     for free, count in (("0", 1), ("none", 0)):

@@ -119,8 +119,8 @@ def _counted(plan: Plan, seconds: Callable[[str], float]) -> list[str]:
 
 
 def test_the_stages_that_auto_chose_are_read() -> None:
-    assert chosen_stages(["forecast: x", "--dp-compression-stages auto: of 4 stages compressed: 0, 2"]) == {0, 2}
-    assert chosen_stages(["--dp-compression-stages auto: of 4 stages compressed: none"]) == frozenset()
+    assert chosen_stages(["forecast: x", "--dp-compression-stages auto: compressed stages (of 4): 0, 2"]) == {0, 2}
+    assert chosen_stages(["--dp-compression-stages auto: compressed stages (of 4): none"]) == frozenset()
 
 
 def test_variants_leave_out_what_a_layout_does_not_have() -> None:

@@ -165,7 +165,7 @@ def test_the_gather_of_parameters_is_said_and_not_part_of_the_comparison() -> No
         forecast(cluster(1e6, gather=(nbytes, nbytes)), SCHEDULE, ALL, frozenset({0, 1})) for nbytes in (2_000_000, 0)
     )
     assert (with_it.plain.reduced, with_it.ours.reduced) == (without.plain.reduced, without.ours.reduced)
-    said = "parameter gather: 2000 ms beside that, as in vanilla Megatron"
+    said = "parameter gather: 2000 ms after the optimizer's step, as in vanilla Megatron"
     assert said in both(with_it) and "gather" not in both(without)
 
 
@@ -174,7 +174,9 @@ def test_of_a_compressed_gather_it_is_said_what_it_gains_and_where_it_does_not_p
     config = OptimusConfig(param_gather_format="int4")
     measured = cluster(rate, gather=(2_000_000, 500_000), code_parameters=0.1)
     said = both(forecast(measured, SCHEDULE, config, frozenset()))
-    assert (f"parameter gather: {600 if pays else 105} ms beside that, instead of {2000 if pays else 20} ms") in said
+    assert (
+        f"parameter gather: {600 if pays else 105} ms after the optimizer's step, instead of {2000 if pays else 20} ms"
+    ) in said
     assert ("give --param-gather-format dense" not in said) == pays
 
 

@@ -36,7 +36,7 @@ _EXCHANGE = 0.5
 """Of a shaped line's rate: gloo's messages both ways take as long as one after the other, for acknowledgements queue
 behind data (tests/scripts/test_bench_cluster_network.py). Of 1F1B's messages all but warm-up and cooldown meet one."""
 
-_CHOICE = "--dp-compression-stages auto: of "
+_CHOICE = "--dp-compression-stages auto: "
 _HOP = 60e-6
 """Seconds between two hosts; nothing beside the times here."""
 
