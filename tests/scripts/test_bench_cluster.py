@@ -201,7 +201,7 @@ def test_what_is_written_is_read_again_but_not_mixed_with_another_model(tmp_path
     content = json.loads((tmp_path / "cluster.json").read_text())
     content["models"]["small"]["hidden"] += 1
     (tmp_path / "cluster.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="another model called 'small'"):
+    with pytest.raises(ValueError, match="its model 'small' is another one"):
         page.load(tmp_path)
 
 
@@ -259,7 +259,7 @@ def _of(table: Table, block: Cell, column: str, rate: str = "50mbit") -> Any:
         (["--hosts", "3"], "an even number of hosts"),
         (["--hosts", "4", "--layouts", "pp2dp2"], "not allowed with argument"),
         (["--blocks", "0"], "give 1 or more"),
-        (["--bound", "--variants", "paper"], "--bound: it is vanilla's"),
+        (["--bound", "--variants", "paper"], "--bound: it trains vanilla again"),
     ],
 )
 def test_bad_input_ends_with_status_2_and_the_reason(

@@ -1,14 +1,15 @@
-"""What compression gains on links of a given rate: real Megatron on hosts that are network namespaces of this machine.
+"""Benchmark of compression on links of a given rate: real Megatron on hosts made of network namespaces.
 
     .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
-    .venv/bin/python -m scripts.bench.cluster --find-rate         the rate at which half of vanilla's time is communication
+    .venv/bin/python -m scripts.bench.cluster --find-rate     search the rate at which vanilla takes twice as long
 
-One host for each pipeline stage of each replica, torchrun on every one, vanilla and ours in turn with the same seed and
-data, in alternating blocks. A run is one variant: the rate of all links is changed while it trains, once through all
-rates and back; a variant that chooses by the links when it starts (--dp-compression-stages auto) gets a run per rate.
-Writes OUTPUT/cluster.json with everything, cluster.md and plots. Takes iproute2, util-linux, and root or
-a machine whose users may make namespaces. What follows -- is added to the flags of all variants but vanilla.
-"""  # noqa: E501
+There is one host for each pipeline stage of each replica, and torchrun on every host. Vanilla and compressed variants
+take turns with the same seed and data, in alternating blocks. A run is one variant: the rate of all links is changed
+while it trains, once through all rates and back; a variant that chooses by the links when it starts
+(--dp-compression-stages auto) gets a run per rate. The results are OUTPUT/cluster.json with everything, cluster.md and
+plots. It takes iproute2, util-linux, and root or a machine whose users may make namespaces. Flags after -- are added to
+all variants but vanilla.
+"""
 
 import argparse
 import itertools
@@ -36,47 +37,59 @@ from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
 
 TRAINED = tuple(name for name in MODELS if name not in ("quickstart", "test"))
-"""The models that have the paper's proportions."""
+"""Names of the models with the paper's proportions."""
 
 _SCHEDULE = 200
-"""Iterations of the learning rate: runs differ in length, and their losses should not by that."""
+"""Iterations of the learning rate's schedule, equal for all runs, because runs differ in length and their losses must
+not differ by that.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    what = parser.add_argument_group("what is compared")
-    layouts = what.add_mutually_exclusive_group()
+    compared = parser.add_argument_group("what is compared")
+    layouts = compared.add_mutually_exclusive_group()
     layouts.add_argument(
         "--layouts", type=_list(Layout.parsed), help="[tpT]ppPdpD[z1], such as pp4dp2,pp2dp2z1 (pp2dp2)"
     )
     layouts.add_argument("--hosts", type=_halves, dest="layouts", metavar="N", help="short for pp(N/2)dp2")
-    what.add_argument("--models", type=_list(_one_of(TRAINED)), default=["small"], help=f"of {', '.join(TRAINED)}")
+    compared.add_argument(
+        "--models", type=_list(_one_of(TRAINED)), default=["small"], help=f"models to train, of {', '.join(TRAINED)}"
+    )
     variants, every = [VANILLA, "paper", "auto"], ", ".join(CLUSTER)
-    what.add_argument("--variants", type=_list(_one_of(CLUSTER)), default=variants, help=f"of {every}")
-    what.add_argument(
+    compared.add_argument(
+        "--variants", type=_list(_one_of(CLUSTER)), default=variants, help=f"variants to compare, of {every}"
+    )
+    compared.add_argument(
         "--rates", type=_list(_rate), default=["50mbit", UNSHAPED],
-        help="of every link, both ways, such as 25mbit,1gbit; none: unshaped, which the shares need (50mbit,none)",
+        help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none)",
     )  # fmt: skip
     much = parser.add_argument_group("how much")
     much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")
-    much.add_argument("--iterations", type=_positive, default=3, help="measured at a rate in a cycle (%(default)s)")
-    much.add_argument("--cycles", type=_positive, default=2, help="through the rates, there and back (%(default)s)")
+    much.add_argument(
+        "--iterations", type=_positive, default=3, help="iterations measured per rate and cycle (%(default)s)"
+    )
+    much.add_argument(
+        "--cycles", type=_positive, default=2, help="passes through the rates, there and back (%(default)s)"
+    )
     much.add_argument(
         "--warm-up", type=_positive, default=3,
-        help="iterations of a run that do not count (%(default)s: the third holds the package's own measuring)",
+        help="first iterations of a run, not counted (%(default)s: the forecast runs before the third)",
     )  # fmt: skip
     much.add_argument(
         "--bound", action="store_true",
-        help="also run vanilla on links as much faster as a variant's bytes are fewer: a run more of each",
+        help="also run vanilla on links that are faster by as much as a variant's bytes are fewer: one more run each",
     )  # fmt: skip
-    much.add_argument("--timeout", type=_positive, default=30, metavar="MINUTES", help="for one run (%(default)s)")
+    much.add_argument("--timeout", type=_positive, default=30, metavar="MINUTES", help="limit of one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
     other = parser.add_argument_group("instead of a sweep")
-    other.add_argument("--find-rate", action="store_true", help="search where vanilla takes twice its unshaped time")
+    other.add_argument(
+        "--find-rate", action="store_true", help="search the rate at which vanilla takes twice its unshaped time"
+    )
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
     files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
@@ -85,24 +98,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it.
+    """Run the benchmark.
 
-    Returns the exit status: 0; 1: a run failed; 2: bad input, or this machine cannot; 130: interrupted.
+    Returns the exit status: 0; 1: a run failed; 2: bad input, or a machine that cannot make hosts; 130: interrupted.
     """
     words, further = words_and_further(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     options = parser.parse_args(words)
     options.layouts = options.layouts or [Layout(1, 2, 2)]
     if options.bound and VANILLA not in options.variants:
-        parser.error(f"--bound: it is {VANILLA}'s. Give it in --variants")
+        parser.error(f"--bound: it trains {VANILLA} again. Give {VANILLA} in --variants, too")
     return run_command(
-        lambda: _do(options, further), "all hosts and processes are gone; finished runs are kept"
+        lambda: _do(options, further), "all hosts and processes have ended; finished runs are kept"
     )  # fmt: skip
 
 
 def _do(options: argparse.Namespace, further: list[str]) -> int:
     if (reason := why_not()) is not None:
-        raise NetworkError(f"{reason}. Run as root, or where users may make namespaces, on Linux")
+        raise NetworkError(f"{reason}. Run the benchmark on Linux, as root or where users may make namespaces")
     bench = Bench(options, further)
     try:
         for layout, model in itertools.product(options.layouts, options.models):
@@ -119,34 +132,34 @@ def _do(options: argparse.Namespace, further: list[str]) -> int:
 
 
 class Bench:
-    """The runs of one call, kept on disk as they come."""
+    """Runs of one call, which are written to disk as they finish."""
 
     def __init__(self, options: argparse.Namespace, further: list[str]) -> None:
         self.options, self.further = options, further
         self.runs: list[Run] = []
         self.text = ""
-        self._claimed = ExitStack()  # for as long as this object lives
+        self._claimed = ExitStack()  # held for as long as this object lives
         self._claimed.enter_context(claimed(options.output))
         if not (options.output / JSON_NAME).exists():
             return
         if not (options.append or options.find_rate):
             raise ExperimentError(
-                f"--output {options.output}: it has results. Give --append to keep them, or another folder"
+                f"--output {options.output}: the folder has results. Give --append to keep them, or another folder"
             )
         if options.append:
             earlier, self.runs = load(options.output)
             if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
-                raise ExperimentError(f"--append: {options.output} is of another text. Give another --output")
+                raise ExperimentError(f"--append: {options.output} has results of another text. Give another --output")
 
     def sweep(self, name: str, layout: Layout) -> None:
-        """All variants in alternating blocks, all rates in each run."""
+        """Train all variants in alternating blocks, with all rates in each run."""
         options = self.options
         much = {"each": options.iterations, "cycles": options.cycles, "warm_up": options.warm_up}
         self.check_comparable(name, layout)
         earlier = [run.block for run in self.runs if (run.model, run.layout) == (name, str(layout))]
         first = 1 + max(earlier, default=-1)
         for block in range(first, first + options.blocks):
-            # There and back, so that a drift of the machine's speed weighs on all variants alike.
+            # Odd blocks go backwards, so that a drift of the machine's speed affects all variants alike.
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
                 chooses = chooses_by_the_links(self._flags(name, layout, variant), layout)
                 for plan in plans(options.rates, chooses=chooses, **much):
@@ -156,9 +169,12 @@ class Bench:
                 self._measure_bounds(name, layout, block, much)
 
     def _measure_bounds(self, name: str, layout: Layout, block: int, much: Mapping[str, int]) -> None:
-        """Vanilla once more for each other run of a block, under the rates that its iterations are the bound of."""
+        """Train vanilla once more for each other run of a block, on links that are faster by as much as the run's bytes
+        are fewer.
+        """
         mine = [run for run in self.runs if (run.model, run.layout, run.block) == (name, str(layout), block)]
-        # Of all iterations together: a log line that is read late moves bytes from one to the next.
+        # Bytes of all iterations together, because a log line that is read late moves bytes from one iteration to the
+        # next.
         sent = [payload(run.iterations[self.options.warm_up :]) for run in mine]
         plain = sent[[run.variant for run in mine].index(VANILLA)]
         for run, ours in zip(mine, sent, strict=True):
@@ -175,10 +191,10 @@ class Bench:
             self._keep(bound)
 
     def check_comparable(self, name: str, layout: Layout) -> None:
-        """What is appended to has to be the same training.
+        """Check that --append adds to runs of the same training.
 
         Raises:
-            ExperimentError: it is not.
+            ExperimentError: a variant has runs with other flags or another seed.
         """
         for run in self.runs:
             if (run.model, run.layout) == (name, str(layout)) and run.variant in self.options.variants:
@@ -212,7 +228,7 @@ class Bench:
             model=MODELS[name], layout=layout, iterations=len(plan.rates), schedule=_SCHEDULE, seed=options.seed,
             evaluation_iterations=0,
         )  # fmt: skip
-        # The text is tokenized once for each size of vocabulary.
+        # The text is tokenized once for each size of the vocabulary.
         folder = options.output.with_name(f"{options.output.name}-data") / f"vocabulary-{training.model.vocabulary}"
         data = text_of(options.input).prepared(folder, training.model.vocabulary, options.max_mb)
         print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
@@ -226,7 +242,7 @@ class Bench:
         self.text = write(self.options.output, self.arguments(), self.runs)
 
     def arguments(self) -> dict[str, Any]:
-        """The command line, as it is kept with the results."""
+        """Return the command line in the form that is kept with the results."""
         return json.loads(json.dumps(vars(self.options) | {"further": self.further}, default=str))
 
 
@@ -236,7 +252,7 @@ def _tell(iteration: Iteration) -> None:
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Separated by commas."""
+    """Make a parser of values that are separated by commas."""
     return lambda text: list(dict.fromkeys(parse(word) for word in text.split(",")))
 
 
@@ -248,7 +264,7 @@ def _positive(word: str) -> int:
 
 def _halves(word: str) -> list[Layout]:
     if not word.isdecimal() or int(word) < 2 or int(word) % 2:
-        raise ExperimentError(f"{word}: two replicas take an even number of hosts. Give 4 or 8, or --layouts")
+        raise ExperimentError(f"--hosts {word}: two replicas need an even number of hosts. Give 4 or 8, or --layouts")
     return [Layout(1, int(word) // 2, 2)]
 
 
@@ -270,6 +286,6 @@ def _rate(word: str) -> str:
 
 
 if __name__ == "__main__":
-    # Also where it was ignored, as in a shell's background job.
+    # Set explicitly, because a shell's background job starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a rank has to send, so that small models can be given a large one's proportions."""
+"""Traffic of a rank, so that small models can be given a large model's proportions."""
 
 import math
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from scripts.experiments.models import Layout, Model
 
 @dataclass(frozen=True)
 class Proportions:
-    """Values that one rank has to send in an iteration, by what they are, without compression."""
+    """Number of values that one rank sends in an iteration without compression, by class."""
 
     dp: float
-    """Gradients of a stage's layers, ring all-reduce over the replicas."""
+    """Gradients of a stage's layers, by a ring all-reduce over the replicas."""
 
     forward: float
-    """Activations to the next stage; their gradients to the stage before are as many."""
+    """Activations for the next stage; their gradients for the stage before are as many."""
 
     embedding: float
-    """One copy of the tied embedding, this rank's part."""
+    """This rank's part of one copy of the tied embedding."""
 
     embedding_share: float
-    """The same over what a stage's layers hold."""
+    """The same part, as a fraction of the parameters of a stage's layers."""
 
     @property
     def dp_to_forward(self) -> float:
-        """How many times the pipeline's forward traffic the gradients are; NaN without a pipeline."""
+        """Ratio of gradients to the pipeline's forward traffic; NaN without a pipeline."""
         return self.dp / self.forward if self.forward else math.nan
 
     def __str__(self) -> str:
@@ -35,13 +35,16 @@ class Proportions:
 
 
 PAPER = Proportions(dp=390e6, forward=50e6, embedding=20e6, embedding_share=20 / 255)
-"""The 8.3B model at TP8 PP4 DP4 (arXiv 2301.09830), where the tensor-parallel ranks share the work of sending an
-activation. 18 layers of a stage are 255 M values a rank, and a ring over 4 replicas sends 1.5 times that."""
+"""Traffic of the 8.3B model at TP8 PP4 DP4 (arXiv 2301.09830), where the tensor-parallel ranks share the work of
+sending an activation. 18 layers of a stage are 255 M values a rank, and a ring over 4 replicas sends 1.5 times as many.
+"""
 
 
 def proportions(model: Model, layout: Layout) -> Proportions:
-    """What a rank of a middle stage sends for 12 hidden^2 values in each layer, and its activations, which every
-    tensor-parallel rank sends whole without sequence parallelism."""
+    """Return the traffic of a rank of a middle stage, with 12 hidden^2 values in each layer.
+
+    Without sequence parallelism, every tensor-parallel rank sends whole activations.
+    """
     layers = 12 * model.hidden**2 * model.layers_per_stage / layout.tensor
     tokens = model.sequence * model.micro_batch * model.micro_batches
     embedding = model.vocabulary * model.hidden / layout.tensor

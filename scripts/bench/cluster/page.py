@@ -1,4 +1,4 @@
-"""What is left of the runs: JSON with everything, and a page with tables and plots."""
+"""Output of the runs: JSON with everything, and a page with tables and plots."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _FORMAT = 4
 
 
 def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Write JSON, tables and plots of what there is so far; return the tables."""
+    """Write JSON, tables and plots of the runs so far; return the tables as Markdown."""
     here, tables = machine(), {"times": times(runs), "traffic": traffic(runs)}
     content = {
         "format": _FORMAT, "machine": here, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
@@ -49,19 +49,19 @@ def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> st
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
-    """Read what `write` wrote: the arguments, and the runs.
+    """Read the files that `write` wrote; return the arguments and the runs.
 
     Raises:
         OSError: there is no such file.
-        ExperimentError: it is not ours, or of models that have changed since.
+        ExperimentError: another program wrote it, or its models have changed since.
     """
     path = folder / JSON_NAME
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ExperimentError(f"{path}: not written by this script, or by another version of it")
+        raise ExperimentError(f"{path}: not written by this version of the script. Give another --output")
     for name, model in content["models"].items():
         if name not in MODELS or asdict(MODELS[name]) != model:
-            raise ExperimentError(f"{path}: it is of another model called {name!r}. Give another --output")
+            raise ExperimentError(f"{path}: its model {name!r} is another one than today's. Give another --output")
     runs = []
     for saved in content["runs"]:
         for each in saved["iterations"]:
@@ -72,18 +72,21 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
 
 def _remarks(runs: Sequence[Run]) -> list[str]:
     last = {run.variant: run for run in runs}.values()
-    said = [
-        f"{run.variant}: `{' '.join(run.flags) or 'no flags of ours'}`: {run.techniques or 'not said'}." for run in last
+    remarks = [
+        f"{run.variant}: `{' '.join(run.flags) or 'no flags of ours'}`: {run.techniques or 'not logged'}."
+        for run in last
     ]
     for run in runs:
         rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
-        said += [f"{run.variant}, block {run.block}, {rates}: {line}." for line in run.forecast if "auto" in run.flags]
+        remarks += [
+            f"{run.variant}, block {run.block}, {rates}: {line}." for line in run.forecast if "auto" in run.flags
+        ]
     same = "equal" if losses_agree(runs) else "NOT equal"
-    return [*said, f"Losses of the same variant in different blocks: {same} in every iteration."]
+    return [*remarks, f"Losses of the same variant in different blocks: {same} in every iteration."]
 
 
 def _draw_times(table: Table) -> Figure:
-    """Unshaped links stand at the right end, behind a gap."""
+    """Draw the seconds by rate, with unshaped links at the right end, after a gap."""
     figure, ((axes,),) = panels(1, 1, 7.6, 4.4)
     rates = sorted(map(str, table.distinct("rate")), key=bits_per_second)
     places = {rate: place + 0.4 * (rate == UNSHAPED) for place, rate in enumerate(rates)}
@@ -101,7 +104,7 @@ def _draw_times(table: Table) -> Figure:
 
 
 def _draw_shares(table: Table) -> Figure:
-    """Bars of all blocks together, dots of each."""
+    """Draw the recovered shares: bars for all blocks together, dots for each block."""
     figure, ((axes,),) = panels(1, 1, 7.6, 4.4)
     rates = sorted((rate for rate in map(str, table.distinct("rate")) if rate != UNSHAPED), key=bits_per_second)
     variants = [variant for variant in table.distinct("variant") if variant != VANILLA]
@@ -113,7 +116,7 @@ def _draw_shares(table: Table) -> Figure:
             x, label = [number + (place - 1) * width] * len(together.rows), "" if number else str(variant)
             axes.bar(x, together.numbers("recovered"), 0.9 * width, color=colour(variant, place), label=label)
             axes.errorbar(x, together.numbers("bound"), xerr=0.45 * width, fmt="none", color=INK, lw=2)
-            single = mine.numbers("recovered")[len(together.rows) :]  # all blocks together come first
+            single = mine.numbers("recovered")[len(together.rows) :]  # the row of all blocks together comes first
             axes.plot(x * len(single), single, "o", ms=3, color=INK, alpha=0.6)
     axes.axhline(0, color=INK, lw=0.8)
     axes.set_xticks(range(len(rates)), rates)

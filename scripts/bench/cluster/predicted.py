@@ -1,11 +1,13 @@
-"""The planner held against shaped hosts: each variant's seconds over vanilla's at the same rate, measured and planned.
+"""Comparison of the planner with shaped hosts: each variant's seconds over vanilla's at the same rate, measured and
+planned.
 
     .venv/bin/python -m scripts.bench.cluster.predicted results/cluster
 
-Reads the folder that `python -m scripts.bench.cluster --layouts pp2dp1,pp1dp2 --rates R1,R2,R3,none` has written.
-The planner is given two times on unshaped links: vanilla's, for computation, and the variant's, for its compressors.
-All else is predicted: what shaped links take, and what hides it. Judged are layouts of at most two hosts, a core for
-each; others are printed. Exit status 1: judged ratios are off by more than 10 % in the median or 20 % at worst.
+It reads the folder that `python -m scripts.bench.cluster --layouts pp2dp1,pp1dp2 --rates R1,R2,R3,none` has written.
+The planner is given two times on unshaped links: vanilla's, for computation, and the variant's, for its compressors. It
+predicts all else: the seconds on shaped links, and how many of them are hidden. Layouts of at most two hosts, with a
+core for each, are judged; others are printed. Exit status 1: judged ratios are off by more than 10 % in the median or
+20 % at worst.
 """
 
 import argparse
@@ -30,20 +32,22 @@ from scripts.hosts.network import UNSHAPED, bits_per_second
 
 MEDIAN, WORST, HOSTS = 0.10, 0.20, 2
 _PAYLOAD = 0.956
-"""Of a shaped line's bits: 1448 of 1514 bytes of an Ethernet frame are TCP's payload."""
+"""Share of payload in a shaped line's bits: 1448 of 1514 bytes of an Ethernet frame are TCP's payload."""
 
 _EXCHANGE = 0.5
-"""Of a shaped line's rate: gloo's messages both ways take as long as one after the other, for acknowledgements queue
-behind data (tests/scripts/test_bench_cluster_network.py). Of 1F1B's messages all but warm-up and cooldown meet one."""
+"""Share of a shaped line's rate in an exchange: gloo's messages both ways take as long as one after the other, because
+acknowledgements queue behind data (tests/scripts/test_bench_cluster_network.py). All of 1F1B's messages but those of
+warm-up and cooldown meet another one.
+"""
 
 _CHOICE = "--dp-compression-stages auto: "
 _HOP = 60e-6
-"""Seconds between two hosts; nothing beside the times here."""
+"""Seconds of a hop between two hosts; negligible beside the times here."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One variant at one rate: its seconds over vanilla's."""
+    """Ratio of one variant's seconds to vanilla's, at one rate."""
 
     model: str
     layout: Layout
@@ -53,28 +57,28 @@ class Ratio:
     measured: float
     planned: float
     spread: float
-    """Between the slowest and the fastest iteration, over vanilla's seconds."""
+    """Seconds between the slowest and the fastest iteration, over vanilla's seconds."""
 
     @property
     def error(self) -> float:
-        """Of the planned ratio."""
+        """Relative error of the planned ratio."""
         return self.planned / self.measured - 1
 
     @property
     def judged(self) -> bool:
-        """Whether each host had a core of its own."""
+        """True if each host had a core of its own."""
         return self.layout.hosts <= HOSTS
 
 
 def job_in(training: Training) -> Job:
-    """What the benchmark trains, for the planner."""
+    """Return the benchmark's training as a job of the planner."""
     flags = [*training.flags(), "--vocab-size", str(training.model.vocabulary), "--attention-backend", "unfused"]
     job, _ = job_of(flags, training.processes)
     return job.replace(precision="bf16" if training.layout.sharded else "fp32")
 
 
 def cluster_of(layout: Layout, bits: float) -> Cluster:
-    """Hosts behind lines of `bits` per second; how fast they compute is found out from measured seconds."""
+    """Return hosts behind lines of `bits` per second; their speed of computing is fitted to measured seconds later."""
     line = Network(
         name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, sums_in_table=False, exchange_share=_EXCHANGE
     )
@@ -82,7 +86,7 @@ def cluster_of(layout: Layout, bits: float) -> Cluster:
 
 
 def _solved(seconds: Callable[[float], float], wanted: float) -> float:
-    """The scale at which `seconds` gives `wanted`; both grow together. 0 where even that is too much."""
+    """Return the scale at which `seconds` gives `wanted`; both grow together. 0 if `seconds` is too large even at 0."""
     low, high = 0.0, 1.0
     while seconds(high) < wanted and high < 1e12:
         high *= 4
@@ -93,26 +97,28 @@ def _solved(seconds: Callable[[float], float], wanted: float) -> float:
 
 
 def planned(training: Training, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float) -> float:
-    """Seconds of a variant over vanilla's on lines of `bits`, from both on unshaped links."""
+    """Return a variant's seconds over vanilla's on lines of `bits` per second, from the seconds of both on
+    unshaped links.
+    """
     job, layout = job_in(training), training.layout
     free = cluster_of(layout, float("inf"))
 
-    def of_vanilla(scale: float) -> float:
+    def vanilla_seconds(scale: float) -> float:
         return iteration(replace(free, software_scale=scale), job).seconds
 
-    computes = replace(free, software_scale=_solved(of_vanilla, vanilla_free))
+    computes = replace(free, software_scale=_solved(vanilla_seconds, vanilla_free))
 
-    def of_ours(scale: float) -> float:
+    def our_seconds(scale: float) -> float:
         return iteration(replace(computes, coding_scale=scale), job, config).seconds
 
-    codes = replace(computes, coding_scale=_solved(of_ours, ours_free))
+    codes = replace(computes, coding_scale=_solved(our_seconds, ours_free))
     shaped = replace(codes, network=cluster_of(layout, bits).network)
     return iteration(shaped, job, config).seconds / iteration(shaped, job, DENSE).seconds
 
 
-def chosen_stages(said: Sequence[str]) -> frozenset[int]:
-    """The stages that `auto` chose, from the lines of the forecast; none where it did not say so."""
-    for line in said:
+def chosen_stages(lines: Sequence[str]) -> frozenset[int]:
+    """Return the stages that `auto` chose, from the lines of the forecast; none if the lines do not say so."""
+    for line in lines:
         if line.startswith(_CHOICE):
             chosen = line.rsplit(": ", 1)[1]
             return frozenset() if chosen == "none" else frozenset(map(int, chosen.split(", ")))
@@ -120,10 +126,12 @@ def chosen_stages(said: Sequence[str]) -> frozenset[int]:
 
 
 def ratios(runs: Sequence[Run]) -> list[Ratio]:
-    """All that can be compared: same model, layout and block, with vanilla and unshaped links in it."""
+    """Return all ratios that can be compared: the same model, layout and block has runs of vanilla and on unshaped
+    links.
+    """
     grouped = _grouped(runs)
     seconds = {key: statistics.median(values) for key, values in grouped.items()}
-    said = {
+    forecasts = {
         (run.model, run.layout, run.block, run.variant, each.rate): (run.flags, chosen_stages(run.forecast))
         for run in runs for each in run.iterations if each.measured
     }  # fmt: skip
@@ -135,11 +143,11 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
             continue
         vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
         training = Training(model=MODELS[model], layout=Layout.parsed(layout))
-        flags, chosen = said[*here, variant, rate]
+        flags, chosen = forecasts[*here, variant, rate]
         config = training.config_of(flags, ignore_others=True)
         if config.dp_compression and config.dp_compression_stages == "auto":
-            if chosen != said[*here, variant, UNSHAPED][1]:
-                continue  # what its compressors take was not measured
+            if chosen != forecasts[*here, variant, UNSHAPED][1]:
+                continue  # the seconds of its compressors were not measured
             stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
             config = config.replace(**stages)
         ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free)
@@ -150,11 +158,14 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
 
 
 def order(found: Sequence[Ratio]) -> tuple[int, int]:
-    """(right, all) pairs of variants, of one layout, rate and block, whose seconds differ by more than their spread."""
+    """Return (right, all) pairs of variants whose order is planned rightly.
+
+    Counted are pairs of one layout, rate and block whose seconds differ by more than their spread.
+    """
     right = count = 0
     for one, other in combinations(found, 2):
         same = (one.model, one.layout, one.rate, one.block) == (other.model, other.layout, other.rate, other.block)
-        told = one.planned != other.planned  # else the layout leaves both the same traffic
+        told = one.planned != other.planned  # otherwise the layout gives both the same traffic
         if same and told and abs(one.measured - other.measured) > max(one.spread, other.spread):
             count += 1
             right += (one.measured < other.measured) == (one.planned < other.planned)
@@ -171,7 +182,7 @@ def _grouped(runs: Sequence[Run]) -> dict[tuple[str, str, int, str, str], list[f
 
 
 def table(found: Sequence[Ratio]) -> Table:
-    """All ratios, judged ones first."""
+    """Return the table of all ratios, judged ones first."""
     rows = [
         (r.model, str(r.layout), r.rate, r.variant, r.block, r.measured, r.planned, 100 * r.error,
          "yes" if r.judged else "")
@@ -182,7 +193,7 @@ def table(found: Sequence[Ratio]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; see the module."""
+    """Run the comparison; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.cluster.predicted", description=__doc__)
     parser.add_argument("folder", type=Path)
     try:
@@ -195,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     judged = [abs(ratio.error) for ratio in found if ratio.judged]
     right, pairs = order([ratio for ratio in found if ratio.judged])
     if not judged:
-        print("nothing to judge: it takes pp2dp1 or pp1dp2, vanilla, unshaped links (none) and others", file=sys.stderr)
+        print(
+            "nothing to judge: give runs of pp2dp1 or pp1dp2 with vanilla, on unshaped links (none) and others",
+            file=sys.stderr,
+        )
         return 1
     print(
         f"judged: {len(judged)}, median {statistics.median(judged):.1%}, worst {max(judged):.1%}; "

@@ -1,4 +1,4 @@
-"""What the runs recorded, as tables: pure functions."""
+"""Tables of the runs' records, as pure functions."""
 
 import statistics
 from collections import defaultdict
@@ -12,10 +12,10 @@ from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
 BOUND = "bound of "
-"""A variant, in the name of vanilla's run on links that are faster by as much as the variant's bytes are fewer."""
+"""Prefix of a variant's name for vanilla's run on links that are faster by as much as the variant's bytes are fewer."""
 
 ALL = "all"
-"""In place of a block: all of them together."""
+"""Name of all blocks together, in place of a block's number."""
 
 _TIMES = (
     "model", "layout", "rate", "variant", "block", "seconds", "lower quartile", "upper quartile", "measured", "exposed",
@@ -28,18 +28,20 @@ _TRAFFIC = (
 
 
 def share_recovered(vanilla: float, ours: float, unshaped: float) -> float | None:
-    """(vanilla - ours) / (vanilla - unshaped), seconds each; None where the links cost vanilla nothing."""
+    """Return (vanilla - ours) / (vanilla - unshaped), seconds each; None if the links cost vanilla nothing."""
     return (vanilla - ours) / (vanilla - unshaped) if vanilla > unshaped else None
 
 
 def times(runs: Sequence[Run]) -> Table:
-    """A row for each variant at each rate, slow links last: all blocks together, then, if there are several, each."""
+    """Return a row for each variant at each rate, slow links last: all blocks together, then, if there are
+    several, each.
+    """
     rows: list[tuple[Cell, ...]] = []
-    for of_a_model in _grouped(runs):
-        blocks = sorted({run.block for run in of_a_model})
-        rows += _times(of_a_model, ALL)
+    for runs_of_model in _grouped(runs):
+        blocks = sorted({run.block for run in runs_of_model})
+        rows += _times(runs_of_model, ALL)
         for block in blocks if len(blocks) > 1 else ():
-            rows += _times([run for run in of_a_model if run.block == block], block)
+            rows += _times([run for run in runs_of_model if run.block == block], block)
     note = (
         "Seconds of an iteration: medians. Exposed: seconds above those of vanilla on unshaped links. Recovered: the"
         " share of vanilla's exposed seconds that is gone. Bound: the share that is gone for vanilla on links as"
@@ -77,48 +79,52 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
 
 
 def payload(counted: Sequence[Iteration]) -> float:
-    """Bytes an iteration of all hosts, by the kernel."""
-    # A mean: what is read too early for one iteration is in the next one's, and a median would drop either.
+    """Return the bytes of an iteration on all hosts, by the kernel's counters."""
+    # A mean, because bytes that are read too early for one iteration are in the next one's, and a median would drop
+    # either.
     return statistics.mean(sum(each.payload) for each in counted)
 
 
 def traffic(runs: Sequence[Run]) -> Table:
-    """Bytes an iteration, by the metrics and by the kernel, at all rates together: they do not depend on the rate.
+    """Return the bytes of an iteration, by the metrics and by the kernel, at all rates together: they do not depend on
+    the rate.
 
-    From each run's first measured iteration on: before that connections are made, and the package tries the links with
-    bytes that its metrics do not count. Medians, because a log line that is read late moves bytes from one iteration
-    to the next.
+    Each run counts from its first measured iteration on: before it connections are made, and the package probes the
+    links with bytes that its metrics do not count. Medians, because a log line that is read late moves bytes from one
+    iteration to the next.
     """
     rows: list[tuple[Cell, ...]] = []
-    for of_a_model in _grouped(runs):
-        for variant in dict.fromkeys(run.variant for run in of_a_model if not run.variant.startswith(BOUND)):
-            counted = [each for run in of_a_model if run.variant == variant for each in _after_warm_up(run)]
+    for runs_of_model in _grouped(runs):
+        for variant in dict.fromkeys(run.variant for run in runs_of_model if not run.variant.startswith(BOUND)):
+            counted = [each for run in runs_of_model if run.variant == variant for each in _after_warm_up(run)]
             if counted:
                 both = [[each.traffic.get(traffic.tag, (0.0, 0.0)) for each in counted] for traffic in CLASSES]
-                sent, raw = ([statistics.median(each[side] for each in of) / 1e6 for of in both] for side in (0, 1))
+                sent, raw = (
+                    [statistics.median(each[side] for each in pairs) / 1e6 for pairs in both] for side in (0, 1)
+                )
                 kernel = payload(counted) / 1e6
                 again = statistics.mean(each.retransmitted for each in counted)
                 ratio = kernel / sum(sent) if sum(sent) else None
-                one = of_a_model[0]
+                one = runs_of_model[0]
                 rows.append((one.model, one.layout, variant, *sent, sum(sent), sum(raw), kernel, ratio, again))
     note = "An iteration, all hosts. Kernel: its counters, without Ethernet, IP and TCP headers."
     return Table(_TRAFFIC, rows, note=note)
 
 
 def _after_warm_up(run: Run) -> list[Iteration]:
-    """The last of a run may be without an account by the metrics."""
+    """Return the iterations from the first measured one on. A run's last iteration may lack the metrics' traffic."""
     first = next((place for place, each in enumerate(run.iterations) if each.measured), len(run.iterations))
     return [each for each in run.iterations[first:] if each.traffic]
 
 
 def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
-    """Whether a variant measures at its start which stages it compresses."""
+    """Return whether a variant measures at its start which stages it compresses."""
     config = Training(layout=layout).config_of(flags, ignore_others=True)
     return config.dp_compression and config.dp_compression_stages == "auto"
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:
-    """Whether runs that do the same computed the very same losses: seed and data are the same.
+    """Return whether runs of the same variant computed exactly the same losses: their seed and data are the same.
 
     A variant that chooses by the links does not choose the same everywhere, so its runs are not compared.
     """
@@ -132,7 +138,7 @@ def losses_agree(runs: Sequence[Run]) -> bool:
 
 
 def _grouped(runs: Iterable[Run]) -> list[list[Run]]:
-    """By model and layout."""
+    """Return the runs of each model and layout."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.model, run.layout].append(run)

@@ -1,4 +1,4 @@
-"""One training run: torchrun on each host, the log followed, the links' rate changed on the way."""
+"""One training run: torchrun on each host, the log followed, and the links' rate changed during the run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ _FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
 
 @dataclass
 class Iteration:
-    """One iteration, as Megatron and the kernel saw it."""
+    """Iteration of a run, from Megatron's log and the kernel's counters."""
 
     number: int
     rate: str
     measured: bool
-    """The rate was in force from its beginning, and it is none of the first."""
+    """True if the rate was in force from the iteration's beginning, and the iteration is not one of the warm-up."""
 
     seconds: float
     loss: float
@@ -36,26 +36,26 @@ class Iteration:
 
     retransmitted: int
     traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Class to (sent, raw) bytes of all processes, by the package's own metrics; empty where they are off."""
+    """(sent, raw) bytes of all processes by class, from the package's own metrics; empty if these are off."""
 
 
 @dataclass
 class Run:
-    """What one run has shown."""
+    """Results of one run."""
 
     model: str
     layout: str
     variant: str
     block: int
     flags: list[str]
-    """Ours only."""
+    """Flags of optimus_cc_ext only."""
 
     seed: int = 1234
     techniques: str = ""
-    """What the hooks said is switched on."""
+    """Techniques that the hooks' log line says are on."""
 
     forecast: list[str] = field(default_factory=list)
-    """What the package said it measured, chose and expects."""
+    """Log lines of the forecast: measured rates, chosen stages, predicted gains."""
 
     iterations: list[Iteration] = field(default_factory=list)
     log: str = ""
@@ -65,7 +65,7 @@ class Run:
 
 
 class _Follower:
-    """Turns the last rank's lines into iterations, and asks the plan for the links' rate."""
+    """Follower of the last rank's log: it turns lines into iterations, and asks the plan for the links' rate."""
 
     def __init__(self, run: Run, hosts: Network, plan: Plan, on_iteration: Callable[[Iteration], None]) -> None:
         self._run, self._hosts, self._plan, self._on_iteration = run, hosts, plan, on_iteration
@@ -84,7 +84,7 @@ class _Follower:
     def _iteration(self, progress: Progress, seconds: float) -> None:
         now = self._hosts.counters()
         measured = progress.iteration > self._plan.warm_up and not self._switched
-        # Before all else: the next iteration has begun.
+        # Set first, because the next iteration has already begun.
         rate_before = self._hosts.rate
         rate = self._plan.after(progress.iteration, seconds, measured=measured)
         self._switched = rate != rate_before
@@ -104,10 +104,10 @@ def train(
     run: Run, layout: Layout, flags: Sequence[str], folder: Path, plan: Plan, *,
     seconds: float, on_iteration: Callable[[Iteration], None] = lambda iteration: None,
 ) -> Run:  # fmt: skip
-    """Run `flags` on hosts made for it and fill `run`. Each host's output goes to folder/host<i>.txt.
+    """Run `flags` on hosts that are made for the run, and fill `run`. Each host's output goes to folder/host<i>.txt.
 
     Raises:
-        RunFailed: a host failed, or `seconds` were not enough.
+        RunFailed: a host failed, or the run took longer than `seconds`.
         NetworkError: the hosts could not be made.
     """
     deadline = time.monotonic() + seconds
