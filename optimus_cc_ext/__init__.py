@@ -9,6 +9,7 @@ from optimus_cc_ext._version import __version__
 from optimus_cc_ext.api import (
     begin_step,
     collect_metrics,
+    compress,
     current_session,
     end_step,
     install,
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "begin_step",
     "collect_metrics",
+    "compress",
     "current_session",
     "end_step",
     "install",

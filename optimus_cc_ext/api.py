@@ -1,16 +1,15 @@
-"""Functions for custom training loops: install, begin and end of a step, metrics, state.
+"""Functions for custom training loops: one compression per model, or one for all models of the process.
 
-    config = preset("paper", stages=4, data_parallel=2)
-    install(config, train_iters=1000)          # before the model is built
+    compression = compress(model, optimizer, "balanced", train_iters=1000)   # after DistributedDataParallel
     for iteration in range(1000):
-        begin_step(measured=iteration % 10 == 0)
-        ...                                    # megatron-core's forward_backward_func, optimizer.step()
-        end_step(applied=updated, grad_norm=grad_norm, clip_grad=1.0)
+        model.zero_grad_buffer()
+        ...                                    # megatron-core's forward_backward_func
+        optimizer.step()                       # ends the step
 
 docs/custom-loops.md shows a complete loop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext.config import OptimusConfig, flag_of
@@ -19,12 +18,15 @@ from optimus_cc_ext.config.presets import Layout, resolve
 from optimus_cc_ext.errors import FlagError, OptimusError, require_torch
 
 if TYPE_CHECKING:
-    from optimus_cc_ext.hooks import Installation
+    import torch
+
+    from optimus_cc_ext.hooks import Handle, Installation
     from optimus_cc_ext.techniques.session import Session
 
 __all__ = [
     "begin_step",
     "collect_metrics",
+    "compress",
     "current_session",
     "end_step",
     "install",
@@ -36,6 +38,38 @@ __all__ = [
 
 _installation: "Installation | None" = None
 _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
+
+
+def compress(
+    models: "torch.nn.Module | Sequence[torch.nn.Module]",
+    optimizer: Any,
+    config: OptimusConfig | str = "balanced",
+    *,
+    train_iters: int | None = None,
+    measure_every: int = 10,
+) -> "Handle":
+    """Compress the communication of one model; all other models of this process stay vanilla.
+
+    Process groups, layout and tied embedding are those of the model. Collective over all ranks of the model, after
+    `DistributedDataParallel`. A step begins with `zero_grad_buffer()`, and ends with the optimizer's `step()`.
+
+    Args:
+        models: a model in megatron-core's DistributedDataParallel, or the list of its chunks on this rank.
+        optimizer: Megatron's (the outermost one), or torch's, whose clipping is not known; None: `Handle.step`
+            announces the steps.
+        config: "paper", "balanced", or an OptimusConfig.
+        train_iters: iterations of the whole run, which warm-ups are a fraction of.
+        measure_every: errors and times are measured in each step whose number this divides; 0: in none.
+
+    Raises:
+        OptimusError: a model is not wrapped in DistributedDataParallel, or has a handle already.
+        FlagError: a setting cannot work on this model.
+        UnsupportedMegatron: Megatron is missing, of an untested version, or a seam has moved.
+    """
+    require_torch()
+    from optimus_cc_ext.hooks import compress
+
+    return compress(models, optimizer, config, train_iters=train_iters, measure_every=measure_every)
 
 
 def install(config: OptimusConfig | None = None, *, train_iters: int | None = None) -> None:

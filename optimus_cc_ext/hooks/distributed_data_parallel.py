@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
+from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions, layers_of
-from optimus_cc_ext.patching import around
+from optimus_cc_ext.patching import Patches, around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["join", "place", "refuse_strangers", "wrap_model", "wraps"]
+__all__ = ["grid_of", "join", "layout_of", "place", "refuse_strangers", "wrap_model", "wraps"]
 
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
@@ -40,16 +40,21 @@ def wrap_model(
 ) -> None:
     """Let the model that `DistributedDataParallel.__init__` wraps join the session."""
     original(model, *args, **kwargs)
-    join(sessions, session, model)
+    # Never closed: a model keeps its reducers, and a later session refuses to train it.
+    join(sessions, session, model, Patches())
 
 
-def join(sessions: Sessions, session: Session, model: Any) -> None:
-    """Let a model that is wrapped in DistributedDataParallel join a session: its gradient buckets are attached."""
+def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> None:
+    """Let a model that is wrapped in DistributedDataParallel join a session: its gradient buckets are attached.
+
+    Args:
+        patches: keeps what is replaced on the model.
+    """
     refuse_unsupported(_facts(model), session.config)
     place(session, model)
     experts = _expert_parameters(model.module)
     for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-        attach(session, bucket_group, experts=experts)
+        attach(session, bucket_group, patches, experts)
     sessions.add(model, session)
 
 
@@ -61,17 +66,11 @@ def place(session: Session, model: Any) -> None:
     """
     if session.grid is not None:
         return
-    grid = _grid(session, model)
-    ddp_config = getattr(model, "ddp_config", None)
-    # In a custom training loop nothing says whether the embeddings are tied; the model will, by having one or not.
-    layout = session.layout or Layout(
-        stages=grid.stages,
-        data_parallel=grid.data_parallel,
-        tied_embeddings=True,
-        distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
-        master_copies=grid.dtype != torch.float32,
-        train_iters=session.train_iters,
-    )
+    grid = grid_of(model)
+    if session.config.any_technique:
+        _refuse_missing_groups(session.config, grid)
+    # Of several models in one session, nothing says whether their embeddings are tied.
+    layout = session.layout or layout_of(model, grid, session.train_iters, tied=True)
     needs_pair = session.config.fused_embedding_sync and layout.distributed_optimizer
     if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")
@@ -99,7 +98,21 @@ def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
             )
 
 
-def _grid(session: Session, model: Any) -> Grid:
+def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, precision_aware: bool = False) -> Layout:
+    """Return the facts about a run that decide which techniques can work, as the model tells them."""
+    ddp_config = getattr(model, "ddp_config", None)
+    return Layout(
+        stages=grid.stages,
+        data_parallel=grid.data_parallel,
+        tied_embeddings=tied,
+        distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
+        master_copies=grid.dtype != torch.float32 and not precision_aware,
+        train_iters=train_iters,
+    )
+
+
+def grid_of(model: Any) -> Grid:
+    """Return this rank's place in the process groups of `model`. A group is None where there is not just one."""
     from megatron.core import parallel_state
 
     config = model.config
@@ -111,13 +124,6 @@ def _grid(session: Session, model: Any) -> Grid:
             _group(model, "dp_cp_group", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
         )
     )
-    if session.config.any_technique:
-        for group, name, attribute in (
-            (tensor, "tensor-parallel", "tp"), (pipeline, "pipeline", "pp"), (replicas, "data-parallel", "dp_cp")
-        ):  # fmt: skip
-            if group is None:
-                on = [each.switch for each in CLASSES_BY_FLAG if session.config.is_on(each)]
-                raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
     rank = dist.get_rank()
     embedding = _group(model, "embd_group", lambda: parallel_state.get_embedding_group(check_initialized=False))
     if embedding is not None and rank not in dist.get_process_group_ranks(embedding):
@@ -142,11 +148,23 @@ def _grid(session: Session, model: Any) -> Grid:
     )
 
 
+def _refuse_missing_groups(config: OptimusConfig, grid: Grid) -> None:
+    for group, name, attribute in (
+        (grid.tensor_group, "tensor-parallel", "tp"),
+        (grid.pipeline_group, "pipeline", "pp"),
+        (grid.replica_group, "data-parallel", "dp_cp"),
+    ):
+        if group is None:
+            on = [each.switch for each in CLASSES_BY_FLAG if config.is_on(each)]
+            raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
+
+
 def _group(model: Any, attribute: str, of_parallel_state: Callable[[], Any]) -> Any:
     """The process group that a model or what it wraps holds by this name; else Megatron's own, or None."""
     from megatron.core import parallel_state
 
-    for layer in layers_of(model):
+    # DDP's own groups come first; the embedding group is the language model's, somewhere inside of it.
+    for layer in model.modules():
         if hasattr(layer, attribute):
             return getattr(layer, attribute)
     return of_parallel_state() if parallel_state.model_parallel_is_initialized() else None

@@ -12,49 +12,15 @@ from typing import Any
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_local_rank
-from optimus_cc_ext.hooks import (
-    arguments,
-    checkpointing,
-    distrib_optimizer,
-    distributed_data_parallel,
-    finalize_model_grads,
-    p2p_communication,
-    schedules,
-    training,
-)
+from optimus_cc_ext.hooks import arguments, checkpointing, distributed_data_parallel, training
+from optimus_cc_ext.hooks.handle import close_unless_used, shared_sessions, shared_wraps
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Installation", "all_seams", "close_unless_used", "shared_sessions"]
+__all__ = ["Installation", "all_seams"]
 
 _Wraps = list[tuple[Seam, Callable[[Any], Any]]]
-
-_shared: tuple[Sessions, AppliedWraps] | None = None
-"""The sessions of this process and the wraps that ask for them: Megatron's functions are the process's, too."""
-
-
-def shared_sessions() -> Sessions:
-    """Return the sessions of this process; Megatron is wrapped where there were none.
-
-    Raises:
-        UnsupportedMegatron: of another version, or with a seam that does not hold.
-    """
-    global _shared
-    if _shared is None:
-        check_version()
-        sessions, applied = Sessions(), AppliedWraps()
-        applied.apply(_shared_wraps(sessions))
-        _shared = sessions, applied
-    return _shared[0]
-
-
-def close_unless_used() -> None:
-    """Take the wraps off Megatron where no session is left. What others wrapped meanwhile stays, and asks in vain."""
-    global _shared
-    if _shared is not None and not _shared[0].in_use:
-        _shared[1].close()
-        _shared = None
 
 
 class Installation:
@@ -109,17 +75,8 @@ class Installation:
 def all_seams() -> list[Seam]:
     """Every seam that some configuration wraps, for `optimus-cc doctor`."""
     sessions, everything = Sessions(), Session(OptimusConfig())
-    wraps = [*arguments.wraps(lambda *_: None), *_shared_wraps(sessions), *_loop_wraps(sessions, everything)]
+    wraps = [*arguments.wraps(lambda *_: None), *shared_wraps(sessions), *_loop_wraps(sessions, everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
-
-
-def _shared_wraps(sessions: Sessions) -> _Wraps:
-    return [
-        *p2p_communication.wraps(sessions),
-        *schedules.wraps(sessions),
-        *finalize_model_grads.wraps(sessions),
-        *distrib_optimizer.wraps(sessions),
-    ]
 
 
 def _loop_wraps(sessions: Sessions, session: Session) -> _Wraps:

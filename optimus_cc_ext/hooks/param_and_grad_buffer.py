@@ -24,16 +24,19 @@ from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, Gro
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
+from optimus_cc_ext.techniques.reducers import Reduction
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["attach", "own_shard"]
+__all__ = ["attach", "finish", "own_shard"]
 
 
-def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -> None:
+def attach(session: Session, bucket_group: Any, patches: Patches, experts: Collection[Any] = ()) -> None:
     """Take over, or at least count, the reductions and gathers of one `_ParamAndGradBucketGroup`.
 
-    `experts` holds the weights of routed experts, whose gradients low rank does not compress.
+    Args:
+        patches: keeps what is replaced on the bucket group.
+        experts: the weights of routed experts, whose gradients low rank does not compress.
     """
     config, gradients = bucket_group.ddp_config, session.gradients
     sharded: bool = config.use_distributed_optimizer
@@ -55,7 +58,6 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
         print(f"optimus-cc: {line}", flush=True)
-    patches = Patches()  # never closed: a model keeps its reducers, and a later session refuses to train it
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
     if plan.gather_bytes:
         shards = [
@@ -65,6 +67,25 @@ def attach(session: Session, bucket_group: Any, experts: Collection[Any] = ()) -
         ]
         session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
+
+
+def finish(session: Session, bucket_group: Any) -> None:
+    """Finish a reduction and a gather of the session's that are under way, before the bucket group leaves the session.
+
+    Collective over the replicas.
+    """
+    if isinstance(bucket_group.grad_reduce_handle, Reduction):
+        bucket_group.grad_reduce_handle.wait()
+        bucket_group.grad_reduce_handle = _Done()
+    if session.parameters.owes_gather(bucket_group.buckets) or isinstance(bucket_group.param_gather_handle, Gather):
+        bucket_group.start_param_sync(force_sync=True)
+
+
+class _Done:
+    """The handle of a reduction that is finished, for Megatron to wait for."""
+
+    def wait(self) -> None:
+        pass
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
@@ -99,6 +120,7 @@ def _start_grad_sync(
     force_all_reduce: bool | None = False,
 ) -> None:
     """Reduce a bucket group, in place of `_ParamAndGradBucketGroup.start_grad_sync`."""
+    session.before_reduction()
     reducers = buckets.reducers
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.plan.dense_bytes

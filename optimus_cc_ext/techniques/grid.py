@@ -109,6 +109,11 @@ class Grid:
         for group in self.groups:
             dist.all_reduce(tensor, group=group)
 
+    def largest(self, tensor: torch.Tensor) -> None:
+        """Take the maximum of `tensor` over all ranks of the model, in place. Collective over these ranks."""
+        for group in self.groups:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
     def meet(self) -> None:
         """Wait until every rank of the model has come here. Collective over these ranks.
 

@@ -160,6 +160,10 @@ class ParamGather(Technique):
         """Return whether one of these buckets of Megatron's is gathered here."""
         return any(id(bucket) in self._of for bucket in buckets)
 
+    def owes_gather(self, buckets: Sequence[object]) -> bool:
+        """Return whether one of these buckets of Megatron's has a message that nobody has sent yet."""
+        return any(shards.updated for bucket in buckets if (shards := self._of.get(id(bucket))) is not None)
+
     @contextmanager
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:

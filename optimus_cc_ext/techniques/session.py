@@ -32,7 +32,7 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import coded_in
 from optimus_cc_ext.techniques.param_gather import ParamGather
-from optimus_cc_ext.techniques.schedule import Schedule
+from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, Technique
@@ -50,16 +50,16 @@ class _Step:
     """Whether the training loop said that it began, and will say how it ended."""
 
     measured: bool = False
-    """Whether it is one that will be reported."""
+    """Whether errors and times of this step will be asked for."""
 
     loss_scale: torch.Tensor | None = None
     """What the gradients of the last pass, and with them the residuals, were multiplied by; 0-dim. None: nothing."""
 
     passes: int = 0
-    """Forward-backward passes of this step so far; more than one: it is being repeated."""
+    """Forward-backward passes of this step so far; more than one: gradients are accumulated over these passes."""
 
     failed: bool = False
-    """Whether the last pass raised: what it left behind counts for nothing."""
+    """Whether a pass raised: what the passes left behind counts for nothing."""
 
 
 class Session:
@@ -80,6 +80,10 @@ class Session:
         self.traffic = Traffic()
         self.active = False
         """Inside a training iteration. Forward-only passes leave it False, and then nothing is touched."""
+
+        self.follows_zeroing = False
+        """True if the session is told when the gradients are zeroed (`restart_step`): passes in between accumulate. A
+        session that is not told takes a later pass of a step for a repetition of the earlier one."""
 
         # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
@@ -226,6 +230,11 @@ class Session:
         """
         return self._step.passes > 0
 
+    @property
+    def succeeds(self) -> bool:
+        """True if no pass of this step has raised so far."""
+        return not self._step.failed
+
     def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
         """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves.
 
@@ -234,7 +243,7 @@ class Session:
         Args:
             measured: whether errors and times of this step will be asked for.
         """
-        self._settle(applied=not self._step.open)
+        self._settle(applied=self._each_pass_counts)
         self._step.open, self._step.measured = True, measured
         if iteration is not None:
             self._step.iteration = iteration
@@ -247,7 +256,27 @@ class Session:
             clip: by gradient-norm group, what clipping multiplied its gradients by.
         """
         self._settle(applied=applied, clip=clip)
-        self._step.open = False
+        self._step.open = self._step.measured = False
+
+    def restart_step(self, *, measured: bool = False) -> None:
+        """Note that the gradients are zeroed: passes of the step that is not ended are repeated, and leave no trace.
+
+        Args:
+            measured: see `begin_step`, which decides if the training loop announced the step.
+        """
+        self._settle(applied=False)
+        if not self._step.open:
+            self._step.measured = measured
+
+    @property
+    def is_announced(self) -> bool:
+        """True between `begin_step` and `end_step`."""
+        return self._step.open
+
+    @property
+    def _each_pass_counts(self) -> bool:
+        """True if nobody tells the session where steps begin and end: each pass is taken for an applied step."""
+        return not (self._step.open or self.follows_zeroing)
 
     @contextmanager
     def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
@@ -256,25 +285,39 @@ class Session:
         Raises:
             RanksDisagree: more or fewer gradient messages passed than the schedule has.
         """
-        # In a step whose begin we were told, a second pass repeats the first: what the first left must not count.
-        self._settle(applied=not self._step.open)
-        self._rescale_residuals(loss_scale)
-        this = Iteration(
-            schedule=schedule, number=self._step.iteration,
-            train_iters=self.layout.train_iters if self.layout else None,
-            measured=self._step.open and self._step.measured,
-        )  # fmt: skip
-        for technique in self.techniques:
-            technique.begin(this)
-        self._step.passes += 1
+        self.begin_pass(schedule, loss_scale)
+        failed = self._step.failed
         self.active = self._step.failed = True
         try:
             yield
-            self._step.failed = False
+            self._step.failed = failed
         finally:
             self.active = False
         for technique in self.techniques:
             technique.end()
+
+    def before_reduction(self) -> None:
+        """Begin a pass with the first gradient that is reduced, where no schedule has: one stage needs no schedule."""
+        if self.in_step or not self.follows_zeroing or self.grid is None or self.grid.stages > 1:
+            return
+        if self.gradients.stages_are_open:  # only the passes of a schedule are timed, which the forecast needs
+            self.gradients.choose_stages([self.grid.place.stage])
+        self.begin_pass(NonInterleaved(1, 1))
+
+    def begin_pass(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> None:
+        """Begin a forward-backward pass; see `iteration`, which knows where the pass ends, too."""
+        if not self.follows_zeroing:
+            # In a step whose begin we were told, a second pass repeats the first: what the first left must not count.
+            self._settle(applied=self._each_pass_counts)
+        if not self._step.passes:
+            self._rescale_residuals(loss_scale)
+        this = Iteration(
+            schedule=schedule, number=self._step.iteration,
+            train_iters=self.layout.train_iters if self.layout else None, measured=self._step.measured,
+        )  # fmt: skip
+        for technique in self.techniques:
+            technique.begin(this)
+        self._step.passes += 1
 
     def _rescale_residuals(self, loss_scale: torch.Tensor | None) -> None:
         """Bring the residuals to this pass's loss scale, without asking the host what it is."""
@@ -306,9 +349,10 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on from here, by technique: tensors (not copies), numbers and strings.
 
-        In a step whose begin we were told, that is the state before the step; otherwise every pass counts.
+        In a step that is not ended, that is the state before the step; where nobody says where steps end, every pass
+        counts.
         """
-        if not self._step.open:
+        if self._each_pass_counts:
             self._settle(applied=True)
         state: dict[str, Any] = {"iteration": self._step.iteration}
         if self._step.loss_scale is not None:

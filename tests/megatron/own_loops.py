@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["MODEL", "build", "digest", "gradients", "groups_of_ones_own", "pass_of", "start"]
+__all__ = [
+    "MODEL", "build", "digest", "gradients", "groups_of_ones_own", "optimizer_of", "pass_of", "pass_without_schedule",
+    "start", "unsynchronised",
+]  # fmt: skip
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 128, 32, 2, 2
 MODEL = {
@@ -43,8 +48,10 @@ def groups_of_ones_own(stages: int) -> Any:
     return groups
 
 
-def build(stages: int, groups: Any = None, *, finalize: bool = True, hidden: int = 32, **ddp: Any) -> Any:
-    """A tied GPT in DistributedDataParallel, equal on every call. Without `finalize` its gradients are left to us."""
+def build(
+    stages: int, groups: Any = None, *, finalize: bool = True, hidden: int = 32, tied: bool = True, **ddp: Any
+) -> Any:
+    """A GPT in DistributedDataParallel, equal on every call. Without `finalize` its gradients are left to us."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -57,7 +64,7 @@ def build(stages: int, groups: Any = None, *, finalize: bool = True, hidden: int
     model = GPTModel(
         config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
         pre_process=pipeline.rank() == 0, post_process=pipeline.rank() == stages - 1,
-        share_embeddings_and_output_weights=True, pg_collection=groups,
+        share_embeddings_and_output_weights=tied, pg_collection=groups,
     )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads if finalize else None
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, pg_collection=groups)
@@ -65,16 +72,27 @@ def build(stages: int, groups: Any = None, *, finalize: bool = True, hidden: int
     return model
 
 
-def pass_of(model: Any, groups: Any = None) -> None:
-    """One forward-backward pass over the same data each time, after zeroing the gradients."""
+def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
+    """Megatron's Adam."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    sharded = model.ddp_config.use_distributed_optimizer
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=clip_grad, use_distributed_optimizer=sharded)
+    return get_megatron_optimizer(config, [model])
+
+
+def pass_of(model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0, fail: bool = False) -> None:
+    """One forward-backward pass over the same data for each `batch`; without `zero` gradients add up."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     replica = parallel_state.get_data_parallel_rank() if groups is None else groups.dp.rank()
-    generator = torch.Generator().manual_seed(replica)
+    generator = torch.Generator().manual_seed(100 * batch + replica)
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
+        if fail:
+            raise MemoryError("this batch is too large")
         tokens = torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
         mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
         output = model(tokens, torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE), mask, labels=tokens)
@@ -83,12 +101,34 @@ def pass_of(model: Any, groups: Any = None) -> None:
     own = {}
     if groups is not None:
         own = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, model.config)}
-    model.zero_grad_buffer()
+    if zero:
+        model.zero_grad_buffer()
     stages = model.config.pipeline_model_parallel_size
     get_forward_backward_func(pp_size=stages, vp_size=None)(
         forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=MICRO_BATCHES,
         seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, forward_only=False, **own,
     )  # fmt: skip
+
+
+@contextmanager
+def unsynchronised(model: Any) -> Iterator[None]:
+    """Leave the gradients of all micro-batches unreduced; Megatron's schedules reduce behind the last one."""
+    of_schedule, model.config.no_sync_func = model.config.no_sync_func, None
+    with model.no_sync():
+        yield
+    model.config.no_sync_func = of_schedule
+
+
+def pass_without_schedule(model: Any) -> None:
+    """A backward pass over a batch by hand, and the reduction of its gradients."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    model.zero_grad_buffer()
+    model(tokens, torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE), mask, labels=tokens).mean().backward()
+    model.finish_grad_sync()
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,302 @@
+"""The compression of one model: attached to its buckets, its optimizer and its passes, and to nothing else.
+
+Megatron's functions belong to the process. They are wrapped while there is a session (`shared_sessions`), and the wraps
+look the session up by the model; a model without a session stays vanilla.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.flags import PRESETS, Request
+from optimus_cc_ext.config.presets import Layout, resolve
+from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.hooks import distrib_optimizer, finalize_model_grads, p2p_communication, schedules
+from optimus_cc_ext.hooks.distributed_data_parallel import grid_of, join, layout_of
+from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.param_and_grad_buffer import finish
+from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version
+from optimus_cc_ext.hooks.sessions import Sessions, layers_of
+from optimus_cc_ext.hooks.training import training_device
+from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
+from optimus_cc_ext.techniques.session import Session
+
+__all__ = ["Handle", "Step", "close_unless_used", "compress", "shared_sessions", "shared_wraps"]
+
+_shared: tuple[Sessions, AppliedWraps] | None = None
+"""The sessions of this process and the wraps that ask for them: Megatron's functions are the process's, too."""
+
+
+def shared_sessions() -> Sessions:
+    """Return the sessions of this process; Megatron is wrapped where there were none.
+
+    Raises:
+        UnsupportedMegatron: of another version, or with a seam that does not hold.
+    """
+    global _shared
+    if _shared is None:
+        check_version()
+        sessions, applied = Sessions(), AppliedWraps()
+        applied.apply(shared_wraps(sessions))
+        _shared = sessions, applied
+    return _shared[0]
+
+
+def close_unless_used() -> None:
+    """Take the wraps off Megatron where no session is left. What others wrapped meanwhile stays, and asks in vain."""
+    global _shared
+    if _shared is not None and not _shared[0].in_use:
+        _shared[1].close()
+        _shared = None
+
+
+def shared_wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
+    """Return the seams that models of all kinds share, with what wraps them."""
+    return [
+        *p2p_communication.wraps(sessions),
+        *schedules.wraps(sessions),
+        *finalize_model_grads.wraps(sessions),
+        *distrib_optimizer.wraps(sessions),
+    ]
+
+
+def compress(
+    models: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    config: OptimusConfig | str,
+    *,
+    train_iters: int | None,
+    measure_every: int,
+) -> "Handle":
+    """See `optimus_cc_ext.compress`."""
+    chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
+    wrapped = [_wrapped(chunk) for chunk in chunks]
+    layout = layout_of(
+        wrapped[0], grid_of(wrapped[0]), train_iters, tied=any(map(_is_tied, wrapped)),
+        precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),
+    )  # fmt: skip
+    if isinstance(config, str):
+        config = _preset(config, layout)
+    return Handle(wrapped, optimizer, config, layout, measure_every)
+
+
+def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the DistributedDataParallel that `chunk` is, or wraps."""
+    found = next((layer for layer in layers_of(chunk) if hasattr(layer, "bucket_groups")), None)
+    if found is None:
+        raise OptimusError(
+            f"models: this {type(chunk).__name__} is not wrapped in megatron-core's DistributedDataParallel, whose "
+            "gradient buckets are compressed. Wrap it first, or leave it out: a model without a handle stays vanilla"
+        )
+    return found
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    """Return whether a model's word embedding is its output weight, too; the same on all stages."""
+    tied = (getattr(module, "share_embeddings_and_output_weights", False) for module in model.modules())
+    return any(tied) or tied_embedding(model) is not None
+
+
+def _preset(name: str, layout: Layout) -> OptimusConfig:
+    if name not in PRESETS:
+        raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
+    resolution = resolve(Request({}, {}, preset=name), layout)
+    for note in resolution.notes if dist.get_rank() == 0 else ():
+        print(f"optimus-cc: {note}", flush=True)
+    return resolution.config
+
+
+class Handle:
+    """The compression of one model on this rank; `optimus_cc_ext.compress` makes it. A context manager: see `remove`.
+
+    Args:
+        models: the DistributedDataParallel of each model chunk of this rank.
+        optimizer: ends the steps; None: they are announced by `step`.
+        layout: the facts about the run, as the models tell them.
+        measure_every: errors and times are measured in each step whose number this divides; 0: in none.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizer: Any,
+        config: OptimusConfig,
+        layout: Layout,
+        measure_every: int,
+    ) -> None:
+        self._sessions, self._patches, self._models = shared_sessions(), Patches(), models
+        self._session: Session | None = None
+        if self._sessions.of(models):
+            raise OptimusError("models: compressed by another handle already. Remove that one first")
+        self._session = session = Session(config, layout)
+        session.follows_zeroing = True
+        try:
+            for model in models:
+                join(self._sessions, session, model, self._patches)
+                self._patches.wrap(model, "zero_grad_buffer", partial(_zero, session, measure_every))
+        except BaseException:
+            self._detach(session)
+            raise
+        if isinstance(optimizer, torch.optim.Optimizer):
+            hook = optimizer.register_step_post_hook(lambda *_: _end_step(session))
+            self._patches.callback(hook.remove)
+        elif optimizer is not None:
+            self._patches.wrap(optimizer, "step", partial(_step, session, optimizer))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the traffic per step since the last call, and errors and times if the last step was measured.
+
+        Collective over all ranks of the model, with the same result on each. Bytes are of all these ranks together;
+        names begin with "optimus-cc/".
+        """
+        return self._compressing.report(training_device()).scalars()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on from here: residuals, factors, counters. Tensors are not copies.
+
+        In a step that is not ended, it is the state before the step.
+        """
+        return self._compressing.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it does not fit what is switched on here; then nothing is changed.
+        """
+        self._compressing.load_state_dict(state)
+
+    @contextmanager
+    def step(self, iteration: int | None = None, *, measured: bool = False) -> Iterator["Step"]:
+        """Announce a training step, whose end the training loop tells by `Step.done`; no optimizer ends it.
+
+        An exception inside, or no call of `done`, and the step leaves no trace.
+
+        Args:
+            iteration: the number of completed steps; None: it is counted here.
+            measured: whether `metrics` will be asked for errors and times of this step.
+        """
+        session = self._compressing
+        session.begin_step(iteration, measured=measured)
+        try:
+            yield Step(session)
+        finally:
+            if session.is_announced:
+                session.end_step(applied=False)
+
+    def remove(self) -> None:
+        """End compression: the model trains on as vanilla. Collective over all ranks of the model.
+
+        Gathers and reductions that are under way are finished first.
+
+        Raises:
+            OptimusError: a forward-backward pass of the model is open.
+        """
+        session = self._session
+        if session is None:
+            return
+        if session.active:
+            raise OptimusError("remove: a forward-backward pass of this model is open. Call it between two passes")
+        for model in self._models:
+            for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):  # type: ignore[misc]
+                finish(session, bucket_group)
+        self._detach(session)
+
+    def _detach(self, session: Session) -> None:
+        session.end_step(applied=False)
+        session.follows_zeroing = False  # others may have wrapped our wraps, which then stay, and do nothing
+        self._session = None
+        self._patches.close()
+        self._sessions.remove(session)
+        close_unless_used()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.remove()
+        elif self._session is not None:
+            self._detach(self._session)  # other ranks may not come, so nothing is waited for
+
+    @property
+    def _compressing(self) -> Session:
+        if self._session is None:
+            raise OptimusError("this handle was removed: its model is vanilla. Call optimus_cc_ext.compress() anew")
+        return self._session
+
+
+class Step:
+    """A training step that the training loop announced."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def done(self, *, applied: bool = True, grad_norm: float | None = None, clip_grad: float = 0.0) -> None:
+        """End the step. Collective over all ranks of the model.
+
+        Args:
+            applied: whether the optimizer's update counted; False: it was skipped, and leaves no trace.
+            grad_norm: the norm of all gradients, before clipping.
+            clip_grad: the norm that gradients were clipped to; 0: they were not.
+
+        Raises:
+            OptimusError: no forward-backward pass has run in this step.
+        """
+        if not self._session.in_step:
+            raise OptimusError("done: no forward-backward pass of this model has run in the step. Call it after one")
+        _agree_and_end(self._session, applied, {MAIN_NORM_GROUP: grad_norm}, clip_grad)
+
+
+def _zero(session: Session, measure_every: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated."""
+    session.restart_step(measured=bool(measure_every) and (session.completed_steps + 1) % measure_every == 0)
+    return original(*args, **kwargs)
+
+
+def _step(session: Session, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take the step of Megatron's optimizer, which ends the step of the session."""
+    result = original(*args, **kwargs)
+    applied, norm = result[:2] if isinstance(result, tuple) else (True, None)
+    norms = {MAIN_NORM_GROUP: norm, **getattr(optimizer, "grad_norms_by_group", {})}
+    clip_grad = getattr(getattr(optimizer, "config", None), "clip_grad", 0.0)
+    _end_step(session, bool(applied), norms, clip_grad)
+    return result
+
+
+def _end_step(
+    session: Session, applied: bool = True, norms: Mapping[str, float | None] | None = None, clip_grad: float = 0.0
+) -> None:
+    """End a step that a pass has begun, unless the training loop announced the step and ends it by itself."""
+    if session.in_step and not session.is_announced:
+        _agree_and_end(session, applied, norms or {}, clip_grad)
+
+
+def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, float | None], clip_grad: float) -> None:
+    """End a step, once all ranks of the model agree on it. Collective over these ranks.
+
+    The update counts where it was made on all ranks, and a norm is the largest: ranks without trainable parameters
+    know neither, as in Megatron's `train_step`.
+    """
+    from megatron.core.optimizer import optimizer
+
+    assert session.grid is not None, "a handle's session has a place"
+    groups = (MAIN_NORM_GROUP, *getattr(optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()))
+    mine = [float(not (applied and session.succeeds)), *(_number(norms.get(group)) for group in groups)]
+    agreed = torch.tensor(mine, dtype=torch.float64).to(training_device())
+    session.grid.largest(agreed)
+    skipped, *largest = agreed.tolist()
+    clip = {group: clip_coefficient(clip_grad, norm) for group, norm in zip(groups, largest, strict=True) if norm >= 0}
+    session.end_step(applied=not skipped, clip=clip)
+
+
+def _number(norm: float | None) -> float:
+    """Return a norm as a number whose maximum can be taken: below all norms where it is not known."""
+    return -1.0 if norm is None else float(norm)
