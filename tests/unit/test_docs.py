@@ -54,6 +54,8 @@ def test_links_modules_files_and_commands_lead_to_what_exists(document: Path) ->
         lines = [line.split("|")[-2] for line in text.splitlines() if line.startswith("|")]
         files, commands = [], re.findall(r"python -m ([\w.]+\w)", "\n".join(lines))
     assert [name for name in files if not (ROOT / name).exists()] == []
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if name not in tests] == []
     assert [name for name in commands if importlib.util.find_spec(name) is None] == []
 
 
