@@ -1,4 +1,4 @@
-"""Megatron's checkpoint folders, read in one process: the formats `torch_dist` (its default) and `torch`."""
+"""Reader of Megatron's checkpoint folders in one process: the formats `torch_dist` (its default) and `torch`."""
 
 import argparse
 import pickle
@@ -26,7 +26,7 @@ _DAMAGED = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.Unpick
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One iteration's folder, and the arguments that Megatron was called with."""
+    """Folder of one iteration's checkpoint, and the arguments that Megatron was called with."""
 
     folder: Path
     format: Literal["torch_dist", "torch"]
@@ -34,9 +34,10 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
-    """The checkpoint in `path`: a run's --save folder (its latest, or `iteration`) or an iteration's folder itself.
+    """Find the checkpoint in `path`: a run's --save folder (its latest, or `iteration`) or an iteration's folder
+    itself.
 
-    Raises FlagError: no checkpoint, a format that cannot be read, damaged files.
+    Raises FlagError if there is no checkpoint, its format cannot be read, or files are damaged.
     """
     folder = _iteration_folder(path, iteration)
     if (folder / "metadata.json").is_file():
@@ -56,9 +57,9 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def read_weights(checkpoint: Checkpoint) -> Weights:
-    """The whole model's parameters, named as merge.py says; optimizer states are not read.
+    """Read the whole model's parameters, with the names of merge.py; optimizer states are not read.
 
-    Raises FlagError for missing or damaged files, and for ranks that disagree.
+    Raises FlagError for missing or damaged files, and if ranks disagree.
     """
     if checkpoint.format == "torch_dist":
         return unstack_layers(with_local_names(_read_distributed(checkpoint.folder)))
@@ -83,7 +84,7 @@ def _iteration_folder(path: Path, iteration: int | None) -> Path:
         raise FlagError(
             "--checkpoint" if iteration is None else "--iteration",
             f"{path} has no {name} (there: {there})",
-            "Give the number of one that is there: --iteration N",
+            "Give the number of an existing iteration: --iteration N",
         )
     return path / name
 
@@ -109,7 +110,7 @@ def _read_ranks(checkpoint: Checkpoint) -> Weights:
 
 
 def _read_rank(file: Path) -> dict[str, Any]:
-    # Mapped, not read: most of it is the optimizer's.
+    # Mapped instead of read, because the optimizer's tensors are most of the file.
     with _megatron_objects(), _damage_named(file):
         state: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict):
@@ -128,14 +129,14 @@ def _read_distributed(folder: Path) -> dict[str, Any]:
             if isinstance(entry, TensorStorageMetadata) and name.startswith(_MODEL_PARTS)
         }
         with warnings.catch_warnings():
-            # That there is one process only: so it is meant.
+            # The warning says that there is only one process, which is intended.
             warnings.simplefilter("ignore")
             torch_dist.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def _read_distributed_args(folder: Path) -> argparse.Namespace:
-    # Megatron's own function knows where its versions keep this: in a file of its own, or among the shards.
+    # Megatron's own function knows where its versions keep the arguments: in a file of their own, or among the shards.
     with _megatron_objects(), _damage_named(folder):
         from megatron.core import dist_checkpointing
 
@@ -151,9 +152,9 @@ def _args_in(state: dict[str, Any], where: Path) -> argparse.Namespace:
 
 @contextmanager
 def _megatron_objects() -> Iterator[None]:
-    """Let files hold what Megatron itself lets them hold, and nothing else: unpickling can run any code."""
+    """Let files hold the objects that Megatron itself allows, and nothing else, because unpickling can run any code."""
     with warnings.catch_warnings():
-        # About kernels that are not installed, which reading files has no use for.
+        # The warnings are about kernels that are not installed, which reading files does not need.
         warnings.simplefilter("ignore")
         from megatron.core.safe_globals import SAFE_GLOBALS
 
@@ -181,10 +182,10 @@ def _no_checkpoint(path: Path, reason: str) -> FlagError:
 
 def _check_complete(folder: Path, names: list[str]) -> None:
     if missing := [name for name in names if not (folder / name).is_file()]:
-        said = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise FlagError(
             "--checkpoint",
-            f"{folder} is incomplete: {said} not there",
+            f"{folder} is incomplete: {names} missing",
             "Copy the files of all nodes into one folder, or take another iteration",
         )
 

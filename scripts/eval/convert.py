@@ -1,10 +1,10 @@
-"""A Megatron checkpoint -> a folder that transformers' AutoModelForCausalLM and AutoTokenizer read, or nothing.
+"""Converter of a Megatron checkpoint to a folder that transformers' AutoModelForCausalLM and AutoTokenizer read.
 
     python -m scripts.eval.convert --checkpoint DIR --output DIR [--tokenizer DIR] [--iteration N]
 
-OUTPUT/config.json, model*.safetensors   Hugging Face's GPT-2, in the checkpoint's dtype
-OUTPUT/tokenizer.json, ...               the tokenizer's files, as they are
-OUTPUT/conversion.json                   what it was made from
+OUTPUT/config.json, model*.safetensors   Hugging Face's GPT-2, in the checkpoint's dtype OUTPUT/tokenizer.json, ...
+the tokenizer's files, unchanged OUTPUT/conversion.json                   the checkpoint and the tokenizer that it was
+made from
 """
 
 import argparse
@@ -23,7 +23,7 @@ from scripts.eval.checkpoint import find_checkpoint, read_weights
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 
 _MADE_FROM = "conversion.json"
-# By name: beside them may lie another model's config.json.
+# Copied by name, because another model's config.json may lie beside them.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -35,8 +35,8 @@ def convert(checkpoint: Path, output: Path, *, tokenizer: Path | None = None, it
 
     `tokenizer` is a folder that AutoTokenizer reads; by default the one that the checkpoint was trained with. The
     tensors are the checkpoint's own, merged over ranks, cut to the tokenizer's size, never rounded. `output` appears
-    when it is complete; one that was made here before is replaced. Returns what was done, in words.
-    Raises FlagError (bad input, another architecture), DataError (`output` holds something else) or OSError.
+    when it is complete, and replaces an earlier conversion. Returns a description of the conversion. Raises FlagError
+    (bad input, another architecture), DataError (`output` holds other files) or OSError.
     """
     require_extra("eval", "transformers")
     source, target = checkpoint.resolve(), output.absolute()
@@ -72,7 +72,7 @@ def convert(checkpoint: Path, output: Path, *, tokenizer: Path | None = None, it
 
 
 def load_tokenizer(folder: Path, flag: str) -> Any:
-    """The tokenizer that AutoTokenizer reads from `folder`, without a network. Raises FlagError naming `flag`."""
+    """Load the tokenizer that AutoTokenizer reads from `folder`, without a network. Raises FlagError naming `flag`."""
     from transformers import AutoTokenizer
 
     cure = "Give the folder of tokenizer.json, such as the tokenizer/ that python -m optimus_cc_ext.data made"
@@ -80,7 +80,7 @@ def load_tokenizer(folder: Path, flag: str) -> Any:
         raise FlagError(flag, f"{folder} is not a folder", cure)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # transformers' loaders raise whatever the file's contents provoke.
+    # transformers' loaders raise any exception that the file's contents provoke.
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise FlagError(flag, f"transformers finds no tokenizer in {folder} ({reason})", cure) from error
@@ -110,7 +110,7 @@ def _model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
-        # Without memory of its own: the parameters become the tensors that were read.
+        # Built without memory of its own: the parameters become the tensors that were read.
         model = GPT2LMHeadModel(GPT2Config(**config))
     try:
         model.load_state_dict(gpt2_weights(weights, config), strict=True, assign=True)
@@ -127,18 +127,20 @@ def _model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code that `run_command` gives."""
-    parser = argparse.ArgumentParser(prog="convert", description="A Megatron checkpoint -> Hugging Face's GPT-2.")
+    """Run the command line; return the exit status of `run_command`."""
+    parser = argparse.ArgumentParser(
+        prog="convert", description="Convert a Megatron checkpoint to Hugging Face's GPT-2."
+    )
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR",
         help="the --save folder of the training (its latest checkpoint), or one of its iter_*",
     )  # fmt: skip
-    parser.add_argument("--iteration", type=int, metavar="N", help="that one instead of the latest")
+    parser.add_argument("--iteration", type=int, metavar="N", help="convert this iteration instead of the latest")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR",
-        help="a folder that AutoTokenizer reads (default: the one it was trained with, if it is on this machine)",
+        help="a folder that AutoTokenizer reads (default: that of the training, if it is on this machine)",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args(arguments)
     return run_command(lambda: print(f"done: {convert(**vars(options))}"))
 

@@ -1,4 +1,5 @@
-"""A whole Megatron GPT -> Hugging Face's GPT2LMHeadModel: its configuration and its parameters. Pure functions.
+"""Conversion of a whole Megatron GPT to Hugging Face's GPT2LMHeadModel: its configuration and its parameters. Pure
+functions.
 
 Parameters differ in names; in linear layers, which GPT-2 keeps as [in, out] (Megatron: [out, in]); and in the joint
 projection of queries, keys and values, which Megatron orders by heads and GPT-2 by kind.
@@ -12,12 +13,13 @@ import torch
 from optimus_cc_ext.errors import FlagError
 from scripts.eval.merge import Weights
 
-# What Megatron's arguments must be: those that change the forward pass without adding or removing a parameter, and
-# others for an error that names a flag rather than a parameter. One that a checkpoint lacks cannot have been set.
+# Values that Megatron's arguments must have: of arguments that change the forward pass without adding or removing a
+# parameter, and of others so that the error names a flag rather than a parameter. An argument that a checkpoint lacks
+# cannot have been set.
 _OFF = (
     *("layernorm_zero_centered_gamma", "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "swiglu"),
     *("squared_relu", "quick_geglu", "qk_layernorm", "qk_l2_norm", "attention_output_gate", "multi_latent_attention"),
-    # Which gelu these two run is Transformer Engine's choice, not visible in the checkpoint.
+    # Transformer Engine chooses which gelu these two run, and the checkpoint does not show it.
     *("use_te_activation_func", "use_transformer_engine_op_fuser", "use_mup"),
 )
 _UNSET = (
@@ -55,10 +57,10 @@ _REST = {
 
 
 def gpt2_config(args: argparse.Namespace, *, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
-    """Arguments of transformers.GPT2Config for the model that Megatron built from `args`, as its checkpoint has them.
+    """Return the arguments of transformers.GPT2Config for the model that Megatron built from the checkpoint's `args`.
 
-    `end_of_text` is the id of the token that stands between documents. Raises FlagError for an architecture that
-    GPT-2 is not: the message names the flags it was trained with.
+    `end_of_text` is the id of the token that stands between documents. Raises FlagError for an architecture that is not
+    GPT-2's: the message names the flags it was trained with.
     """
     flags = []
     for name, needed in _NEEDED.items():
@@ -66,7 +68,7 @@ def gpt2_config(args: argparse.Namespace, *, vocab_size: int, end_of_text: int |
         if value != needed:
             flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
             flags.append(flag if isinstance(needed, bool) else f"{flag} {value}")
-    # Megatron writes the number of heads where no groups were asked for.
+    # Megatron writes the number of heads if no groups were asked for.
     groups = getattr(args, "num_query_groups", None) or args.num_attention_heads
     if getattr(args, "group_query_attention", False) and groups != args.num_attention_heads:
         flags.append(f"--group-query-attention --num-query-groups {groups}")
@@ -87,7 +89,8 @@ def gpt2_config(args: argparse.Namespace, *, vocab_size: int, end_of_text: int |
         "n_layer": args.num_layers,
         "n_head": args.num_attention_heads,
         "n_inner": args.ffn_hidden_size,
-        # Megatron fuses bias and gelu by default, and the fused one is the approximation by a tanh: fused_bias_gelu.py.
+        # Megatron fuses bias and gelu by default, and the fused gelu is the approximation by a tanh:
+        # fused_bias_gelu.py.
         "activation_function": "gelu_new" if args.bias_gelu_fusion else "gelu",
         "layer_norm_epsilon": args.layernorm_epsilon if hasattr(args, "layernorm_epsilon") else args.norm_epsilon,
         "resid_pdrop": args.hidden_dropout,
@@ -100,7 +103,9 @@ def gpt2_config(args: argparse.Namespace, *, vocab_size: int, end_of_text: int |
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Rows of the embedding that Megatron makes for `vocab_size` tokens, to split it over tensor-parallel ranks."""
+    """Return the rows of the embedding that Megatron makes for `vocab_size` tokens, to split it over tensor-parallel
+    ranks.
+    """
     if not getattr(args, "pad_vocab_size", True):
         return vocab_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -108,10 +113,10 @@ def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
 
 
 def gpt2_weights(weights: Weights, config: dict[str, Any]) -> Weights:
-    """The state dict of GPT2LMHeadModel, without Megatron's padding of the vocabulary; dtypes stay.
+    """Return the state dict of GPT2LMHeadModel, without Megatron's padding of the vocabulary; dtypes stay.
 
-    `weights` are named as merge.py says, `config` is gpt2_config's. Raises FlagError if a parameter is missing or
-    unknown; shapes are compared where the state dict is loaded.
+    `weights` have the names of merge.py, and `config` is the result of gpt2_config. Raises FlagError if a parameter is
+    missing or unknown; shapes are compared when the state dict is loaded.
     """
     names = _REST if config["tie_word_embeddings"] else {**_REST, "output_layer.weight": "lm_head.weight"}
     names = names | {

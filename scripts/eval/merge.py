@@ -1,8 +1,9 @@
-"""Many ranks' weights -> one model's: tensor-parallel shards, pipeline stages, stacked layers. Pure functions.
+"""Merge of many ranks' weights into one model's: tensor-parallel shards, pipeline stages, stacked layers. Pure
+functions.
 
-All take and return dictionaries from Megatron's parameter names to tensors. In the end layers are numbered over the
-whole model, `decoder.layers.<number>.<rest>`, and norms have the names of Megatron's local implementation
-(Transformer Engine's layers hold them inside of the linear layer that follows).
+All functions take and return dictionaries from Megatron's parameter names to tensors. In the result, layers are
+numbered over the whole model, `decoder.layers.<number>.<rest>`, and norms have the names of Megatron's local
+implementation (Transformer Engine's layers hold a norm inside the linear layer that follows it).
 """
 
 import re
@@ -20,13 +21,13 @@ _NORMS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-# Which dimension Megatron splits over tensor-parallel ranks; the rest are replicas.
+# Dimensions that Megatron splits over tensor-parallel ranks; all other parameters are replicas.
 _SPLIT_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)$")
 _SPLIT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 
 
 def with_local_names(weights: dict[str, object]) -> Weights:
-    """Tensors under one set of names, without what Transformer Engine keeps beside parameters (`_extra_state`)."""
+    """Return tensors under one set of names, without Transformer Engine's extra state (`_extra_state`)."""
     renamed: Weights = {}
     for name, value in weights.items():
         if name.endswith("_extra_state") or not isinstance(value, torch.Tensor):
@@ -38,9 +39,9 @@ def with_local_names(weights: dict[str, object]) -> Weights:
 
 
 def merge_tensor_ranks(ranks: Sequence[Weights]) -> Weights:
-    """One stage's parameters, whole, from those of its tensor-parallel ranks, in rank order.
+    """Merge one stage's parameters from its tensor-parallel ranks, in rank order.
 
-    Raises FlagError if replicas differ: which of them is the model cannot be said.
+    Raises FlagError if replicas differ, because then it is unknown which of them is the model's.
     """
     return {name: _merge(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
@@ -58,10 +59,11 @@ def _merge(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
 
 
 def join_stages(stages: Sequence[Weights], *, tied: bool) -> Weights:
-    """The whole model from its stages in the order in which a token passes them, each numbering its layers from 0.
+    """Join the stages, in the order in which a token passes them, into the whole model; each stage numbers its layers
+    from 0.
 
-    With interleaved stages that order is: the first chunk of all stages, then the second of all, and so on. The
-    last stage's copy of a tied embedding is left out. Raises FlagError if it differs from the first's.
+    With interleaved stages that order is: the first chunk of all stages, then the second chunk of all, and so on. The
+    last stage's copy of a tied embedding is left out. Raises FlagError if it differs from the first stage's embedding.
     """
     joined: Weights = {}
     first_layer = 0
@@ -79,7 +81,7 @@ def join_stages(stages: Sequence[Weights], *, tied: bool) -> Weights:
 
 
 def unstack_layers(weights: Weights) -> Weights:
-    """One tensor per layer, where the distributed format has one [layers, ...] for all."""
+    """Return one tensor per layer, in place of the distributed format's one tensor [layers, ...] for all."""
     unstacked: Weights = {}
     for name, value in weights.items():
         if match := _STACKED.match(name):
@@ -89,9 +91,9 @@ def unstack_layers(weights: Weights) -> Weights:
     return unstacked
 
 
-def _replicas_differ(what: str, where: str) -> FlagError:
+def _replicas_differ(parameter: str, where: str) -> FlagError:
     return FlagError(
         "--checkpoint",
-        f"the {where} hold different copies of {what}, so that there is no one model in it",
+        f"the {where} hold different copies of {parameter}, so that the checkpoint is not one model",
         "Take another iteration: training went wrong before this one was saved, or its files were mixed up",
     )

@@ -1,4 +1,4 @@
-"""Pieces of command lines that several experiments have."""
+"""Options and functions of command lines that several experiments share."""
 
 import argparse
 import sys
@@ -14,11 +14,13 @@ def add_text_options(parser: argparse._ActionsContainer, max_mb: float) -> None:
         "--input", type=Path,
         help="a directory of text files, a .jsonl file, or a text file (default: this environment's Python packages)",
     )  # fmt: skip
-    parser.add_argument("--max-mb", type=float, default=max_mb, help="take so much of the text (default: %(default)g)")
+    parser.add_argument(
+        "--max-mb", type=float, default=max_mb, help="read this much of the text (default: %(default)g MB)"
+    )
 
 
 def words_and_further(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before `--`, and those after it."""
+    """Split the command line at `--`; return the words before it, and those after it."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:cut]), list(argv[cut + 1 :])
 

@@ -1,4 +1,6 @@
-"""Models, layouts, and a training of one on the other as Megatron's command line. A model is one record of `MODELS`."""
+"""Models, layouts, and a training of a model on a layout as Megatron's command line. A model is one record of
+`MODELS`.
+"""
 
 import argparse
 import os
@@ -15,26 +17,27 @@ from optimus_cc_ext.devices.shared_gpu import Device, device_for
 from optimus_cc_ext.errors import OptimusError
 
 VALIDATION_SHARE = 10
-"""Percent of the text, whole documents from its end."""
+"""Percent of the text, in whole documents from its end, that is used for validation."""
 
 _LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?")
 
 
 class ExperimentError(OptimusError, ValueError, argparse.ArgumentTypeError):
-    """An experiment that cannot be made as it was asked for. The message says why and what to do; argparse repeats it,
-    too."""
+    """Error of an experiment that cannot be made as requested. The message says why and what to do; argparse prints it,
+    too.
+    """
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT with tied embeddings, and its batch. Layers are given per stage, so that depth follows the layout."""
+    """GPT with tied embeddings, and its batch. Layers are given per stage, so that the depth follows the layout."""
 
     layers_per_stage: int
     hidden: int
     heads: int
     sequence: int
     vocabulary: int
-    """Tokens of the tokenizer; Megatron pads to a multiple of 128 for each tensor-parallel rank."""
+    """Tokens of the tokenizer; Megatron pads them to a multiple of 128 for each tensor-parallel rank."""
 
     micro_batch: int
     """Sequences in a micro-batch."""
@@ -44,33 +47,35 @@ class Model:
 
 
 MODELS: Mapping[str, Model] = {
-    # The embedding is a quarter of what a stage holds, not most of it, so that the traffic has something of a real
-    # model's proportions.
+    # The embedding is a quarter of a stage's parameters, not most of them, so that the proportions of the traffic are
+    # somewhat like a real model's.
     "quickstart": Model(4, hidden=256, heads=4, sequence=128, vocabulary=4096, micro_batch=2, micro_batches=4),
     "test": Model(1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, micro_batches=4),
     "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
-    # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as of the paper's 8.3B:
-    # `proportions` of the cluster benchmark.
+    # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as for the paper's 8.3B
+    # model; `proportions` of the cluster benchmark computes the ratio.
     "small": Model(4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12),
     "deep": Model(8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Quickstart and study train `quickstart`, their tests `test`; the cluster benchmark trains the others."""
+"""Models by name. Quickstart and study train `quickstart`, their tests `test`; the cluster benchmark trains the
+others.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How the ranks are arranged. The tensor-parallel ranks of one stage and replica share a host and its loopback."""
+    """Arrangement of the ranks. The tensor-parallel ranks of one stage and replica share a host and its loopback."""
 
     tensor: int = 1
     stages: int = 2
     replicas: int = 2
     sharded: bool = False
-    """Whether Megatron's distributed optimizer shards the gradients, and parameters are in bf16, as it is used."""
+    """True if Megatron's distributed optimizer shards the gradients, with parameters in bf16 as usual."""
 
     @property
     def hosts(self) -> int:
-        """One for each stage of each replica."""
+        """Number of hosts: one for each stage of each replica."""
         return self.stages * self.replicas
 
     def __str__(self) -> str:
@@ -82,7 +87,7 @@ class Layout:
         """Read a layout such as pp2dp2, tp2pp4dp2, or pp2dp2z1 with the distributed optimizer and bf16.
 
         Raises:
-            ExperimentError: not a layout, or one whose single host has nobody to talk to.
+            ExperimentError: the text is no layout, or its single host would have no links.
         """
         match = _LAYOUT.fullmatch(text)
         if match is None:
@@ -95,56 +100,57 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training: a model on a layout, its schedule, its seed, and what its ranks run on."""
+    """Training of a model on a layout, with its schedule, its seed, and the device of its ranks."""
 
     model: Model = MODELS["quickstart"]
     layout: Layout = Layout()
     iterations: int = 80
     learning_rate: float = 6e-4
     schedule: int | None = None
-    """Iterations of the learning rate's schedule; None: those of the training."""
+    """Iterations of the learning rate's schedule; None: as many as the training has."""
 
     seed: int = 1234
     evaluation_iterations: int = 8
     """Global batches in each validation."""
 
     device: Device = "cpu"
-    """What the ranks train on; on GPUs in bf16."""
+    """Device of the ranks. On GPUs the training is in bf16."""
 
     @property
     def processes(self) -> int:
-        """Ranks on all hosts together."""
+        """Number of ranks on all hosts together."""
         return self.layout.hosts * self.layout.tensor
 
     @property
     def layers(self) -> int:
-        """Layers of the whole model."""
+        """Number of layers of the whole model."""
         return self.model.layers_per_stage * self.layout.stages
 
     @property
     def global_batch(self) -> int:
-        """Sequences in an iteration, of all replicas."""
+        """Sequences of all replicas in an iteration."""
         return self.model.micro_batch * self.model.micro_batches * self.layout.replicas
 
     @property
     def evaluation_interval(self) -> int:
-        """Iterations between two validations: up to eight of them in a run, the last at its end."""
+        """Iterations between two validations. A run has up to eight validations, the last at its end."""
         return self.iterations // max(count for count in range(1, 9) if self.iterations % count == 0)
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, the tied embedding counted once."""
+        """Number of weights of the model, with the tied embedding counted once."""
         hidden = self.model.hidden
         matrices = 12 * hidden**2
         vectors = 13 * hidden  # two norms of 2, biases of 3 + 1 + 4 + 1
         return self.layers * (matrices + vectors) + (self.model.vocabulary + self.model.sequence + 2) * hidden
 
     def flags(self) -> list[str]:
-        """Return the flags that all variants share. No dropout: what differs between losses is the compression.
+        """Return the flags that all variants share. They have no dropout, so that losses differ by the compression
+        only.
 
-        Weights begin with a deviation of hidden^-1/2, which is Megatron's 0.02 at a hidden size of 2500: at 0.02 a
-        model as narrow as these has residual streams that pass by zero early on, where a layer norm's gradient has no
-        bound, and single iterations with fifty times the gradient hide what compression does.
+        Weights begin with a standard deviation of hidden^-1/2, which is Megatron's 0.02 at a hidden size of 2500. At
+        0.02, a model as narrow as these has residual streams that pass through zero early on, where a layer norm's
+        gradient has no bound, and single iterations with fifty times the gradient hide the effect of compression.
         """
         model, layout = self.model, self.layout
         flags = f"""
@@ -165,26 +171,27 @@ class Training:
             {"--use-distributed-optimizer --bf16" if layout.sharded else ""}
         """
         if self.device != "cpu":
-            # As on a CPU without Apex and Transformer Engine, which the environment has not.
+            # On a CPU these are off by default. On a GPU they would need Apex and Transformer Engine, which the
+            # environment lacks.
             flags += """ --bf16 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
                 --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion"""
         return shlex.split(flags)
 
     def megatron_flags(self, data: PreparedData, tensorboard: Path | None = None) -> list[str]:
-        """Return `flags`, and where text and events lie."""
+        """Return `flags` and the paths of the text and of the TensorBoard events."""
         paths = {
             "--data-path": data.data_prefix,
             "--tokenizer-model": data.tokenizer_dir,
-            # Which sequence comes when: part of the prepared data, and replaced with it.
+            # The order of the sequences is part of the prepared data, and is replaced with it.
             "--data-cache-path": data.data_prefix.parent / "cache",
         } | ({"--tensorboard-dir": tensorboard} if tensorboard else {})
         return self.flags() + [word for flag, path in paths.items() for word in (flag, str(path))]
 
     def config_of(self, flags: Sequence[str], *, ignore_others: bool = False) -> OptimusConfig:
-        """Return what the package makes of these flags here.
+        """Return the configuration that the package makes of these flags on this layout.
 
         Raises:
-            FlagError: a flag cannot work here, or is not the package's, unless such flags are ignored.
+            FlagError: a flag cannot work on this layout, or is not the package's, unless such flags are ignored.
         """
         layout = self.layout
         place = presets.Layout(
@@ -195,7 +202,9 @@ class Training:
 
 
 def device_here(ranks: int) -> Device:
-    """Return what so many ranks train on here: OPTIMUS_CC_DEVICE, or what this machine has for them."""
+    """Return the device for `ranks` ranks on this machine: OPTIMUS_CC_DEVICE, or the best that the machine has for
+    them.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,6 +1,6 @@
-"""Runs that take minutes or hours: nothing that is finished is made again, and no two processes write to one place.
+"""Runs that take minutes or hours: a finished run is never repeated, and no two processes write to one folder.
 
-A finished run is one row: what was measured, our flags, and what it was measured on (commit, seed, text).
+A finished run is one row: the measurements, our flags, and their origin (commit, seed, text).
 """
 
 import errno
@@ -29,37 +29,37 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs in the folders below `folder`, a row each. One that failed is marked, and made again on demand."""
+    """Runs in the folders below `folder`, with one row each. A failed run is marked, and repeated on demand."""
 
     folder: Path
     text: str
-    """Hash of the text that they are trained on; a run on another text is made again."""
+    """Hash of the text of the training. A run on another text is repeated."""
 
     minutes: float
-    """For one run."""
+    """Limit of one run, in minutes."""
 
     retry: bool
-    """Whether to make again what failed."""
+    """True if failed runs are to be repeated."""
 
     device: Device = "cpu"
-    """What the ranks train on."""
+    """Device of the ranks."""
 
     def known(self, name: str, flags: Sequence[str]) -> dict[str, Any] | None:
-        """Return the row of a run of before with the same flags on the same text; None: there is none."""
+        """Return the row of an earlier run with the same flags on the same text; None if there is none."""
         row = self._row(self.folder / name)
-        # Rows of before 2026-11-25 do not say the text.
+        # Rows before 2026-11-25 do not name the text.
         return row if row.get("flags") == list(flags) and row.get("text", self.text) == self.text else None
 
     def made(
         self, name: str, processes: int, flags: Sequence[str], seed: int, read: Callable[[Path], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the row of this run, made now or when the same flags were run before.
+        """Return the row of this run, from an earlier run with the same flags, or from a new one.
 
-        `read` finds in the run's folder what was measured.
+        `read` reads the measurements from the run's folder.
 
         Raises:
-            RunFailed: it failed, now or before.
-            OSError: the disk is full; the run is not marked as one that failed.
+            RunFailed: the run failed, now or before.
+            OSError: the disk is full; the run is not marked as failed.
         """
         if known := self.known(name, flags):
             return known
@@ -100,7 +100,7 @@ def _tell(line: str) -> None:
 
 
 def commit() -> str:
-    """Return the commit of the checkout that this file is in, or the package's version where it is in none."""
+    """Return the commit of the checkout that contains this file, or the package's version if there is no checkout."""
     if not (_ROOT / ".git").exists():
         return __version__
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -109,19 +109,20 @@ def commit() -> str:
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold the only right to write to the folder `output`.
+    """Hold the exclusive right to write to the folder `output`.
 
     Raises:
         ExperimentError: another process holds it.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Never removed: the kernel lets go of it with the process, however that ends, and an empty file harms nobody.
+    # The lock file is never removed: the kernel releases the lock when the process ends, however it ends, and an empty
+    # file does no harm.
     with output.with_name(f".{output.name}.lock").open("a+", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
-            # Anybody may write into the file: only a number is repeated.
+            # Anybody may write into the file, so only a number is repeated.
             holder = stream.read(20).strip()
             raise ExperimentError(
                 f"--output {output}: another process ({holder if holder.isdecimal() else 'unknown'}) is writing to it."

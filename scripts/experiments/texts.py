@@ -1,4 +1,4 @@
-"""Real text to train on, prepared once for each vocabulary. A text is one record of `TEXTS`."""
+"""Real text for trainings, prepared once for each vocabulary. A text is one record of `TEXTS`."""
 
 import hashlib
 import sysconfig
@@ -11,19 +11,19 @@ from optimus_cc_ext.data import PreparedData, prepare
 
 @dataclass(frozen=True)
 class Text:
-    """Files of real text."""
+    """Source of real text."""
 
     source: Path
-    """A directory, a .jsonl file, or a text file."""
+    """Directory, .jsonl file, or text file."""
 
     pattern: str
-    """Names of the files to read in a directory."""
+    """Pattern of the names of the files to read in a directory."""
 
     name: str
-    """What a person would call the text."""
+    """Description of the text for people."""
 
     def prepared(self, folder: Path, vocabulary: int, max_mb: float, *, progress: bool = False) -> PreparedData:
-        """Return the tokenized text in `folder`, which is made unless it is of the same files and settings.
+        """Return the tokenized text in `folder`, prepared again if the folder is of other files or settings.
 
         Raises:
             DataError: there is no such text, or not enough of it.
@@ -43,7 +43,7 @@ TEXTS: Mapping[str, Text] = {
 
 
 def text_of(given: Path | None, pattern: str | None = None) -> Text:
-    """Return the text of --input, or the Python sources where none was given."""
+    """Return the text of --input, or the Python sources if --input was not given."""
     if given is None:
         known = TEXTS["python"]
         return Text(known.source, pattern or known.pattern, known.name)
@@ -51,6 +51,6 @@ def text_of(given: Path | None, pattern: str | None = None) -> Text:
 
 
 def hash_of(data: PreparedData) -> str:
-    """Return the SHA-256 of the tokens, by which two runs can be known to have been trained on the same text."""
+    """Return the SHA-256 of the tokens, which shows whether two runs were trained on the same text."""
     with data.data_prefix.with_suffix(".bin").open("rb") as tokens:
         return hashlib.file_digest(tokens, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""What is compared: our flags by the variant's name, from variants.toml."""
+"""Variants that are compared: our flags by the variant's name, from variants.toml."""
 
 import math
 import tomllib
@@ -16,14 +16,16 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def _alone(traffic: TrafficClass) -> dict[str, str]:
-    """Return the flags of each block format of a class alone."""
+def _block_format_flags(traffic: TrafficClass) -> dict[str, str]:
+    """Return the flags of each block format of one class, with the other classes dense."""
     return {format: f"{traffic.format_flag} {format}" for format in traffic.block_formats}
 
 
 def _settings(traffic: TrafficClass) -> dict[str, str]:
-    """Return the settings of a class: those of the table, and its block formats, rotated ones without rotation, too."""
-    blocks = _alone(traffic)
+    """Return the settings of a class: those of the table, its block formats, and its rotated formats without
+    rotation.
+    """
+    blocks = _block_format_flags(traffic)
     unrotated = {f"{name}, not rotated": f"{flags} --no-block-rotation" for name, flags in blocks.items()
                  if FORMATS[name].rotated}  # fmt: skip
     return _TABLES["gradients"].get(traffic.tag, {}) | blocks | unrotated
@@ -32,32 +34,41 @@ def _settings(traffic: TrafficClass) -> dict[str, str]:
 STUDY: Mapping[str, str] = {
     **_TABLES["common"],
     **_TABLES["study"],
-    **{f"{name}-{form}": flags for name, traffic in _CLASSES.items() for form, flags in _alone(traffic).items()},
+    **{
+        f"{name}-{form}": flags
+        for name, traffic in _CLASSES.items()
+        for form, flags in _block_format_flags(traffic).items()
+    },
 }
 CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["cluster"]
 GRADIENTS: Mapping[str, Mapping[str, str]] = {
     traffic.tag: _settings(traffic) for traffic in (PIPELINE_BACKWARD, PIPELINE_FORWARD, DP_GRADIENTS)
 }
-"""By class of traffic: a setting's flags by its name."""
+"""Flags of each setting, by class of traffic and by the setting's name."""
 
 _PAPERS_SHARE_OF_STAGES = 0.75
 
 
 def papers_ranks(hidden: int) -> tuple[int, int]:
-    """Return (CB's, SC's) ranks in the paper's ratios to the hidden size: 16 and 128 of 3072, rounded up."""
+    """Return (CB's, SC's) compression ranks in the paper's ratios to the hidden size: 16 and 128 of 3072, rounded
+    up.
+    """
     return math.ceil(hidden / 192), math.ceil(hidden / 24)
 
 
 def larger_ranks(hidden: int) -> tuple[int, int]:
-    """Return (CB's, SC's) ranks for short trainings. What error feedback holds back arrives about hidden / rank
-    iterations later, which a short run feels: hence a larger share than the paper's."""
+    """Return (CB's, SC's) compression ranks for short trainings: larger fractions of the hidden size than the paper's.
+
+    Error feedback delays gradients by about hidden / rank iterations, which a short run notices.
+    """
     return hidden // 32, hidden // 4
 
 
 def flags_of(text: str, layout: Layout, ranks: tuple[int, int], further: Sequence[str] = ()) -> list[str]:
     """Return the flags of a variant's `text`, without those of classes of traffic that `layout` does not have.
 
-    `further` come last and win. Vanilla, whose text is empty, gets none: its traffic is still counted.
+    `further` flags come last and override the others. Vanilla, whose text is empty, gets none: its traffic is still
+    counted.
     """
     stages = math.ceil(_PAPERS_SHARE_OF_STAGES * layout.stages)
     words = text.format(rank=ranks[0], dp_rank=ranks[1], papers_stages=stages).split()
@@ -69,7 +80,7 @@ def flags_of(text: str, layout: Layout, ranks: tuple[int, int], further: Sequenc
     kept: list[str] = []
     keeps = True
     for word in words:
-        if word.startswith("--"):  # what follows, up to the next flag, is the value of this one
+        if word.startswith("--"):  # the words up to the next flag are this flag's value
             keeps = not word.startswith(absent)
         kept += [word] * keeps
     return [*kept, *further] if text else []

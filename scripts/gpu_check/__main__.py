@@ -1,6 +1,6 @@
-"""`scripts/gpu_check.sh`: whether a machine's GPU, driver, compiler and NCCL give what Optimus-CC relies on.
+"""Check of a GPU machine (`scripts/gpu_check.sh`): do GPU, driver, compiler and NCCL give what Optimus-CC relies on?
 
-Each check runs in a process of its own, for a limited time; what it measured goes into one JSON and one page.
+Each check runs in a process of its own, for a limited time. Its measurements go into one JSON and one page.
 """
 
 import argparse
@@ -24,22 +24,24 @@ COMMAND = "scripts/gpu_check.sh"
 
 @dataclass
 class Result:
-    """What became of one check."""
+    """Result of one check."""
 
     name: str
     claim: str
     failure: str = ""
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """A value that is None is missing: it needs a GPU."""
+    """Measured values by column. None means that the value needs a GPU."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0; 1: a check failed; 2: bad input, or a machine that cannot run them."""
+    """Run the checks. Returns the exit status: 0; 1: a check failed; 2: bad input, or a machine that cannot run
+    them.
+    """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
-    parser.add_argument("--dry-run-on-cpu", action="store_true", help="all that runs without a GPU, and no figures")
+    parser.add_argument("--dry-run-on-cpu", action="store_true", help="run all that needs no GPU, without its figures")
     parser.add_argument("--in-this-process", choices=tuple(CHECKS), help=argparse.SUPPRESS)
     options, deadline = parser.parse_args(argv), time.monotonic() + TOTAL
     if options.in_this_process:
@@ -74,21 +76,21 @@ def _run(name: str, output: Path, dry: bool, deadline: float) -> Result:
         with log.open("w") as stream:
             ended = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=limit)
         if ended.returncode:
-            lines = log.read_text(errors="replace").splitlines() or ["nothing was said"]
+            lines = log.read_text(errors="replace").splitlines() or ["nothing was printed"]
             result.failure = f"{lines[-1]} ({log})"
         else:
             result.rows = json.loads(measured.read_text())
     except subprocess.TimeoutExpired:
-        result.failure = f"not over after {limit} s ({log})"
+        result.failure = f"not finished after {limit} s ({log})"
     result.seconds = time.monotonic() - started
     missing = sum(value is None for row in result.rows for value in row.values())
-    said = result.failure or f"{len(result.rows)} rows" + (f", {missing} figures missing" if missing else "")
-    print(f"{'FAIL' if result.failure else 'ok':<4} {name}: {said} ({result.seconds:.0f} s)", flush=True)
+    outcome = result.failure or f"{len(result.rows)} rows" + (f", {missing} figures missing" if missing else "")
+    print(f"{'FAIL' if result.failure else 'ok':<4} {name}: {outcome} ({result.seconds:.0f} s)", flush=True)
     return result
 
 
 def write(results: Sequence[Result], output: Path, *, dry: bool) -> None:
-    """gpu_check.json and gpu_check.md."""
+    """Write gpu_check.json and gpu_check.md."""
     about = machine() | {"run": "dry, on a CPU" if dry else "on a GPU"}
     text = json.dumps({"machine": about, "checks": [asdict(result) for result in results]}, indent=1)
     (output / "gpu_check.json").write_text(text + "\n")
@@ -97,9 +99,9 @@ def write(results: Sequence[Result], output: Path, *, dry: bool) -> None:
         columns = tuple(dict.fromkeys(name for row in result.rows for name in row))
         cells = [tuple("missing" if name in row and row[name] is None else row.get(name, "") for name in columns)
                  for row in result.rows]  # fmt: skip
-        said: list[Part] = [text for text in (result.claim, result.failure) if text]
+        texts: list[Part] = [text for text in (result.claim, result.failure) if text]
         table = [Table(columns, cells)] if columns else []
-        parts.append(Box(f"{result.name}: {'FAILED' if result.failure else 'holds'}", [*said, *table]))
+        parts.append(Box(f"{result.name}: {'FAILED' if result.failure else 'holds'}", [*texts, *table]))
     lead = f"{', '.join(f'{name}: {value}' for name, value in about.items())}."
     ReportDocument("GPU check", lead, parts).write(output, markdown="gpu_check.md")
 

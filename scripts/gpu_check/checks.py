@@ -1,6 +1,7 @@
-"""The checks: what each claims, and the rows that it measures. One that does not hold ends with SystemExit.
+"""Checks of a GPU machine: the claim of each, and the rows that it measures. A claim that is false ends with
+SystemExit.
 
-Without a GPU the same code runs over gloo, torch and Triton's interpreter; a figure that only a GPU has is None.
+Without a GPU the same code runs over gloo, torch and Triton's interpreter; a figure that needs a GPU is None.
 """
 
 import importlib
@@ -17,45 +18,47 @@ __all__ = ["CHECKS", "TOTAL", "Check", "Setting"]
 
 Row = dict[str, Any]
 TOTAL = 480
-"""Seconds for all checks, and what comes before them."""
+"""Seconds for all checks together, with the examination of the GPU before them."""
 
 MOST_APART = 3.0
-"""Percent between the losses of vanilla and preset at the end of a run: ten times what the study saw later."""
+"""Largest difference in percent between the losses of vanilla and preset at the end of a run: ten times as large as in
+the study, which trains longer.
+"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was asked for."""
+    """Settings of the command line."""
 
     dry: bool
     output: Path
 
     @property
     def device(self) -> torch.device:
-        """Where the checks run."""
+        """Device of the checks."""
         return torch.device("cpu" if self.dry else "cuda")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One process."""
+    """Check that runs in a process of its own."""
 
     claim: str
     run: Callable[[Setting], Iterator[Row]]
     limit: int
-    """Seconds; all together may take `TOTAL`."""
+    """Limit in seconds; all checks together may take `TOTAL`."""
 
     interpreted: bool = False
-    """Whether a dry run has Triton's interpreter."""
+    """True if Triton's interpreter runs the kernels in a dry run."""
 
 
-def _of(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
-    # Imported where it runs: the process that starts the checks speaks first of what the machine lacks.
+def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
+    # Imported when it runs, because the process that starts the checks has to name first what the machine lacks.
     return lambda setting: getattr(importlib.import_module(f"scripts.gpu_check.{module}"), function)(setting.device)
 
 
 def bench(setting: Setting) -> Iterator[Row]:
-    """The compressors' bench, whose own files lie beside the page."""
+    """Run the compressors' bench, whose own files lie beside the page."""
     from scripts.bench.compressors.__main__ import main
 
     arguments = ["--device", setting.device.type, "--results", str(setting.output), "--repeats", "2"]
@@ -67,7 +70,7 @@ def bench(setting: Setting) -> Iterator[Row]:
 
 
 def capture(setting: Setting) -> Iterator[Row]:
-    """The bench's section of that name."""
+    """Run the bench's section "capture"."""
     if setting.dry:
         yield {"case": "graphs at ranks 16, 64, 128", "ms": None}
         return
@@ -78,13 +81,13 @@ def capture(setting: Setting) -> Iterator[Row]:
 
 
 def training(setting: Setting) -> Iterator[Row]:
-    """The study of vanilla and the balanced preset, whose logs lie beside the page: losses side by side."""
+    """Run the study of vanilla and the balanced preset, whose logs lie beside the page; compare their losses."""
     from optimus_cc_ext.report.record import read_logs
     from scripts.study.__main__ import main as study
 
     os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
     folder, iterations = setting.output / "training", 4 if setting.dry else 60
-    shutil.rmtree(folder, ignore_errors=True)  # what is there would not be trained again
+    shutil.rmtree(folder, ignore_errors=True)  # the study does not repeat runs that are there
     words = f"--variants vanilla,balanced --seeds 1 --evaluations 1 --max-mb 1 --iterations {iterations}".split()
     if study([*words, "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
         raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
@@ -93,29 +96,29 @@ def training(setting: Setting) -> Iterator[Row]:
         if iteration in (1, iterations) or iteration % 10 == 0:
             gap = 100 * (found / expected - 1)
             yield {"iteration": iteration, "vanilla": expected, "balanced": found, "difference, %": gap}
-    if not abs(gap) < MOST_APART:  # NaN, too, is not
+    if not abs(gap) < MOST_APART:  # also true for NaN
         raise SystemExit(f"balanced ends with a loss of {balanced.last:.4f}, vanilla with {vanilla.last:.4f}")
 
 
 CHECKS = {
     "kernels": Check(
         "Low-rank and block kernels give the reference's results in bf16, fp16 and fp32.",
-        _of("kernels", "check"), 90, interpreted=True,
+        _function("kernels", "check"), 90, interpreted=True,
     ),
     "capture": Check(
         "A step at ranks 16, 64 and 128 waits for nothing, and a CUDA graph of it gives the same bits.", capture, 60
     ),
     "reduction": Check(
         "Beside a busy main stream, the hook's reduction over NCCL leaves the bits that one in line leaves.",
-        _of("world_of_one", "reduction"), 45,
+        _function("world_of_one", "reduction"), 45,
     ),
     "messages": Check(
         "Of 100 messages the sender remembers, to the bit, what the receiver lacks.",
-        _of("world_of_one", "messages"), 45,
+        _function("world_of_one", "messages"), 45,
     ),
     "memory": Check(
         "Metrics of a large batch of matrices take no memory of its size.",
-        _of("world_of_one", "metrics_memory"), 40,
+        _function("world_of_one", "metrics_memory"), 40,
     ),
     "training": Check(
         "On one GPU, PP2 x DP2 in bf16, the balanced preset's losses over 60 iterations are vanilla's within "

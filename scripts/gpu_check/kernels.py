@@ -1,4 +1,4 @@
-"""Triton's kernels beside the reference: float64 products, Gram-Schmidt, torch's block codecs."""
+"""Comparison of Triton's kernels with references: float64 products, Gram-Schmidt, torch's block codecs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check(device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row for each dtype and rank, and for each dtype and format."""
+    """Yield one row for each dtype and rank, and for each dtype and format."""
     on_gpu = device.type == "cuda"
     n, m, ranks = (1000, 1536, (16, 64, 128)) if on_gpu else (70, 96, (16,))
     for dtype in DTYPES:
@@ -49,13 +49,13 @@ def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: in
     expected = reference.reconstruct(p.double(), q.double())
     rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
     off["P Q^T"] = max(0.0, _off(arrives, expected) - rounding)
-    # Products of fp32 with 3xTF32, and sums of a thousand: some ten of its last bits.
+    # Products of fp32 with 3xTF32, and sums of a thousand terms: about ten units of the last bit.
     if worst := {name: value for name, value in off.items() if not value < 1e-5}:
         raise SystemExit(f"{case}: off by {worst}")
     remembered = total.clone()
     ours.subtract_reconstruction(remembered, p, q)
     if not torch.equal(remembered, total - arrives):
-        raise SystemExit(f"{case}: what is remembered is not what arrives")
+        raise SystemExit(f"{case}: the residual is not the sum minus what arrives")
     return {"case": case, **{f"{name}, relative error": value for name, value in off.items()}}
 
 
@@ -73,7 +73,7 @@ def _blocks(device: torch.device, dtype: torch.dtype, name: str, numel: int) -> 
     for codec, out in zip((ours, parent), decoded, strict=True):
         codec.decode(message, layout, out)
     if not torch.equal(*decoded):
-        raise SystemExit(f"{name}, {dtype}: a message is decoded otherwise than torch decodes it")
+        raise SystemExit(f"{name}, {dtype}: Triton and torch decode a message to different bits")
     return {"case": f"{name}, {dtype}", "decoded": "to the bit"}
 
 

@@ -1,4 +1,4 @@
-"""What needs NCCL and streams, over a process group of this process alone; on a CPU over gloo."""
+"""Checks that need NCCL and streams, over a process group of one process; on a CPU over gloo."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
-    """A bucket reduced by the hook's handle on a side stream, while the main one is busy; and by another in line."""
+    """Compare two reductions: by the hook's handle on a side stream, beside a busy main stream; and in line."""
     on_gpu = device.type == "cuda"
     hidden, layers, rank = (1024, 8, 128) if on_gpu else (64, 2, 4)
     shapes = ((3 * hidden, hidden), (hidden, 4 * hidden))
@@ -30,7 +30,8 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
         ours, theirs = (reducer(bucket, rank, fast_compressor(), group) for bucket in (beside, in_line))
         side = SideStream(device)
         for step in range(STEPS):
-            # The gradients come late, and what follows the hook is late, too: who does not wait reads what is old.
+            # The gradients come late, and so does the work after the hook: a reduction that does not wait reads old
+            # values.
             _keep_busy(device)
             for bucket in (beside, in_line):
                 bucket.flat.copy_(Bucket.random(layers, shapes, hidden, device, seed=step).flat)
@@ -49,13 +50,15 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _keep_busy(device: torch.device) -> None:
-    """Give the current stream some tens of milliseconds of nothing."""
+    """Keep the current stream busy for some tens of milliseconds."""
     if device.type == "cuda":
         torch.cuda._sleep(50_000_000)
 
 
 def messages(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Messages of a link to itself, in bf16: what was sent and what was carried, less what arrived, is the residual."""
+    """Check messages of a link to itself, in bf16: message plus old residual, minus what arrived, is the new
+    residual.
+    """
     on_gpu = device.type == "cuda"
     shape = (1024, 2, 1024) if on_gpu else (16, 2, 48)
     config = OptimusConfig(
@@ -81,7 +84,7 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
                 requests = dist.batch_isend_irecv(operations)
             else:  # gloo sends nothing to itself
                 receiving.tensor.copy_(sending.tensor)
-            # As the hook does.
+            # The same order of calls as in the hook.
             for step in (sending.after_post, receiving.after_post, *(request.wait for request in requests)):
                 step()
             for transfer in (sending, receiving):
@@ -89,13 +92,13 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
             ours.states.commit({})
             (residual,) = ours.states.residuals()
             if not torch.equal(residual.view(shape), (sent.float() + carried) - arrived.float()):
-                raise SystemExit(f"message {number}: the sender remembers something else than the receiver lacks")
+                raise SystemExit(f"message {number}: the sender's residual is not what the receiver's copy lacks")
             carried.copy_(residual.view(shape))
     yield {"case": f"{MESSAGES} messages, bf16", "bits": "equal", "over NCCL": "yes" if on_gpu else None}
 
 
 def metrics_memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Bytes that the gauge's norms of one shape group take beyond it."""
+    """Measure the bytes that the gauge's norms of one shape group take beyond the group itself."""
     on_gpu = device.type == "cuda"
     values = torch.ones(500 if on_gpu else 4, 1000, 1000, device=device)
     gauge, extra = Gauge(), None
@@ -105,9 +108,9 @@ def metrics_memory(device: torch.device) -> Iterator[dict[str, Any]]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     gauge.note(values, values)
-    error, of = gauge.squares()
-    if not abs(of / values.numel() - 1) < 1e-5 or error != of:
-        raise SystemExit(f"the squares of {values.numel()} ones are {of}")
+    error, whole = gauge.squares()
+    if not abs(whole / values.numel() - 1) < 1e-5 or error != whole:
+        raise SystemExit(f"the squares of {values.numel()} ones are {whole}")
     if on_gpu:
         extra = torch.cuda.max_memory_allocated() - before
         if extra > values.nbytes / 10:

@@ -1,4 +1,6 @@
-"""One training run: torchrun on each host, or on this machine alone; the log followed, nothing left behind."""
+"""Launcher of one training run: torchrun on each host, or on this machine; it follows the log and leaves nothing
+behind.
+"""
 
 import os
 import shlex
@@ -21,10 +23,10 @@ from scripts.hosts.network import INTERFACE, Network
 _ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 30.0
-"""For the other hosts to end once the first has ended."""
+"""Seconds for the other hosts to end after the first has ended."""
 
 _FAILED_GRACE_SECONDS = 3.0
-"""For the others to say why they failed."""
+"""Seconds for the other hosts to print why they failed."""
 
 _KILL_SECONDS = 8.0
 _LOST = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "ConnectionError")
@@ -32,7 +34,7 @@ _TAIL_LINES = 40
 
 
 class RunFailed(OptimusError):
-    """A run ended badly. `log`: what the host that failed printed; `tail`: its last lines."""
+    """Failed run. `log` is the output of the host that failed, `tail` the last lines of it."""
 
     def __init__(self, reason: str, log: Path) -> None:
         super().__init__(reason)
@@ -40,7 +42,7 @@ class RunFailed(OptimusError):
 
 
 def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu") -> str:
-    """The command line that a person would type for a run on one machine."""
+    """Return the command line that a person would type for a run on one machine."""
     variable = "OPTIMUS_CC_DEVICE=shared-gpu " if device == "shared-gpu" else ""
     return variable + shlex.join(
         ["torchrun", "--standalone", f"--nproc_per_node={processes}", "-m", "optimus_cc_ext", *flags]
@@ -51,11 +53,12 @@ def run(
     flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float, *,
     ranks: int, device: Device = "cpu", hosts: Network | None = None,
 ) -> float:  # fmt: skip
-    """Run `flags` with so many ranks on this machine, or on each of `hosts`; return the seconds it took.
+    """Run `flags` with `ranks` ranks on this machine, or on each of `hosts`; return the seconds that the run took.
 
-    What is printed goes to folder/log.txt, or to folder/host<i>.txt of each host; and line by line to `on_line`, of
-    several hosts that of the last, whose last rank is the one that Megatron logs on. `deadline` is in the time of
-    time.monotonic. Returns or raises only when no process of the run is left; those on hosts go with the hosts.
+    The output goes to folder/log.txt, or to folder/host<i>.txt of each host. `on_line` gets it line by line; with
+    several hosts it gets the lines of the last host, on whose last rank Megatron logs. `deadline` is in the time of
+    time.monotonic. The function returns or raises only when no process of the run is left; processes on hosts end with
+    the hosts.
 
     Raises:
         RunFailed: a rank failed, or the deadline passed.
@@ -75,7 +78,7 @@ def run(
 
 
 def lines_in(folder: Path) -> list[str]:
-    """Return all that a run printed, host after host."""
+    """Return all lines that a run printed, host after host."""
     return [line for log in sorted(folder.glob("*.txt")) for line in _lines(log)]
 
 
@@ -92,18 +95,18 @@ def _on_host(
 
 @contextmanager
 def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device) -> Iterator[psutil.Popen]:
-    """torchrun, running; on the way out its whole tree is ended."""
+    """Start torchrun; end its whole process tree on exit."""
     # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
-    # in front of torchrun and of each rank, all of them end with this process even where that is killed by SIGKILL.
+    # command in front of torchrun and of each rank, all of them end with this process even if it is killed by SIGKILL.
     tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else ["env"]
-    # --standalone: a rendezvous on a free port, so that several runs can share one machine.
-    # --log-dir: otherwise each run leaves an empty folder in the temporary directory.
+    # --standalone: a rendezvous on a free port, so that several runs can share one machine. --log-dir: otherwise each
+    # run leaves an empty folder in the temporary directory.
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", f"--log-dir={os.devnull}"]
     process = psutil.Popen(
         [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],
-        # All ranks are here: without an interface, gloo depends on how the machine resolves its own name.
+        # All ranks are on this machine: without an interface, gloo depends on how the machine resolves its own name.
         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment("lo", device),
-        # Ctrl-C is for this process, which ends the run in good order.
+        # Ctrl-C goes to this process only, which then ends the run in good order.
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -114,7 +117,7 @@ def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device)
 
 def _environment(interface: str, device: Device = "cpu") -> dict[str, str]:
     environment = dict(os.environ)
-    # More threads than cores is slower by far.
+    # More threads than cores would be much slower.
     environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -124,12 +127,12 @@ def _environment(interface: str, device: Device = "cpu") -> dict[str, str]:
 def _follow(
     processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], on_line: Callable[[str], None], deadline: float
 ) -> None:
-    """Until all processes have ended well."""
+    """Follow the logs until all processes have ended successfully."""
     rest = ""
     first_end: float | None = None
     with logs[-1].open(encoding="utf-8", errors="replace") as stream:
         while True:
-            # Asked first, read second: what was printed before the end is never missed.
+            # The statuses are read before the log, so that no line that was printed before the end is missed.
             statuses = [process.poll() for process in processes]
             *lines, rest = (rest + stream.read()).split("\n")
             for line in lines:
@@ -139,18 +142,21 @@ def _follow(
             now = time.monotonic()
             if first_end is None and any(status is not None for status in statuses):
                 first_end = now
-            said_all = None not in statuses or (first_end is not None and now > first_end + _FAILED_GRACE_SECONDS)
-            if any(statuses) and said_all:
+            all_printed = None not in statuses or (first_end is not None and now > first_end + _FAILED_GRACE_SECONDS)
+            if any(statuses) and all_printed:
                 raise _failure(statuses, logs)
             if first_end is not None and now > first_end + _GRACE_SECONDS:
-                raise RunFailed("some hosts did not end with the others", logs[-1])
+                raise RunFailed("some hosts were still running long after another had ended", logs[-1])
             if now > deadline:
-                raise RunFailed("it was not finished in time (--timeout MINUTES gives it more)", logs[-1])
+                raise RunFailed("the run was not finished in time (--timeout MINUTES gives more time)", logs[-1])
             time.sleep(_POLL_SECONDS)
 
 
 def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
-    """The cause: a refusal or an error that a host names, but for lost connections, which is how the others learn."""
+    """Return the cause of a failure: a refusal or an error that a host names.
+
+    Lost connections do not count, because other hosts report them when one host fails.
+    """
     reasons = {host: failure_reason(_lines(logs[host])) for host, status in enumerate(statuses) if status}
     named = [host for host, reason in reasons.items() if reason and not any(word in reason for word in _LOST)]
     host = (named or list(reasons))[0]
@@ -159,7 +165,7 @@ def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
 
 
 def _end_tree(process: psutil.Popen) -> None:
-    """End torchrun and all below it, kindly at first."""
+    """End torchrun and its descendants, by SIGTERM at first."""
     tree = [process]
     with suppress(psutil.Error):
         tree += process.children(recursive=True)

@@ -1,10 +1,12 @@
-"""Hosts on one switch, made of Linux namespaces: links with a rate that can be changed at any time.
+"""Hosts on one switch, made of Linux namespaces, with links whose rate can be changed at any time.
 
 A host is a network namespace and a process namespace, held by a process that reads a pipe. When its owner closes the
-pipe, or ends in whatever way, that process ends, and the kernel takes away the host, its links and all that runs on it.
+pipe, or ends in whatever way, the holding process ends, and the kernel removes the host, its links and all processes on
+it.
 
-Root is not needed where users may make namespaces of their own: all hosts then lie in one user namespace, in which the
-owner is root and outside of which it is nobody else than before. Whether that works is found out by trying.
+Root is not needed where users may make namespaces of their own: all hosts then lie in one user namespace, inside of
+which the owner is root, and outside of which the owner has no more rights than before. `why_not` tries whether that
+works.
 """
 
 import re
@@ -20,11 +22,13 @@ from optimus_cc_ext.errors import OptimusError
 
 INTERFACE = "eth0"
 UNSHAPED = "none"
-"""The rate of a link without a queueing discipline: as fast as the machine copies."""
+"""Rate of a link without a queueing discipline: as fast as the machine copies."""
 
 FRAMING_BYTES = 66
-"""Ethernet 14, IPv4 20, TCP 32 with timestamps. The counters of a veth device hold them once per packet that it took
-over, also where that packet is one of up to 64 KiB which a real network would have cut into frames."""
+"""Bytes of headers per packet: Ethernet 14, IPv4 20, TCP 32 with timestamps. The counters of a veth device count them
+once per packet that it was given, even if that packet has up to 64 KiB, which a real network would have cut into
+frames.
+"""
 
 _RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg])bit")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -34,17 +38,17 @@ _MOST_HOSTS = 250
 
 
 class NetworkError(OptimusError):
-    """The network cannot be made or changed. The message says what failed."""
+    """Error of a network that cannot be made or changed. The message says what failed."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What one host's interface has sent since it was made, by the kernel."""
+    """Kernel's counters of one host's interface since it was made."""
 
     sent_bytes: int
     sent_packets: int
     retransmitted: int
-    """TCP segments of this host that were sent again; their bytes are in `sent_bytes`."""
+    """TCP segments that this host sent again; their bytes are in `sent_bytes`."""
 
     @property
     def payload(self) -> int:
@@ -52,12 +56,14 @@ class Counters:
         return self.sent_bytes - FRAMING_BYTES * self.sent_packets
 
     def since(self, before: "Counters") -> "Counters":
-        """What was sent between two readings."""
+        """Return the traffic between two readings."""
         return Counters(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
 
 
 def why_not() -> str | None:
-    """Why hosts with shaped links cannot be had on this machine, in a sentence; None if they can. Tries it: 0.3 s."""
+    """Return in a sentence why this machine cannot make hosts with shaped links; None if it can. Trying it takes
+    0.3 s.
+    """
     try:
         with network(2) as hosts:
             hosts.set_rate("10mbit")
@@ -70,7 +76,8 @@ def bits_per_second(rate: str) -> float:
     """Read a rate such as 50mbit; infinity for `UNSHAPED`.
 
     Raises:
-        ValueError: not a rate, or one below 1 Mbit/s, where a training iteration would take an hour.
+        ValueError: the text is not a rate, or the rate is below 1 Mbit/s, where a training iteration would take an
+            hour.
     """
     if rate == UNSHAPED:
         return float("inf")
@@ -84,15 +91,15 @@ def bits_per_second(rate: str) -> float:
 
 
 def tbf_options(rate: str) -> str:
-    """Options of tc's token bucket for `rate`: what may leave at once is little, so that short messages wait, too."""
+    """Return the options of tc's token bucket for `rate`. The burst is small, so that short messages wait, too."""
     bits = bits_per_second(rate)
-    # 2 ms of the rate: the timers of a busy machine are late by a fraction of that.
+    # A burst of 2 ms of the rate, because the timers of a busy machine are late by a fraction of that.
     burst = max(int(bits / 8 * 2e-3), 6_000)
     return f"rate {bits:.0f}bit burst {burst} latency 50ms"
 
 
 class Network:
-    """Running hosts. Made by `network`, which also takes them away."""
+    """Running hosts. `network` makes and removes them."""
 
     def __init__(self, switch: "_Holder", hosts: "Sequence[_Holder]") -> None:
         self._switch, self._hosts = switch, hosts
@@ -100,7 +107,7 @@ class Network:
         lines = ["link add name switch type bridge", "link set switch addrgenmode none up"]
         for host, holder in enumerate(hosts):
             lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder.pid}")
-            # No IPv6: its chatter would be counted, and its header is longer than FRAMING_BYTES says.
+            # No IPv6, because its own messages would be counted, and its header is longer than FRAMING_BYTES says.
             lines.append(f"link set port{host} addrgenmode none master switch up")
         _batch(switch, "ip", lines)
         for host, holder in enumerate(hosts):
@@ -111,15 +118,15 @@ class Network:
         return len(self._hosts)
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host, which only the hosts of this network can reach."""
+        """Return the IPv4 address of a host, which only the hosts of this network can reach."""
         return f"10.77.0.{host + 1}"
 
     def set_rate(self, rate: str) -> None:
-        """Give every link this rate, in both directions; connections live on.
+        """Give every link this rate, in both directions; open connections stay open.
 
         Raises:
-            ValueError: not a rate.
-            NetworkError: tc refused.
+            ValueError: the text is not a rate.
+            NetworkError: tc refused the rate.
         """
         if rate == self.rate:
             return
@@ -130,11 +137,13 @@ class Network:
         self.rate = rate
 
     def counters(self) -> list[Counters]:
-        """Read every host's counters now: no process is started."""
+        """Read every host's counters, without starting a process."""
         return [_counters(Path(f"/proc/{holder.pid}/net")) for holder in self._hosts]
 
     def popen(self, host: int, command: Sequence[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-        """Start a process on a host, in a session of its own: Ctrl-C is for the owner, who ends it in good order."""
+        """Start a process on a host, in a session of its own, so that Ctrl-C reaches only the owner, who ends the
+        process.
+        """
         holder = self._hosts[host]
         processes = f"--pid=/proc/{holder.pid}/ns/pid_for_children"
         enter = [*holder.enter, "--net", "--mount", processes, f"--wd={Path.cwd()}"]
@@ -143,13 +152,15 @@ class Network:
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:
-    """`hosts` hosts for as long as the block, and this process, last.
+    """Make `hosts` hosts, which exist as long as the block and this process.
 
     Raises:
-        NetworkError: a command is missing, or one failed: this user may not make namespaces, say.
+        NetworkError: a command is missing or failed, for example because this user may not make namespaces.
     """
     if missing := [command for command in ("ip", "tc", "unshare", "nsenter") if _found(command) is None]:
-        raise NetworkError(f"it takes iproute2 and util-linux: no `{'`, no `'.join(missing)}` on PATH or in /usr/sbin")
+        raise NetworkError(
+            f"iproute2 and util-linux are needed: there is no `{'` and no `'.join(missing)}` on PATH or in /usr/sbin"
+        )
     if not 1 <= hosts <= _MOST_HOSTS:
         raise NetworkError(f"{hosts} hosts: between 1 and {_MOST_HOSTS} are possible")
     with ExitStack() as stack:
@@ -162,22 +173,23 @@ def network(hosts: int) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A process in a network and a process namespace of its own, which end with it."""
+    """Holder of a network namespace and a process namespace: a process that they end with."""
 
     pid: int
     as_user: bool
-    """Whether they belong to a user namespace, which has to be entered with them."""
+    """True if the namespaces belong to a user namespace, which has to be entered with them."""
 
     @property
     def enter(self) -> list[str]:
-        """The beginning of a command line that enters them; which of them is to follow."""
+        """Beginning of a command line that enters namespaces of the holder; the options of the namespaces follow it."""
         return ["nsenter", f"--target={self.pid}", *(["--user", "--preserve-credentials"] if self.as_user else [])]
 
 
 @contextmanager
 def _holder(beside: _Holder | None = None, *, new_user: bool = False) -> Iterator[_Holder]:
-    """New namespaces: of this process's user, of a `new_user`'s, or of the user that those `beside` belong to."""
-    # The first process of a process namespace takes all others with it. Only this process has the pipe's other end.
+    """Make namespaces: of this process's user, of a `new_user`, or of the user of the namespaces `beside`."""
+    # When the first process of a process namespace ends, the kernel ends all others in it. Only this process has the
+    # pipe's other end.
     unshare = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo ready; exec cat"]
     unshare[1:1] = ["--user", "--map-root-user"] if new_user else []
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -187,7 +199,7 @@ def _holder(beside: _Holder | None = None, *, new_user: bool = False) -> Iterato
         assert process.stdout is not None and process.stderr is not None
         if not process.stdout.readline():
             reason = process.stderr.read().decode(errors="replace").strip()
-            raise NetworkError(f"no namespaces for this user: {reason}")
+            raise NetworkError(f"this user cannot make namespaces: {reason}")
         yield _Holder(process.pid, as_user)
 
 
@@ -199,12 +211,12 @@ def _counters(net: Path) -> Counters:
 
 
 def _found(command: str) -> str | None:
-    """Where it is. Debian has tc where only root's PATH leads."""
+    """Return the path of a command. Debian has tc where only root's PATH looks."""
     return shutil.which(command) or shutil.which(command, path="/usr/sbin:/sbin")
 
 
 def _batch(holder: _Holder, tool: str, lines: Sequence[str]) -> None:
-    """`ip` or `tc` on each line, in one process, in the network namespace of `holder`."""
+    """Run `ip` or `tc` on all lines, in one process, in the network namespace of `holder`."""
     command = [*holder.enter, "--net", _found(tool) or tool, "-batch", "-"]
     try:
         done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=_COMMAND_SECONDS)

@@ -1,8 +1,8 @@
-"""Decides which versions an image gets; the base image's pip brings all that this needs.
+"""Choice of the versions that an image gets; it runs on the base image's pip and nothing else.
 
-requirements.py wanted             requirements of pyproject.toml, with those of the extras in EXTRAS
-requirements.py missing            locked versions of what the base image neither has nor constrains
-requirements.py replaced REPORT    locked versions of what pip's report would replace; ends with an error for others
+requirements.py wanted             requirements of pyproject.toml, with those of the extras in EXTRAS requirements.py
+missing            locked versions of packages that the base image neither has nor constrains requirements.py replaced
+REPORT    locked versions of packages that pip's report would replace; an error for all others
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXTRAS = os.environ.get("EXTRAS", "").split(",")
-# The two locks differ in a package or two, so the second one holds only where its extra is asked for.
+# The two locks differ in a few packages, so the second one holds only if its extra is asked for.
 LOCKS = ("requirements.lock", *(["requirements-eval.lock"] if "eval" in EXTRAS else []))
 
 
@@ -25,7 +25,7 @@ def canonical(requirement: str) -> str:
 
 
 def lines(file: str) -> list[str]:
-    """Return the requirements in a file of pip's; none where there is no such file."""
+    """Return the requirements in a file of pip's; none if there is no such file."""
     path = Path(file)
     text = path.read_text() if file and path.is_file() else ""
     return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "-"))]
@@ -37,13 +37,15 @@ def locked() -> dict[str, str]:
 
 
 def wanted() -> Iterator[str]:
-    """Yield what pyproject.toml asks for; megatron-core is installed by itself, and torch is the base image's."""
+    """Yield the requirements of pyproject.toml without megatron-core, which is installed by itself; torch is the base
+    image's.
+    """
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     names = [name for name in EXTRAS if name]
     for name in names:
         if name not in project["optional-dependencies"]:
             known = ", ".join(project["optional-dependencies"])
-            raise SystemExit(f"requirements.py: error: EXTRAS: {name!r} is no extra. Give some of {known}.")
+            raise SystemExit(f"requirements.py: error: EXTRAS: {name!r} is not an extra. Give some of {known}.")
     asked = [*project["dependencies"], *(line for name in names for line in project["optional-dependencies"][name])]
     yield from (line for line in asked if canonical(line) != "megatron-core")
 
@@ -56,7 +58,7 @@ def missing() -> Iterator[str]:
 
 
 def replaced(report: str) -> Iterator[str]:
-    """Yield the locked versions of packages that the base image has in a version that is too old."""
+    """Yield the locked versions of packages that are too old in the base image."""
     there = {canonical(found.name): found.version for found in importlib.metadata.distributions()}
     constrained = {canonical(line): line for line in lines(os.environ.get("PIP_CONSTRAINT", ""))}
     for item in json.loads(Path(report).read_text())["install"]:

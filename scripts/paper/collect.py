@@ -2,8 +2,8 @@
 
     python -m scripts.paper.collect [--scale paper|tiny] [--results FOLDER] [--output FOLDER]
 
-For every experiment that has logs: CSV, PNG, SVG, and a section of index.html and report.md. What has not been run is
-left out, and said.
+Every experiment with logs gets CSV, PNG, SVG, and a section of index.html and report.md. Experiments that have not been
+run are left out, and named.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LEADS = {
 
 def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     """Write everything that `results` has the logs for into `output`; return the names of the experiments found."""
-    # Here: matplotlib takes a second, which --help need not wait for.
+    # Imported here, because matplotlib takes a second, for which --help need not wait.
     from optimus_cc_ext.report.document import Box, Picture, ReportDocument
     from scripts.paper import plots, tables
 
@@ -31,7 +31,7 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
         tables.read_runs(results, name) for name in ("table2", "figure10", "figure11", "figure12")
     )
     statistics, summary = tables.figure11(figure11)
-    # Picture, how it is drawn, from which table; and the table that is shown where that is another one.
+    # Name, drawing function, table of the picture, and the table that is shown if it is another one.
     figures = [
         ("figure9", plots.learning_curves, tables.learning_curves(table2), tables.table2(table2)),
         ("figure10", plots.breakdown, tables.figure10(figure10), None),
@@ -48,9 +48,9 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
 
 
 def main() -> int:
-    """The command line; the exit status is 2 where there is nothing to collect."""
+    """Run the command line; the exit status is 2 if there is nothing to collect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(TITLES), default="paper", help="whose results")
+    parser.add_argument("--scale", choices=tuple(TITLES), default="paper", help="scale of the results")
     parser.add_argument("--results", type=Path, help="folder of all results (results/paper, or results/paper-tiny)")
     parser.add_argument("--output", type=Path, help="where to write (the folder 'report' in that of the results)")
     options = parser.parse_args()

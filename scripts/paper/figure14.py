@@ -1,11 +1,11 @@
-"""Figure 14: how fast gradients of the paper's models are compressed and decompressed, at ranks 8, 12, ..., 40.
+"""Figure 14: throughput of compressing and decompressing gradients of the paper's models, at ranks 8, 12, ..., 40.
 
     python -m scripts.paper.figure14 [--scale paper|tiny] [--device cpu|cuda] [--results FOLDER]
 
-Writes RESULTS/figure14/throughput.csv, which scripts.paper.collect draws. A slice is one tensor-parallel rank's part
-of the gradient of a micro-batch of 8 at TP8: sequence x hidden. Compression is all that the sender does for a message:
-add the residual, factorise, reconstruct what arrives, keep the difference, prepare the next step's factor.
-Decompression is what the receiver does. Throughput counts the bits of the slice, not of its factors.
+Writes RESULTS/figure14/throughput.csv, which scripts.paper.collect draws. A slice is one tensor-parallel rank's part of
+the gradient of a micro-batch of 8 at TP8: sequence x hidden. Compression is all work of the sender for a message: add
+the residual, factorise, reconstruct what arrives, keep the difference, prepare the next step's factor. Decompression is
+the work of the receiver. Throughput counts the bits of the slice, not of its factors.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from optimus_cc_ext.report.table import Table
 
 RANKS = range(8, 41, 4)
 SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}
-"""Model to (rows, columns)."""
+"""(rows, columns) of a slice, by model."""
 
 COMPRESSORS: dict[str, Callable[[], LowRank]] = {"fast": fast_compressor, "reference": ReferenceLowRank}
 _TINY_DIVISOR = 8
@@ -32,11 +32,11 @@ COLUMNS = (
     "model", "rows", "columns", "rank", "compressor", "device", "times smaller", "compress, Gbit/s",
     "decompress, Gbit/s",
 )  # fmt: skip
-"""Medians. Times smaller: the slice's size over its factors'."""
+"""Columns of the table. Throughputs are medians; "times smaller" is the slice's size over its factors'."""
 
 
 class Message:
-    """A gradient (1, rows, columns), fp32, and all that one end of a link keeps for it."""
+    """Gradient (1, rows, columns), fp32, with the state and buffers of one end of a link."""
 
     def __init__(self, compressor: LowRank, gradient: torch.Tensor, compression_rank: int) -> None:
         _, rows, columns = gradient.shape
@@ -50,7 +50,7 @@ class Message:
 
     @torch.no_grad()
     def compress(self) -> None:
-        """What the sender does."""
+        """Do the sender's work."""
         total = self.residual
         self._compressor.project_sum(self._gradient, self.residual, self._start, total=total, out=self.p)
         self._compressor.orthogonalize(self.p, out=self.p)
@@ -60,22 +60,23 @@ class Message:
 
     @torch.no_grad()
     def decompress(self) -> None:
-        """What the receiver does."""
+        """Do the receiver's work."""
         self._compressor.reconstruct(self.p, self.q, out=self.arrives)
 
 
 def check(compressor: LowRank, rows: int, columns: int, compression_rank: int, device: torch.device) -> None:
-    """What is timed has to be right: a matrix of this rank comes back, and of any other the best is not missed by far.
+    """Check a compressor before it is timed: it restores a matrix of this rank, and approximates noise as the reference
+    does.
 
     Raises:
-        SystemExit: if not.
+        SystemExit: it does not.
     """
     generator = private_generator(714, "figure 14 check", device="cpu")
     left = torch.randn(1, rows, compression_rank, generator=generator)
     right = torch.randn(1, compression_rank, columns, generator=generator)
     exact = Message(compressor, (left @ right).to(device), compression_rank)
     exact.compress()
-    # The random start may be nearly blind to a direction, which fp32 then rounds off; the warm start is not.
+    # The random start may almost miss a direction, which fp32 then rounds off; the warm start does not.
     exact.residual.zero_()
     exact.compress()
     exact.decompress()
@@ -95,7 +96,7 @@ def check(compressor: LowRank, rows: int, columns: int, compression_rank: int, d
 
 
 def median_seconds(work: Callable[[], None], repeats: int) -> float:
-    """Seconds that `work` takes; the timer warms up and synchronises with the device."""
+    """Return the median seconds of `work`; the timer warms up and synchronises with the device."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return statistics.median(timer.timeit(1).mean for _ in range(repeats))
 
@@ -103,7 +104,7 @@ def median_seconds(work: Callable[[], None], repeats: int) -> float:
 def measure(
     model: str, shape: tuple[int, int], compression_rank: int, name: str, device: torch.device, repeats: int
 ) -> tuple[str | int | float, ...]:
-    """Check, then time one compressor at one rank on one slice: a row of `COLUMNS`."""
+    """Check, then time one compressor at one rank on one slice; return a row of `COLUMNS`."""
     compressor = COMPRESSORS[name]()
     check(compressor, *shape, compression_rank, device)
     gradient = torch.randn(1, *shape, generator=private_generator(714, model, device="cpu")).to(device)
@@ -116,11 +117,11 @@ def measure(
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: an eighth of each dimension")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=9, help="of which the median is taken (9)")
+    parser.add_argument("--repeats", type=int, default=9, help="repetitions, whose median is taken (9)")
     parser.add_argument("--results", type=Path, help="folder of all results (results/paper, or results/paper-tiny)")
     options = parser.parse_args()
     if options.repeats < 1:
@@ -137,8 +138,8 @@ def main() -> None:
             for compression_rank in RANKS:
                 measured.append(measure(model, shape, compression_rank, name, device, options.repeats))
             *_, compress, decompress = measured[-1]
-            said = f"compress {compress:.1f} Gbit/s, decompress {decompress:.1f} Gbit/s"
-            print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {compression_rank}: {said}", flush=True)
+            speeds = f"compress {compress:.1f} Gbit/s, decompress {decompress:.1f} Gbit/s"
+            print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {compression_rank}: {speeds}", flush=True)
     path = results / "figure14" / "throughput.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     Table(COLUMNS, measured).write_csv(path)

@@ -1,6 +1,6 @@
-"""`peak_memory.py COMMAND...`: run COMMAND and say at its end what memory its largest process took at most.
+"""Run a command, `peak_memory.py COMMAND...`, and print at its end the peak memory of its largest process.
 
-Megatron reports the memory of GPUs. Where there is none, figure 12 is drawn from this line:
+Megatron reports the memory of GPUs. Without a GPU, figure 12 is drawn from this line:
 
     peak resident memory (MB) | 812.41
 """
@@ -12,12 +12,12 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv`; signals that end a job are passed on. Returns its exit status, 128 + N after signal N."""
+    """Run `argv`, and pass on signals that end a job. Returns the command's exit status, 128 + N after signal N."""
     process = subprocess.Popen(argv)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _: process.send_signal(received))
     status = process.wait()
-    # The highest of all descendants that were waited for, in KiB on Linux; torchrun itself takes less than a rank.
+    # The maximum over all descendants that were waited for, in KiB on Linux; torchrun itself takes less than a rank.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(f"peak resident memory (MB) | {peak / 1024:.2f}", flush=True)
     return status if status >= 0 else 128 - status

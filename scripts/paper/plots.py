@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from their tables."""
+"""Plots of the paper's figures, drawn from their tables."""
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -8,7 +8,7 @@ from optimus_cc_ext.report.table import Table
 
 
 def learning_curves(table: Table) -> Figure:
-    """Figure 9: validation perplexity by iteration, and by training time."""
+    """Draw figure 9: validation perplexity by iteration, and by training time."""
     models = table.distinct("model")
     figure, grid = panels(2, len(models), 4.6, 3.3)
     for place, model in enumerate(models):
@@ -25,26 +25,27 @@ def learning_curves(table: Table) -> Figure:
 
 
 def breakdown(table: Table) -> Figure:
-    """Figure 10: the time of an iteration, with what compressing takes of it."""
+    """Draw figure 10: the time of an iteration, with the part of it that compression takes."""
     label = "ms per iteration (dark: compressing)"
     return _bars(table, "ms per iteration", label, ("CB, ms", "SC, ms"), "speedup", "{:.2f}x")
 
 
 def memory(table: Table) -> Figure:
-    """Figure 12: peak memory."""
+    """Draw figure 12: peak memory."""
     return _bars(table, "peak, MB", "peak MB on a rank", (), "more than baseline, %", "{:+.1f} %")
 
 
 def error_statistics(table: Table) -> Figure:
-    """Figure 11: cosine and averages by iteration, a line for each stage."""
-    # Errors are of gradients, differences of activations: they lie orders of magnitude apart, hence a panel for each.
+    """Draw figure 11: cosine and averages by iteration, a line for each stage."""
+    # A panel for each, because errors are of gradients, differences of activations, and they lie orders of magnitude
+    # apart.
     figure, grid = panels(3, 1, 7.2, 2.3)
     for (axes,), name in zip(grid, ("cosine", "mean error", "mean activation difference"), strict=True):
         lines(axes, table, "iteration", name, by="stage", label="stage {}")
         axes.axhline(0, color=INK, lw=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(axes, "cosine between errors and activation differences" if name == "cosine" else name)
-    # The whole range: what is nearly nothing must look like nothing.
+    # The whole range, so that a cosine of nearly nothing looks like nothing.
     grid[0][0].set_ylim(-1, 1)
     grid[0][0].legend(frameon=False, fontsize="small", ncols=4)
     grid[2][0].set_xlabel("iteration")
@@ -52,13 +53,13 @@ def error_statistics(table: Table) -> Figure:
 
 
 def throughput(table: Table) -> Figure:
-    """Figure 14: Gbit/s by rank."""
+    """Draw figure 14: Gbit/s by compression rank."""
     models = table.distinct("model")
     figure, (row,) = panels(1, len(models), 4.2, 3.6)
     for axes, model in zip(row, models, strict=True):
         mine = table.where(model=model)
-        for style, what in (("-", "compress"), ("--", "decompress")):
-            lines(axes, mine, "rank", f"{what}, Gbit/s", by="compressor", style=style, label=f"{{}}, {what}")
+        for style, work in (("-", "compress"), ("--", "decompress")):
+            lines(axes, mine, "rank", f"{work}, Gbit/s", by="compressor", style=style, label=f"{{}}, {work}")
         axes.set(yscale="log", xlabel="rank", ylabel="Gbit/s")
         _, rows, columns, _, _, device, *_ = mine.rows[0]
         tidy(axes, f"{model}: {rows} x {columns}, {device}")
@@ -67,7 +68,7 @@ def throughput(table: Table) -> Figure:
 
 
 def _bars(table: Table, height: str, label: str, parts: tuple[str, ...], remark: str, form: str) -> Figure:
-    """A group of bars for each model; columns `parts` are drawn dark at a bar's foot, `remark` stands on top of it."""
+    """Draw a group of bars for each model; columns `parts` are dark at a bar's foot, `remark` stands on its top."""
     models = table.distinct("model")
     figure, (row,) = panels(1, len(models), 4.2, 3.8)
     for axes, model in zip(row, models, strict=True):

@@ -1,4 +1,4 @@
-"""The paper's tables and figures as rows, made from the logs in RESULTS/<experiment>/<model>-<variant>."""
+"""Tables of the paper's tables and figures, made from the logs in RESULTS/<experiment>/<model>-<variant>."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ VARIANTS = {
     "cb-fe": "CB+FE",
     "cb-fe-sc": "CB+FE+SC",
 }
-"""In the paper's order, as the paper calls them."""
+"""Names of the variants in the paper, in the paper's order."""
 
 PRETRAINING_ITERATIONS = 230_000
 _SECONDS_A_DAY = 86_400
@@ -27,29 +27,29 @@ _SECONDS_A_DAY = 86_400
 
 @dataclass(frozen=True)
 class Run:
-    """One experiment; model and variant as the paper calls them."""
+    """Run of an experiment, with the paper's names of model and variant."""
 
     model: str
     variant: str
     record: Record
 
     def last_traffic(self) -> dict[str, tuple[float, float]]:
-        """Class to (sent, raw) MB of the last iteration that was logged."""
+        """Return (sent, raw) MB of each class in the last iteration that was logged."""
         names = [tag[11:-11] for tag in self.record.scalars if tag.endswith(" sent bytes")]
         return {name: (self.record.sent(name).last / 1e6, self.record.raw(name).last / 1e6) for name in names}
 
     def baseline(self, runs: "Sequence[Run]") -> "Run | None":
-        """The run of the same model that all variants are compared with."""
+        """Return the run of the same model with which all variants are compared."""
         return next((run for run in runs if (run.model, run.variant) == (self.model, "Baseline")), None)
 
     def speedup(self, runs: "Sequence[Run]") -> float | None:
-        """How many times faster than the baseline."""
+        """Return how many times faster the run is than the baseline."""
         base = self.baseline(runs)
         return base and base.record.seconds.median / self.record.seconds.median
 
 
 def read_runs(results: Path, experiment: str) -> list[Run]:
-    """All runs of `experiment` that have a log with an iteration in it, in the paper's order."""
+    """Read all runs of `experiment` that have a log with an iteration in it, in the paper's order."""
     places = {name: place for place, name in enumerate(VARIANTS)}
     runs = []
     for model, name in MODELS.items():
@@ -62,7 +62,7 @@ def read_runs(results: Path, experiment: str) -> list[Run]:
 
 
 def table2(runs: Sequence[Run]) -> Table:
-    """Perplexity, training time and speedup of pretraining."""
+    """Make table 2: perplexity, training time and speedup of pretraining."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         loss, seconds = run.record.validation.last, run.record.seconds.median
@@ -81,7 +81,7 @@ def table2(runs: Sequence[Run]) -> Table:
 
 
 def learning_curves(runs: Sequence[Run]) -> Table:
-    """Figure 9: every validation, with the training time up to it."""
+    """Make figure 9's table: every validation, with the training time up to it."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         seconds, validation = run.record.seconds, run.record.validation
@@ -94,7 +94,7 @@ def learning_curves(runs: Sequence[Run]) -> Table:
 
 
 def figure10(runs: Sequence[Run]) -> Table:
-    """The time of an iteration, what compression takes of it, and the traffic of each class."""
+    """Make figure 10's table: the time of an iteration, compression's part of it, and the traffic of each class."""
     classes = list(dict.fromkeys(name for run in runs for name in run.last_traffic()))
     rows = [
         (
@@ -114,7 +114,9 @@ def figure10(runs: Sequence[Run]) -> Table:
 
 
 def figure11(runs: Sequence[Run]) -> tuple[Table, Table]:
-    """(every iteration and stage, a summary by stage): errors against differences between activations."""
+    """Make figure 11's tables: every iteration and stage, and a summary by stage, of errors and activation
+    differences.
+    """
     tags = {
         "cosine": "error cosine", "mean error": "error mean", "mean activation difference": "activation difference mean"
     }  # fmt: skip
@@ -138,7 +140,7 @@ def figure11(runs: Sequence[Run]) -> tuple[Table, Table]:
 
 
 def figure12(runs: Sequence[Run]) -> Table:
-    """Peak memory of the rank that takes most."""
+    """Make figure 12's table: peak memory of the rank with the largest peak."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         (peak, source), base = _peak(run), run.baseline(runs)
@@ -152,15 +154,15 @@ def figure12(runs: Sequence[Run]) -> Table:
 
 
 def _peak(run: Run) -> tuple[float, str]:
-    """(MB, what they are): of the GPU where there is one."""
+    """Return (MB, source): memory of the GPU if there is one."""
     allocated, resident = (run.record.largest(f"max {kind} MB") for kind in ("allocated", "resident"))
-    if allocated > 0:  # Megatron reports zeros without one
+    if allocated > 0:  # without a GPU Megatron reports zeros
         return allocated, "GPU memory allocated"
     return resident, "CPU: resident memory of the process, libraries included" if resident > 0 else "not measured"
 
 
 def figure14(path: Path) -> Table:
-    """What figure14.py measured; no rows where it has not been run."""
+    """Read the table that figure14.py wrote; it has no rows if figure14.py has not been run."""
     return Table.read_csv(
         path, title="Figure 14: throughput of compression", name="figure14",
         note="Medians. Gbit/s of the gradient's slice, not of its factors; the paper's network carries 200.",

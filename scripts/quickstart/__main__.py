@@ -1,4 +1,4 @@
-"""`python -m scripts.quickstart`: one small GPT trained twice on real text, vanilla and compressed, side by side."""
+"""Command line of the quickstart: one small GPT trained twice on real text, vanilla and compressed, side by side."""
 
 import argparse
 import signal
@@ -18,15 +18,17 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Train a small GPT with Megatron on four hosts with slow links, made of this machine, once vanilla "
         "and once compressed, and compare. Where hosts cannot be made, all ranks share the machine, and the gain is "
         "planned.",
-        epilog="What follows -- is added to the compressed run, such as: -- --compressed-backprop-messages all",
+        epilog="Flags after -- are added to the compressed run, such as: -- --compressed-backprop-messages all",
     )
     add_text_options(parser, max_mb=10.0)
-    parser.add_argument("--pattern", help="names of the files to read in a directory (*.py, with --input *.txt)")
-    parser.add_argument("--iterations", type=int, metavar="N", help="of each run (default: 80)")
+    parser.add_argument(
+        "--pattern", help="names of the files to read in a directory (default: *.py, with --input *.txt)"
+    )
+    parser.add_argument("--iterations", type=int, metavar="N", help="iterations of each run (default: 80)")
     parser.add_argument(
         "--rate",
         metavar="RATE",
-        help="of the links between the hosts, such as 50mbit; none: no hosts (default: 100mbit)",
+        help="rate of the links between the hosts, such as 50mbit; none: no hosts (default: 100mbit)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("results/quickstart"), metavar="DIR",
@@ -34,7 +36,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="MINUTES",
-        help="give up after so long, all together (default: %(default)g)",
+        help="limit for everything together (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -43,15 +45,15 @@ def _build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the quickstart.
 
-    Returns the exit status: 0; 1: a run failed, or its numbers contradict each other; 2: bad input;
-    128 + the signal's number where a signal ended it.
+    Returns the exit status: 0; 1: a run failed, or its numbers contradict each other; 2: bad input; 128 + N: signal N
+    ended it.
     """
     words, further = words_and_further(argv)
     options = _build_parser().parse_args(words)
     for signum in _SIGNALS:
         signal.signal(signum, _interrupt)
     try:
-        # Here, not above: --help needs none of it, and a package that is missing is said like any other error.
+        # Imported here, because --help needs neither, and so that a missing package is reported like any other error.
         import optimus_cc_ext.report  # noqa: F401
         from scripts.quickstart.compare import compare
 
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _interrupt(signum: int, _frame: FrameType | None) -> None:
-    # Once: a second Ctrl-C must not end the cleaning up.
+    # Only the first signal counts: a second Ctrl-C must not interrupt the cleaning up.
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + signum)

@@ -1,9 +1,8 @@
-"""The order of things: check, prepare the text, train twice, write the results, show them.
+"""Steps of the quickstart: check, prepare the text, train twice, write the results, show them.
 
-DIR             the finished results; replaced only by a run that has finished
-DIR.unfinished  what is being made; kept after a failure for its log, removed by the next start
-DIR-data        tokenizer and tokens, made once
-.DIR.lock       held while a quickstart runs
+DIR             the finished results; replaced only by a run that has finished DIR.unfinished  the results of a run that
+is under way; kept after a failure for its log, removed by the next start DIR-data        tokenizer and tokens, made
+once .DIR.lock       held while a quickstart runs
 """
 
 import argparse
@@ -46,28 +45,28 @@ _OURS = {*RUNS, "summary.json", "index.html", *FILES}
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """The folders of one output, absolute: results appear at once and complete."""
+    """Folders of one output, as absolute paths. Results appear at once and complete."""
 
     output: Path
 
     @property
     def unfinished(self) -> Path:
-        """Where everything is written until it is complete."""
+        """Folder for all files until they are complete."""
         return self.output.with_name(f"{self.output.name}.unfinished")
 
     def run_folder(self, name: str) -> Path:
-        """Folder of one run's log and TensorBoard events, made if it is not there."""
+        """Make the folder of one run's log and TensorBoard events, if it is not there; return its path."""
         folder = self.unfinished / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def discard(self) -> None:
-        """Remove what is unfinished."""
+        """Remove the unfinished folder."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def publish(self) -> None:
-        """Put what is now complete in the place of earlier results."""
-        # Signals wait: half way, neither the old results nor the new ones are in place.
+        """Replace earlier results by the complete ones."""
+        # Signals have to wait, because half way neither the old results nor the new ones are in place.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             replace(self.unfinished, self.output)
@@ -77,11 +76,11 @@ class Workspace:
 
 @contextmanager
 def claim(output: Path, source: Path) -> Iterator[Workspace]:
-    """Hold the only right to write `output`, and clear away what an unfinished run left; `source` is the input.
+    """Hold the exclusive right to write `output`, and remove the rest of an unfinished run; `source` is the input.
 
     Raises:
-        ExperimentError: another quickstart holds it.
-        DataError: `output` holds what a quickstart has not made, or the input.
+        ExperimentError: another quickstart holds the right.
+        DataError: `output` holds the input, or files that no quickstart has made.
     """
     workspace = Workspace(Path(os.path.abspath(output)))
     for folder in (workspace.output, workspace.unfinished):
@@ -92,7 +91,7 @@ def claim(output: Path, source: Path) -> Iterator[Workspace]:
 
 
 class Display:
-    """Progress on the terminal: two bars that move, or a plain line now and then where nobody watches a screen."""
+    """Progress on the terminal: two moving bars, or a plain line now and then if the output is not a terminal."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         columns = (
@@ -113,13 +112,13 @@ class Display:
         self._bars.stop()
 
     def start(self, run: str) -> None:
-        """The processes of `run` are being started."""
+        """Show that the processes of `run` are being started."""
         self._bars.update(self._tasks[run], state="starting the processes")
         if self._bars.disable:
             self._bars.console.print(f"{run}: starting the processes")
 
     def advance(self, run: str, progress: Progress) -> None:
-        """`run` has trained an iteration, or validated."""
+        """Show that `run` has trained an iteration, or validated."""
         task = self._bars.tasks[self._tasks[run]]
         if progress.seconds is None:
             self._bars.update(task.id, validation=f"  validation {progress.loss:.3f}")
@@ -137,11 +136,11 @@ class Display:
 
 
 def compare(options: argparse.Namespace, further: list[str]) -> int:
-    """Do what `options` ask for, `further` being flags of the compressed run; return the exit status."""
-    # On a machine with CUDA's tools and no GPU it says so where Megatron is imported; here that is the plan.
+    """Do what `options` ask for; `further` are flags of the compressed run. Return the exit status."""
+    # This logger warns when Megatron is imported on a machine with CUDA's tools and no GPU, which is intended here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     settings, no_links = _settings(options)
-    # What the compressed run will do is known before the vanilla run has taken its minutes.
+    # A flag that cannot work is refused before the vanilla run takes its minutes.
     settings.config_of(settings.technique_flags("compressed", further))
     deadline = time.monotonic() + 60 * options.timeout
     text = text_of(options.input, options.pattern)
@@ -165,7 +164,7 @@ def compare(options: argparse.Namespace, further: list[str]) -> int:
             outcome.write(workspace.unfinished)
             workspace.publish()
         except RunFailed as failure:
-            # Its log stays, which is what the user needs now; the next start clears it away.
+            # The failed run's log is kept, because the user needs it; the next start removes it.
             return told(failure)
         except BaseException:
             workspace.discard()
@@ -176,11 +175,11 @@ def compare(options: argparse.Namespace, further: list[str]) -> int:
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, str]:
-    """The settings, and why there are no shaped links, if so."""
+    """Return the settings, and the reason why there are no shaped links, if there are none."""
     settings = TINY if options.tiny else Settings()
     iterations = settings.iterations if options.iterations is None else options.iterations
     if iterations < 8:
-        raise ExperimentError(f"--iterations {iterations}: the first three are not timed. Give 8 or more")
+        raise ExperimentError(f"--iterations {iterations}: the first three iterations are not timed. Give 8 or more")
     if not options.timeout > 0:
         raise ExperimentError(f"--timeout {options.timeout:g}: no time at all. Give a positive number of minutes")
     rate = options.rate or settings.rate
@@ -197,7 +196,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, str]:
 
 
 def _instead_of_hosts(device: Device, ranks: int) -> str:
-    """Why ranks that train on GPUs have no hosts of their own; empty on a CPU."""
+    """Return the reason why ranks that train on GPUs have no hosts of their own; empty on a CPU."""
     if device == "shared-gpu":
         return f"{ranks} ranks share fewer GPUs, in bf16 and through host memory: times mean nothing"
     return "the ranks train on GPUs" if device == "cuda" else ""
@@ -208,7 +207,7 @@ def _introduce(console: Console, settings: Settings, data: PreparedData, text: s
     links = (
         f"hosts: {settings.hosts}"
         if settings.shaped
-        else f"hosts: none, all ranks share this machine ({no_links}); what slow links would gain is planned"
+        else f"hosts: none, all ranks share this machine ({no_links}); the gain on slow links is planned"
     )
     console.print(
         f"text: {text}: {data.text_bytes / 1e6:.1f} MB, {data.tokens:,} tokens ({state})",
@@ -238,15 +237,15 @@ def _train(
         seconds = run(flags, folder, follow, deadline, ranks=ranks, device=settings.device, hosts=hosts)
     record = read_events(folder / "tensorboard")
     record.require(REQUIRED)
-    # What a person repeats must not write into the folder of a run that is over.
+    # A command that a person repeats must not write into the folder of a finished run.
     shown = settings.megatron_flags(data, Path("tensorboard")) + techniques
     command = torchrun_command(settings.processes, shown, settings.device)
-    said = next(filter(None, map(parse_techniques, lines_in(folder))), "not said")
-    return Run(record, command, tuple(techniques), said, seconds)
+    techniques_on = next(filter(None, map(parse_techniques, lines_in(folder))), "not logged")
+    return Run(record, command, tuple(techniques), techniques_on, seconds)
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    """The tables, and in red what does not add up."""
+    """Print the tables, and contradictions in red."""
     comparison = outcome.comparison
     for table in (comparison.losses(), comparison.times(), comparison.traffic()):
         console.print(Markdown(table.markdown()))

@@ -1,4 +1,4 @@
-"""A finished quickstart: its page, pictures and summary."""
+"""Results of a finished quickstart: its page, pictures and summary."""
 
 import json
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from scripts.quickstart.settings import Settings
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run. `techniques` is the hooks' own word for what was on; `seconds` includes the start."""
+    """Finished run. `techniques` are those that the hooks' log line says were on; `seconds` include the start."""
 
     record: Record
     command: str
     flags: tuple[str, ...]
-    """Ours."""
+    """Flags of optimus_cc_ext only."""
 
     techniques: str
     seconds: float
@@ -31,7 +31,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both runs. `text` is how a person would call the input; `no_links` is why there were no hosts, if so."""
+    """Both runs. `text` describes the input for people; `no_links` is the reason why there were no hosts, if there were
+    none.
+    """
 
     settings: Settings
     no_links: str
@@ -47,7 +49,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of everything together."""
+        """Seconds of everything together."""
         return self.preparation_seconds + sum(run.seconds for run in self.runs.values())
 
     @cached_property
@@ -60,23 +62,23 @@ class Outcome:
         return 1 / planned(self.settings, config, bits_per_second(self.settings.rate), vanilla, ours)
 
     def numbers(self) -> list[Number]:
-        """What counts, first things first."""
+        """Return the most important numbers, in the order of importance."""
         settings, comparison = self.settings, self.comparison
-        where, of_runs = next(iter(comparison.seconds().items()))
-        vanilla, ours = (median for _, median, _ in of_runs.values())
+        where, run_seconds = next(iter(comparison.seconds().items()))
+        vanilla, ours = (median for _, median, _ in run_seconds.values())
         measured = f"{ours:.2f} s an iteration, {vanilla:.2f} s vanilla, medians"
         here = f"{where}: {measured}"
         if settings.shaped:
             *_, (unshaped, free) = comparison.seconds().items()
             without, with_ours = (median for _, median, _ in free.values())
             speed = (
-                f"on {here}; every rank on a host of its own. On {unshaped} there is nothing to win: {with_ours:.2f} s,"
+                f"on {here}; every rank on a host of its own. On {unshaped} it gains nothing: {with_ours:.2f} s,"
                 f" {without:.2f} s vanilla"
             )
         else:
             speed = (
-                f"planned, not measured, for {settings.links}. No such links here ({self.no_links}). Measured"
-                f" {here}: no network is waited for there"
+                f"planned, not measured, for {settings.links}. This machine has none ({self.no_links}). Measured"
+                f" {here}, where no run waits for a network"
             )
         everything = shares(comparison.last)[-1]
         losses = [record.validation.last for record in comparison.runs.values()]
@@ -94,12 +96,12 @@ class Outcome:
         ]
 
     def write(self, folder: Path) -> None:
-        """Pictures, CSV, index.html and summary.json."""
+        """Write pictures, CSV, index.html and summary.json."""
         self.document().write(folder, page="index.html")
         (folder / "summary.json").write_text(json.dumps(self.summary(), default=str, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
-        """The content of summary.json: JSON values, and paths."""
+        """Return the content of summary.json: JSON values, and paths."""
         return asdict(self) | {
             "format": 3, "seconds": self.seconds, "speedup": self.speedup, "shaped": self.settings.shaped,
             "comparison": self.comparison.summary(), "machine": machine(), "settings": self.settings.flat(),

@@ -1,4 +1,4 @@
-"""What is trained, on which links, and what each of the two runs has of our flags."""
+"""Settings of the quickstart: model, links, and our flags of each of the two runs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from scripts.experiments.models import MODELS, VALIDATION_SHARE, ExperimentError
 from scripts.experiments.variants import STUDY
 
 RUNS = ("vanilla", "compressed")
-"""In this order. Their names are also those of their folders."""
+"""Names of the runs, in their order. Their folders have the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,42 +21,46 @@ class Settings(Training):
     """
 
     rate: str = "100mbit"
-    """Of every link, both ways, where hosts can be had. Vanilla's iteration then waits for the network about as long as
-    it computes, as large models do between nodes: that ratio counts, not the rate of so small a model's links."""
+    """Rate of every link, both ways, if hosts can be made. Vanilla's iteration then waits for the network about as long
+    as it computes, as large models do between nodes: that ratio counts, not the rate of so small a model's links.
+    """
 
     shaped: bool = True
-    """Whether every rank has a host of its own, with such links; else all share this machine."""
+    """True if every rank has a host of its own, with links of this rate; otherwise all ranks share this machine."""
 
     shaped_iterations: int = 20
-    """At most so many, and the first half, are on shaped links: enough to time. The losses do not depend on the links,
-    and the other iterations are sooner done without them."""
+    """Largest number of iterations on shaped links, and at most half of them are: enough to time. The losses do not
+    depend on the links, and the other iterations are faster without them.
+    """
 
     vanilla_band: float | None = 0.0035
-    """How far the same batches in another order move vanilla's own validation loss, as a fraction of it, by the study
-    (`python -m scripts.study --variants vanilla,other-order --seeds 1 --iterations 80`); None: not known for such a
-    training."""
+    """Difference that the same batches in another order make in vanilla's own validation loss, as a fraction of it, by
+    the study (`python -m scripts.study --variants vanilla,other-order --seeds 1 --iterations 80`); None: unknown for
+    this training.
+    """
 
     @property
     def shaping_ends(self) -> int:
-        """The last iteration on shaped links; 0 where there are none."""
+        """Last iteration on shaped links; 0 without shaped links."""
         return min(self.shaped_iterations, self.iterations // 2) if self.shaped else 0
 
     @property
     def links(self) -> str:
-        """The shaped ones, in words."""
+        """Description of the shaped links."""
         return f"links of {self.rate[:-4]} {self.rate[-4].upper()}bit/s"
 
     @property
     def spans(self) -> dict[str, tuple[int, float]]:
-        """First and last iteration of what is timed, by where it ran."""
-        # The first three set up and try links and compressors; while the links change, an iteration is of neither kind.
+        """First and last timed iteration, by the links that it ran on."""
+        # The first three iterations set up and measure links and compressors. The iteration in which the links change
+        # belongs to neither kind.
         if not self.shaped:
             return {"on one machine": (4, inf)}
         return {self.links: (4, self.shaping_ends), "unshaped links": (self.shaping_ends + 2, inf)}
 
     @property
     def described(self) -> str:
-        """The model in words."""
+        """Description of the model."""
         model = self.model
         return (
             f"{self.layers} layers, hidden {model.hidden}, {model.heads} heads, sequence {model.sequence}, vocabulary"
@@ -65,7 +69,7 @@ class Settings(Training):
 
     @property
     def arranged(self) -> str:
-        """The layout in words."""
+        """Description of the layout."""
         return (
             f"{self.layout.stages} pipeline stages x {self.layout.replicas} data-parallel replicas = {self.processes}"
             f" processes, {self.model.micro_batches} micro-batches of {self.model.micro_batch} sequences per replica"
@@ -73,7 +77,7 @@ class Settings(Training):
 
     @property
     def hosts(self) -> str:
-        """The hosts in words."""
+        """Description of the hosts."""
         return (
             f"{self.processes} network namespaces of this machine, whose links the kernel holds at {self.rate} both"
             f" ways for the first {self.shaping_ends} iterations, and not at all for the others"
@@ -85,16 +89,18 @@ class Settings(Training):
         return {"layers": self.layers, **own.pop("model"), **own.pop("layout"), **own}
 
     def technique_flags(self, run: str, further: Sequence[str]) -> list[str]:
-        """Our flags of one run: none for vanilla, whose traffic is still counted; `further` come last and win."""
-        # All stages: the preset's `auto` goes by the links, which change on the way here, and on unshaped ones there
-        # would be nothing to choose.
+        """Return our flags of one run: none for vanilla, whose traffic is still counted. `further` flags come last and
+        override.
+        """
+        # All stages, because the preset's `auto` would follow the links, which change during the run, and would choose
+        # no stage on unshaped links.
         return [] if run == "vanilla" else [*STUDY["balanced"].split(), *further]
 
 
 TINY = Settings(
     model=MODELS["test"], iterations=8, rate="20mbit", vanilla_band=None, evaluation_iterations=1
 )  # fmt: skip
-"""For tests: seconds, not minutes."""
+"""Settings for tests, which take seconds instead of minutes."""
 
 
 def check_text(settings: Settings, data: PreparedData) -> None:
@@ -103,8 +109,8 @@ def check_text(settings: Settings, data: PreparedData) -> None:
     Raises:
         ExperimentError: there are too few documents or too few tokens.
     """
-    # Megatron cuts between documents, so that 10 % must be at least one of them, and one of average length
-    # must fill a sequence and the token after it.
+    # Megatron cuts between documents, so 10 % must be at least one document, and a document of average length must fill
+    # a sequence and the token after it.
     documents = 2 * 100 // VALIDATION_SHARE
     if data.documents < documents:
         raise ExperimentError(

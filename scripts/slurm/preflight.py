@@ -1,7 +1,7 @@
-"""Looks at the nodes of a job before it trains: torchrun starts it on each of them, see scripts/slurm/preflight.sbatch.
+"""Check of a job's nodes before it trains: torchrun starts it on each of them, as scripts/slurm/preflight.sbatch says.
 
-Every node says what is wrong with it; then each node exchanges with one neighbour, all pairs at once, and the layout's
-groups that span nodes reduce. Rank 0 prints a table and writes the JSON that `optimus-cc plan --cluster` reads.
+Every node reports its faults. Then each node exchanges data with one neighbour, all pairs at once, and the layout's
+process groups that span nodes reduce. Rank 0 prints a table and writes the JSON that `optimus-cc plan --cluster` reads.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from optimus_cc_ext.placement import Placement, placement_line
 MEGABYTES = {"cuda": 64, "cpu": 4}
 TRIES = 5
 LEAST_MEMLOCK = 64 << 20
-"""Bytes that a process must be able to lock: InfiniBand's queue pairs live in locked memory."""
+"""Bytes that a process must be able to lock, because InfiniBand's queue pairs live in locked memory."""
 
 
 def node_faults(interface: str, on_gpus: bool) -> list[str]:
-    """Return a sentence for everything on this node that would end or slow training."""
+    """Return a sentence for each fault of this node that would end or slow training."""
     found, node = [], socket.gethostname()
     there = sorted(path.name for path in Path("/sys/class/net").iterdir())
     if interface and interface not in there:
@@ -46,7 +46,7 @@ def node_faults(interface: str, on_gpus: bool) -> list[str]:
 
 
 def doctor_says() -> str:
-    """Return what `optimus-cc doctor` says about this node, if it does not pass."""
+    """Return the failures that `optimus-cc doctor` reports about this node; empty if it passes."""
     program = "from optimus_cc_ext.cli import main; raise SystemExit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     failed = [line.strip() for line in done.stdout.splitlines() if "FAIL" in line]
@@ -64,7 +64,7 @@ def driver() -> str:
 
 
 def seconds(transfer: Callable[[], Any], device: torch.device) -> float:
-    """Return the median seconds of a transfer, after one that makes connections."""
+    """Return the median seconds of a transfer, after one transfer that makes connections."""
     times = []
     for _ in range(TRIES + 1):
         if device.type == "cuda":
@@ -89,9 +89,9 @@ def exchange(peer: int, nbytes: int, device: torch.device) -> Callable[[], None]
 
 
 def neighbours(node: int, nodes: int, local: int, per_node: int, device: torch.device) -> dict[str, float]:
-    """Return this rank's bytes per second to its neighbour's rank of the same number, and the latency in seconds."""
+    """Return the bytes per second, and the latency in seconds, from this rank to its peer on the neighbouring node."""
     peer_node = node ^ 1
-    if peer_node >= nodes:  # an odd one out waits for the others
+    if peer_node >= nodes:  # the last of an odd number of nodes has no neighbour
         return {}
     peer, nbytes = peer_node * per_node + local, MEGABYTES[device.type] << 20
     latency = seconds(exchange(peer, 1, device), device)
@@ -99,7 +99,7 @@ def neighbours(node: int, nodes: int, local: int, per_node: int, device: torch.d
 
 
 def groups(placement: Placement, rank: int, device: torch.device) -> dict[str, float]:
-    """Return by kind of group that spans nodes: bytes per second of an all-reduce, as a ring moves them."""
+    """Return the bytes per second of an all-reduce, as a ring moves them, for each kind of group that spans nodes."""
     found = {}
     for kind in ("data", "pipeline", "tensor"):
         if placement.size(kind) == 1 or placement.stays_inside(kind):
@@ -115,7 +115,7 @@ def groups(placement: Placement, rank: int, device: torch.device) -> dict[str, f
 
 
 def report(everyone: list[dict[str, Any]], placement: Placement, cluster: dict[str, Any]) -> list[str]:
-    """Return the lines of the table, a node each, the groups, and what is slow."""
+    """Return the lines of the table: one for each node, then the groups, then the cluster's rate and latency."""
     lines = [placement_line(placement)]
     per_node = placement.ranks_per_node
     for first in range(0, len(everyone), per_node):
@@ -133,14 +133,14 @@ def report(everyone: list[dict[str, Any]], placement: Placement, cluster: dict[s
 
 
 def main() -> int:
-    """Run the checks on this rank; exit 1, on all ranks alike, if a node has a fault."""
+    """Run the checks on this rank; return 1, on all ranks alike, if a node has a fault."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("tensor", "pipeline"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--interface", default="")
     parser.add_argument("--output", default="preflight.json")
-    parser.add_argument("--gpu", default="", help="A100 or H100, where the name of the device does not say it")
+    parser.add_argument("--gpu", default="", help="A100 or H100, if the name of the device does not say which")
     asked = parser.parse_args()
     rank, world, per_node, local = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -150,7 +150,8 @@ def main() -> int:
     if not faults and local == 0 and (said := doctor_says()):
         faults = [said]
     if faults and local > 0:
-        time.sleep(5)  # torchrun ends a node's ranks with the first that ends: that has to be the one that speaks
+        # torchrun ends a node's ranks when the first one ends, which has to be the rank that prints the faults
+        time.sleep(5)
     if faults:
         if local == 0:
             print("\n".join(f"preflight: error: {fault}" for fault in faults), flush=True)

@@ -1,13 +1,13 @@
-"""What each format costs the model: variants x seeds of the quickstart's model, on the real training loop.
+"""Study of each format's cost for the model: variants x seeds of the quickstart's model, on the real training loop.
 
     python -m scripts.study --variants vanilla,one-ulp,other-order,paper,balanced --seeds 1,2,3
     python -m scripts.study --screen                        # every variant, one seed
     python -m scripts.study --variants vanilla,mine --seeds 1,2,3 -- --dp-compression-format int8
 
-Every variant sees the same text in the same order from the same weights as vanilla with its seed; what is compared is
-the paired difference of validation losses. One folder a run in OUTPUT/runs; what is there is not trained again, so an
-interrupted study goes on where it was. A run that fails is marked, the others go on; --retry trains it again.
-Variant "mine" is what follows --. Variants "one-ulp" and "other-order" are vanilla against itself.
+Every variant sees the same text in the same order from the same weights as vanilla with its seed; the study compares
+paired differences of validation losses. Each run has one folder in OUTPUT/runs. Finished runs are not trained again, so
+an interrupted study goes on where it was. A run that fails is marked, and the others go on; --retry trains it again.
+Variant "mine" has the flags after --. Variants "one-ulp" and "other-order" compare vanilla with itself.
 """
 
 import argparse
@@ -37,35 +37,39 @@ NAMES = (*STUDY, *CONTROLS)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", default="vanilla,paper,balanced", help=f"of {', '.join(NAMES)}, {MINE}")
-    parser.add_argument("--seeds", help="1,2,3; with --screen 1")
-    parser.add_argument("--screen", action="store_true", help="all variants but mine")
-    parser.add_argument("--show", action="store_true", help="what is there, and train nothing that is not")
+    parser.add_argument(
+        "--variants", default="vanilla,paper,balanced", help=f"variants to train, of {', '.join(NAMES)}, {MINE}"
+    )
+    parser.add_argument("--seeds", help="seeds of the trainings (1,2,3; with --screen 1)")
+    parser.add_argument("--screen", action="store_true", help="train all variants but mine")
+    parser.add_argument("--show", action="store_true", help="show finished runs, and train nothing")
     add_common_options(parser, Path("results/study"))
-    parser.add_argument("--iterations", type=int, default=160, metavar="N", help="of each run (%(default)s)")
-    parser.add_argument("--common", default="", metavar="FLAGS", help="of every run, vanilla too, in one word")
+    parser.add_argument("--iterations", type=int, default=160, metavar="N", help="iterations of each run (%(default)s)")
+    parser.add_argument("--common", default="", metavar="FLAGS", help="flags of every run, vanilla's too, as one word")
     parser.add_argument("--evaluations", type=int, default=64, metavar="N", help="validation batches (%(default)s)")
     return parser
 
 
 def add_common_options(parser: argparse.ArgumentParser, output: Path) -> None:
-    """Add those that the study of gradients has as well."""
-    parser.add_argument("--output", type=Path, default=output, metavar="DIR", help="%(default)s")
+    """Add the options that the study of gradients has as well."""
+    parser.add_argument(
+        "--output", type=Path, default=output, metavar="DIR", help="folder of the results (%(default)s)"
+    )
     add_text_options(parser, max_mb=10.0)
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="MINUTES", help="for one run (%(default)g)")
-    parser.add_argument("--retry", action="store_true", help="train again what failed")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="MINUTES", help="limit of one run (%(default)g)")
+    parser.add_argument("--retry", action="store_true", help="train failed runs again")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it.
+    """Run the study.
 
-    Returns the exit status: 0; 1: a run failed; 2: bad input, or the disk is full; 130: interrupted. What is finished
-    is kept.
+    Returns the exit status: 0; 1: a run failed; 2: bad input, or the disk is full; 130: interrupted. Finished runs are
+    kept.
     """
     words, mine = words_and_further(argv)
     parser = build_parser()
@@ -76,28 +80,28 @@ def main(argv: Sequence[str]) -> int:
         if variant not in NAMES and variant != MINE:
             parser.error(f"--variants: {variant!r} is none of {', '.join(NAMES)}, {MINE}")
     if (MINE in variants) != bool(mine):
-        parser.error("--variants mine and the flags of it behind -- belong together. Give both")
+        parser.error("--variants mine and its flags after -- belong together. Give both")
     if not all(seed.isdecimal() for seed in seeds) or options.iterations < 2 or options.evaluations < 1:
         parser.error("--seeds, --iterations, --evaluations: give whole numbers, 2 iterations and 1 batch at least")
     return run_command(lambda: study(options, variants, [int(seed) for seed in seeds], mine), KEPT)
 
 
 def words_of(variant: str, training: Training) -> list[str]:
-    """Return the flags of a variant, behind Megatron's."""
+    """Return the flags of a variant, which follow Megatron's."""
     if variant == "one-ulp":
-        # Of an fp32 weight an ulp is between 6e-8 and 1.2e-7 of its value.
+        # An ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value.
         return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
     return flags_of(STUDY.get(variant, ""), training.layout, larger_ranks(training.model.hidden))
 
 
 def script_of(variant: str) -> Sequence[str]:
-    """Return the training script, where it is not the package's own."""
-    # From the folder that holds scripts/: where a checkout lies does not make it another run.
+    """Return the training script of a variant; empty for the package's own entry point."""
+    # Relative to the folder that holds scripts/, so that a run does not depend on the checkout's path.
     return ["scripts/study/other_order.py"] if variant == "other-order" else []
 
 
 def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[int], mine: Sequence[str]) -> int:
-    """Make what is missing, seed by seed, so that pairs are complete as early as can be; show all."""
+    """Make missing runs, seed by seed, so that pairs are complete as early as possible; show all runs."""
     training = Training(model=MODELS["test" if options.tiny else "quickstart"])
     training = dataclasses.replace(
         training, iterations=options.iterations, evaluation_iterations=options.evaluations,
@@ -106,7 +110,8 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     common = shlex.split(options.common)
     ours = {variant: list(mine) if variant == MINE else words_of(variant, training) for variant in variants}
     for variant in variants:
-        if variant not in CONTROLS and not common:  # which may change what is refused: the first run says so
+        # --common may change what is refused, so the first run has to show it
+        if variant not in CONTROLS and not common:
             training.config_of(ours[variant])
     if training.device != "cpu":
         print(f"device: {training.device}, bf16", flush=True)
@@ -146,7 +151,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what is kept of a run, from its log."""
+    """Return the measurements of a run, from its log."""
     record = read_logs(folder)
     return {
         "validation loss": record.validation.last,
@@ -156,7 +161,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def prepared(options: argparse.Namespace, training: Training) -> PreparedData:
-    """Return the text, which lies beside the output."""
+    """Return the prepared text, which lies beside the output."""
     options.output.mkdir(parents=True, exist_ok=True)
     folder = options.output.with_name(f"{options.output.name}-data")
     return text_of(options.input).prepared(folder, training.model.vocabulary, options.max_mb)

@@ -1,13 +1,13 @@
-"""What each format does to the gradients of the weights, without the noise of a training.
+"""Study of each format's effect on the gradients of the weights, without the noise of a training.
 
     python -m scripts.study.gradients
 
 From the weights that vanilla has at some points of a training, at a learning rate of 0, the same batches are passed
-through Megatron's real loop dense and with each setting. Compared are the gradients of the layers of each stage:
-relative error and cosine of an iteration's (means over the iterations), the error of their sum over all iterations, and
-the error of what Adam would make of them: each weight's gradient over its root mean square, so that small ones count.
-Messages: 4 stages, 16 micro-batches an iteration. Replicas: 2 stages x 2 replicas, 8 micro-batches each. What is made
-is not made again.
+through Megatron's real loop, dense and with each setting. The study compares the gradients of the layers of each stage:
+relative error and cosine of an iteration's gradients (means over the iterations), the error of their sum over all
+iterations, and the error of the steps that Adam would make of them: each weight's gradient over its root mean square,
+so that small ones count. Messages are studied on 4 stages with 16 micro-batches an iteration, replicas on 2 stages x 2
+replicas with 8 micro-batches each. Finished runs are not repeated.
 """
 
 import argparse
@@ -38,32 +38,34 @@ KINDS = {
     "error, %": ("error", 100, ".2g"), "cosine": ("cosine", 1, ".3g"), "error of sum, %": ("error of sum", 100, ".2g"),
     "error of Adam's steps, %": ("error of steps", 100, ".2g"),
 }  # fmt: skip
-"""What is shown, by stage: its name in a result, the factor, and how values below 10 are written."""
+"""Kinds of figures that are shown by stage: name in a result, factor, and format of values below 10."""
 
 _ADAM_EPSILON = 1e-8
 
 Gradients = dict[tuple[int, int], torch.Tensor]
-"""By (iteration, stage): those of the stage's layers, flat, fp32."""
+"""Gradients of a stage's layers, flat, fp32, by (iteration, stage)."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.gradients", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--points", default="20,80,320", help="iterations of the training (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=4, metavar="N", help="compared (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--match", default="", metavar="REGEX", help="only rows in whose 'POINT CLASS SETTING' it is found"
+        "--points", default="20,80,320", help="iterations of the training after which weights are taken (%(default)s)"
     )
+    parser.add_argument(
+        "--iterations", type=int, default=4, metavar="N", help="iterations that are compared (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--match", default="", metavar="REGEX", help="only rows whose 'POINT CLASS SETTING' matches")
     add_common_options(parser, Path("results/gradients"))
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; the exit status is as the study's."""
+    """Run the study; return the exit status of `scripts.study`."""
     parser = build_parser()
     options = parser.parse_args(argv)
     points = options.points.split(",")
@@ -73,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
-    """Train once, then compare; show what there is."""
+    """Train once, then compare; show the comparisons that are there."""
     model = MODELS["test" if options.tiny else "quickstart"]
     if options.tiny:
         model = dataclasses.replace(model, layers_per_stage=2)  # a layer for each of four stages
@@ -107,7 +109,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                 continue
             stages = fixed.layout.stages
             for setting, ours in ({DENSE: ""} | chosen).items():
-                # The dense run is the same for both ways between stages.
+                # The dense run is the same for both directions between stages.
                 kind = f"{stages}-stages" if setting == DENSE else traffic.replace(" ", "-")
                 name = f"{kind}-{point}-{setting}".replace(", ", "-").replace(" ", "-")
                 folder = (runs.folder / name).absolute()
@@ -140,14 +142,14 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    """Of a dense run the gradients alone."""
+    """Keep only the gradients of a dense run."""
     for checkpoint in (folder / "save").glob("iter_*"):
         shutil.rmtree(checkpoint)
     return {}
 
 
 def against(folder: Path, dense: Path) -> dict[str, Any]:
-    """A setting's gradients against the dense run's, and its bytes; the gradients are deleted."""
+    """Compare a setting's gradients with the dense run's; return the errors and bytes, and delete the gradients."""
     found = compare(load(folder), load(dense))
     found["bytes"] = {share.name: [share.sent, share.raw] for share in shares(read_logs(folder))}
     shutil.rmtree(folder / "save")
@@ -155,7 +157,7 @@ def against(folder: Path, dense: Path) -> dict[str, Any]:
 
 
 def load(folder: Path) -> Gradients:
-    """What `--save-wgrads-interval` wrote in a run's folder, of the first replica."""
+    """Load the gradients of the first replica that `--save-wgrads-interval` wrote in a run's folder."""
     found = {}
     for file in sorted(folder.glob("save/wgrads/iter_*/mp_rank_*.pth")):
         chunks = torch.load(file, weights_only=True).values()
@@ -167,8 +169,8 @@ def load(folder: Path) -> Gradients:
 
 
 def compare(ours: Gradients, dense: Gradients) -> dict[str, Any]:
-    """By stage: relative error and cosine, means over the iterations, the relative error of the sum over them, and of
-    the steps that Adam would make of them.
+    """Compare gradients stage by stage: relative error and cosine, as means over the iterations, the relative error of
+    their sum over the iterations, and of the steps that Adam would make of them.
     """
     if ours.keys() != dense.keys() or not ours:
         raise ValueError("the two runs have not made gradients of the same iterations and stages")
@@ -193,7 +195,9 @@ def _error(mine: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _cells(found: Mapping[str, Any]) -> list[float | None]:
-    """Of each kind and of four stages, of which there may be fewer; what an older commit made may lack a kind."""
+    """Return the figures of each kind on four stages; None for stages and kinds that a result, maybe an older one,
+    lacks.
+    """
     return [
         scale * value if value is not None else None
         for name, scale, _ in KINDS.values()
@@ -202,7 +206,9 @@ def _cells(found: Mapping[str, Any]) -> list[float | None]:
 
 
 def by_setting(table: Table) -> Table:
-    """What people read: a setting a row, the points of the training side by side, a cell for all stages."""
+    """Return the table for people: a row for each setting, the points of the training side by side, all stages in
+    a cell.
+    """
     points = table.distinct("weights of")
     rows: list[tuple[Cell, ...]] = []
     for traffic, setting in dict.fromkeys(zip(table.column("class"), table.column("setting"), strict=True)):

@@ -1,4 +1,5 @@
-"""The package's own training with the same batches, last first: what the order alone does to a loss.
+"""Training of the package's own entry point with the same batches, last first, which shows the effect of their order
+alone.
 
 torchrun ... -m optimus_cc_ext scripts/study/other_order.py <Megatron's flags>
 """
@@ -14,9 +15,9 @@ from optimus_cc_ext import pretrain_gpt
 build_datasets = pretrain_gpt.build_datasets
 
 
-@functools.wraps(build_datasets)  # Megatron asks for an attribute of it
+@functools.wraps(build_datasets)  # Megatron reads an attribute of it
 def build_last_first(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """The datasets of training, validation and test; of the first what is trained on, backwards."""
+    """Build the datasets of training, validation and test; the samples of the training dataset are in reverse order."""
     training, *others = build_datasets(*args, **kwargs)
     samples = get_args().train_iters * get_args().global_batch_size
     return (training and Subset(training, range(samples - 1, -1, -1)), *others)

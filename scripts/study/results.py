@@ -1,4 +1,4 @@
-"""What the runs of a study say: tables, and the picture of loss over bytes. `Results` is by (variant, seed)."""
+"""Tables of a study's runs, and the picture of loss over bytes. `Results` has runs by (variant, seed)."""
 
 import math
 import statistics
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 CONTROLS: Mapping[str, str] = {"one-ulp": "weights one ulp away", "other-order": "batches in another order"}
-"""Vanilla against itself: name to what differs."""
+"""Comparisons of vanilla with itself: the difference between the two runs, by name."""
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 def differences(results: Results, variant: str, seeds: Sequence[int]) -> list[float]:
-    """Percent over vanilla's validation loss, of each seed that has both."""
+    """Return the percent over vanilla's validation loss, for each seed that has both runs."""
     pairs = [(results.get((variant, seed)), results.get((VANILLA, seed))) for seed in seeds]
     return [100 * (ours["validation loss"] / plain["validation loss"] - 1) for ours, plain in pairs if ours and plain]
 
 
 def losses(results: Results, variants: Sequence[str], seeds: Sequence[int], title: str, note: str) -> Table:
-    """Validation losses, and their paired differences from vanilla's with the same seed."""
+    """Make the table of validation losses, and their paired differences from vanilla's with the same seed."""
     rows: list[tuple[Any, ...]] = []
     for variant in variants:
         found = [results.get((variant, seed)) for seed in seeds]
@@ -38,13 +38,13 @@ def losses(results: Results, variants: Sequence[str], seeds: Sequence[int], titl
 
 
 def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """(mean, its standard error), as far as there are enough values."""
+    """Return (mean, its standard error); None for one that needs more values."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.mean(values) if values else None, error
 
 
 def traffic(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> Table:
-    """Bytes sent over vanilla's, by class, and the median iteration, of the first seed that there is."""
+    """Make the table of bytes over vanilla's, by class, and the median iteration, from the first seed with a run."""
     runs = {variant: _first(results, variant, seeds) for variant in variants}
     names = list(dict.fromkeys(name for run in runs.values() if run for name in run["bytes"]))
     rows: list[tuple[Any, ...]] = []
@@ -62,13 +62,15 @@ def _first(results: Results, variant: str, seeds: Sequence[int]) -> Mapping[str,
 
 
 def spread(results: Results, seeds: Sequence[int]) -> dict[str, float]:
-    """By control, how far vanilla ends from itself: the root mean square of the paired differences, in percent."""
+    """Return the spread of vanilla around itself, by control: the root mean square of the paired differences, in
+    percent.
+    """
     found = {control: differences(results, control, seeds) for control in CONTROLS}
     return {control: math.sqrt(statistics.fmean(d * d for d in each)) for control, each in found.items() if each}
 
 
 def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> Table:
-    """What the picture shows: percent of vanilla's bytes, percent over its loss, standard error."""
+    """Make the picture's table: percent of vanilla's bytes, percent over its loss, standard error."""
     rows: list[tuple[Any, ...]] = []
     for variant in variants:
         over, run = differences(results, variant, seeds), _first(results, variant, seeds)
@@ -79,8 +81,8 @@ def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> T
 
 
 def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure":
-    """Draw `prices` as points, one a variant, over vanilla's own spread."""
-    # Here, not above: matplotlib takes a second, which tables need not wait for.
+    """Draw `prices` as points, one for each variant, over vanilla's own spread."""
+    # Imported here, because matplotlib takes a second, for which tables need not wait.
     from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
@@ -97,7 +99,7 @@ def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure
             float(sent or 0), float(over or 0), yerr=error, fmt="o", ms=7 if bold else 5, capsize=3, color=paint,
             mfc=paint if error is not None else "white",
         )  # fmt: skip
-        # Towards the side where there is room; most of what compresses one class sends nearly all bytes.
+        # The label goes to the side with more room; most variants that compress one class send nearly all bytes.
         side = 1 if float(sent or 0) < 60 else -1
         annotation = axes.annotate(
             str(variant), (float(sent or 0), float(over or 0)), xytext=(8 * side, 4), textcoords="offset points",
@@ -116,7 +118,7 @@ def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure
         axes.legend(frameon=False, fontsize="small", loc="lower right")
     tidy(axes, title, "both")
     axes.grid(visible=True, axis="y", which="minor", color=GRID, lw=0.4)
-    figure.draw_without_rendering()  # lays it out, so that what a label covers is known
+    figure.draw_without_rendering()  # does the layout, so that the area of each label is known
     move_apart(labels)
     return figure
 
@@ -132,7 +134,7 @@ def move_apart(labels: Sequence["Annotation"]) -> None:
 
 
 def _around(label: "Annotation") -> "Bbox":
-    """Its point, in pixels, with what is drawn there."""
+    """Return the area of a label's point, in pixels, with the marks drawn there."""
     from matplotlib.transforms import Bbox
 
     radius = 4 * label.axes.figure.dpi / 72  # type: ignore[union-attr]
@@ -141,8 +143,8 @@ def _around(label: "Annotation") -> "Bbox":
 
 
 def extent_of(label: "Annotation") -> "Bbox":
-    """Of its text, in pixels, without the line to its point."""
+    """Return the area of a label's text, in pixels, without the line to its point."""
     from matplotlib.text import Text
 
-    label.get_window_extent()  # puts it where it belongs
+    label.get_window_extent()  # puts the text in its place
     return Text.get_window_extent(label)

@@ -222,13 +222,13 @@ def test_what_is_missing_or_foreign_is_named_and_nothing_is_written(runs: Any, d
     broken = tmp_path / "broken"
     shutil.copytree(save, broken)
     (broken / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    assert "incomplete: mp_rank_01_001/model_optim_rng.pt not there" in refusal(broken)
+    assert "incomplete: mp_rank_01_001/model_optim_rng.pt missing" in refusal(broken)
     (broken / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt").write_bytes(b"PK no such thing")
     assert "mp_rank_01_001/model_optim_rng.pt cannot be read" in refusal(broken)
 
     shutil.copytree(distributed, tmp_path / "shards")
     (tmp_path / "shards" / "iter_0000003" / "__2_0.distcp").unlink()
-    assert "incomplete: __2_0.distcp not there" in refusal(tmp_path / "shards")
+    assert "incomplete: __2_0.distcp missing" in refusal(tmp_path / "shards")
 
     prepare(ROOT / "README.md", tmp_path / "other", vocab_size=600, workers=1, progress=False)
     said = refusal(save, tokenizer=tmp_path / "other" / "tokenizer")

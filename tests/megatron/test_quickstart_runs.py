@@ -176,7 +176,7 @@ def test_where_namespaces_are_forbidden_the_gain_is_planned_and_the_reason_said(
     forbidden = without_namespaces(command(folder))
     done = subprocess.run(forbidden, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "hosts: none, all ranks share this machine (no namespaces for this user: unshare" in done.stdout
+    assert "hosts: none, all ranks share this machine (this user cannot make namespaces: unshare" in done.stdout
     page = (folder / "out" / "index.html").read_text()
     assert "planned, not measured, for links of 20mbit" in page and "times as fast (planned)" in page
 

@@ -275,5 +275,5 @@ def test_where_namespaces_are_forbidden_it_says_so_and_ends_with_status_2(tmp_pa
     command = [sys.executable, "-m", "scripts.bench.cluster", "--output", str(tmp_path / "out")]
     done = subprocess.run(without_namespaces(command), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no namespaces for this user: unshare: unshare failed" in done.stderr and "Traceback" not in done.stderr
+    assert "this user cannot make namespaces: unshare: unshare failed" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

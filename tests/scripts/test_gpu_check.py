@@ -56,7 +56,7 @@ def test_all_checks_together_end_within_eight_minutes_and_each_says_what_it_clai
     assert all(check.claim.endswith(".") for check in CHECKS.values())
     monkeypatch.setattr(gpu_check, "TOTAL", 1)
     assert dry_run(tmp_path, "messages", "memory") == 1
-    assert "not over after 0 s" in (tmp_path / "gpu_check.md").read_text()
+    assert "not finished after 0 s" in (tmp_path / "gpu_check.md").read_text()
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ def test_a_check_that_fails_or_takes_too_long_is_said_and_ends_with_1(
     monkeypatch.setattr(gpu_check, "CHECKS", never)
     assert dry_run(tmp_path, "messages") == 1
     assert "## messages: FAILED" in (tmp_path / "gpu_check.md").read_text()
-    assert "not over after 0 s" in (tmp_path / "gpu_check.md").read_text()
+    assert "not finished after 0 s" in (tmp_path / "gpu_check.md").read_text()
 
 
 def test_a_sender_that_remembers_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,5 +132,5 @@ def test_a_sender_that_remembers_something_else_is_found(monkeypatch: pytest.Mon
         return receive(messages, gradient).then(lambda: gradient.mul_(0.5))
 
     monkeypatch.setattr(LowRankMessages, "receive", deaf)
-    with pytest.raises(SystemExit, match="message 0: the sender remembers something else"):
+    with pytest.raises(SystemExit, match="message 0: the sender's residual is not what"):
         list(world_of_one.messages(torch.device("cpu")))

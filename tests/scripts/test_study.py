@@ -150,7 +150,7 @@ def test_a_run_that_dies_is_marked_the_others_go_on_and_retrying_is_on_demand(
         said.append(capsys.readouterr())
     for first in (said[0], said[2]):
         assert "vanilla-seed1 ..." in first.out and "other-order-seed1 ..." in first.out
-        assert first.err.count("failed: it was not finished in time") == 2
+        assert first.err.count("failed: the run was not finished in time") == 2
     assert " ..." not in said[1].out and said[1].err.count("it failed before (--retry trains it again)") == 2
 
 

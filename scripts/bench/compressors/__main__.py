@@ -1,19 +1,21 @@
-"""How fast the compressors are: against the paper-literal reference, PyTorch's hook, and what the machine allows.
+"""Benchmark of the compressors: against the paper-literal reference, PyTorch's hook, and the machine's own limits.
 
-    python -m scripts.bench.compressors --device cpu|cuda [--threads 2] [--results FOLDER] [--only SECTION ...] [--scale tiny]
+    python -m scripts.bench.compressors --device cpu|cuda [--threads 2] [--results FOLDER] [--only SECTION ...]
+        [--scale tiny]
     python -m scripts.bench.compressors --device cpu --only slices --case "8.3b, 1024 x 3072, rank 16"
 
 Sections:
     kernels            each of Triton's kernels beside torch, eager and compiled; without a GPU only eager
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
-    orthogonalization  batches of P alone
+    orthogonalization  batches of P, without the rest of a step
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
     formats            such a bucket (1 GB) in every block format, and at low rank: encoded, and decoded and added
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time
 
-What is timed is checked first; a wrong result ends the script. Medians and interquartile ranges of
-`torch.utils.benchmark`, in turns that alternate between the contenders. Writes compressors-<device>.json, .md and pictures.
-"""  # noqa: E501
+Every result is checked before it is timed; a wrong result ends the script. The figures are medians and interquartile
+ranges of `torch.utils.benchmark`, in turns that alternate between the contenders. Writes compressors-<device>.json, .md
+and pictures.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -27,17 +29,19 @@ from scripts.bench.compressors.sections import SECTIONS, Row, Setting
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.compressors", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU (2)")
-    parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="number of torch's threads on a CPU (2)")
+    parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder to write (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--case", default="", metavar="TEXT", help="only slices whose case contains this")
-    parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="tiny: seconds, and no figures")
+    parser.add_argument("--case", default="", metavar="TEXT", help="time only slices whose case contains this text")
+    parser.add_argument(
+        "--scale", choices=("paper", "tiny"), default="paper", help="tiny takes seconds and gives no figures of use"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (%(default)s)")
     options = parser.parse_args(argv)
     for name, value in (("--threads", options.threads), ("--repeats", options.repeats)):
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {row['case']}: {row['work']}: {taken}", flush=True)
         if not measured[name]:
             parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
-        # After each section: what fails in a later one leaves the figures of those before it.
+        # Written after each section, so that a later section that fails leaves the figures of the earlier ones.
         write(about, measured, stem)
     print(f"written: {stem}.json, .md and pictures")
 

@@ -1,7 +1,7 @@
-"""A bucket of gradients, reduced over a group of one process: by our reducer, and by PyTorch's PowerSGD hook.
+"""Bucket of gradients that is reduced over a group of one process: by our reducer, and by PyTorch's PowerSGD hook.
 
-Both leave in the bucket what a reduction over one replica would, and in their memory what that lacks. So the next
-reduction finds the same sums again, and any number of them can be timed without filling the bucket anew.
+Both leave in the bucket the result of a reduction over one replica, and keep its error as their residual. So the next
+reduction sees the same sums again, and any number of reductions can be timed without filling the bucket anew.
 """
 
 import os
@@ -29,7 +29,7 @@ __all__ = ["Bucket", "hook", "one_process", "reducer", "step"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """The gradients of equal layers, fp32, in one flat buffer: layer by layer, its matrices, then its vector."""
+    """Gradients of equal layers, fp32, in one flat buffer: layer by layer, its matrices, then its vector."""
 
     flat: torch.Tensor
     layers: int
@@ -39,17 +39,19 @@ class Bucket:
     def random(
         cls, layers: int, shapes: Sequence[tuple[int, int]], vector: int, device: torch.device, seed: int
     ) -> "Bucket":
-        """Filled with Gaussian numbers of `seed`; `vector`: values per layer that are no matrix's."""
+        """Make a bucket of Gaussian numbers from `seed`; `vector` is the number of values per layer that belong to no
+        matrix.
+        """
         values = layers * (sum(n * m for n, m in shapes) + vector)
         generator = private_generator(seed, "bench bucket", device=device)
         return cls(torch.randn(values, generator=generator, device=device), layers, tuple(shapes))
 
     def copy(self) -> "Bucket":
-        """The same gradients in another buffer."""
+        """Copy the gradients to another buffer."""
         return Bucket(self.flat.clone(), self.layers, self.shapes)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views, in the order in which they lie there."""
+        """Return views of the gradients, in their order in the buffer."""
         sizes, views = [n * m for n, m in self.shapes], []
         for layer in self.flat.view(self.layers, -1):
             *matrices, vector = layer.split([*sizes, len(layer) - sum(sizes)])
@@ -58,16 +60,19 @@ class Bucket:
         return views
 
     def stacked(self, shape: tuple[int, int]) -> torch.Tensor:
-        """All matrices of one shape, (layers, rows, columns)."""
+        """Return all matrices of one shape, (layers, rows, columns)."""
         return torch.stack([gradient for gradient in self.gradients() if gradient.shape == shape])
 
     def flops(self, compression_rank: int) -> float:
-        """Of the products that the algorithm needs: P, Q', P Q'^T; two orthogonalisations, of a Gram matrix and of the
-        change of basis a triangle each."""
+        """Return the operations of the products that the algorithm needs.
+
+        These are P, Q' and P Q'^T, and two orthogonalisations, with a triangle each for a Gram matrix and a change of
+        basis.
+        """
         r = compression_rank
         return self.layers * sum(3 * 2 * n * m * min(n, m, r) + 2 * (n + m) * min(n, m, r) ** 2 for n, m in self.shapes)
 
-    # What the hook asks of a `dist.GradBucket`, which DDP alone can make.
+    # Methods of a `dist.GradBucket`, which the hook calls and which only DDP can make.
     def buffer(self) -> torch.Tensor:
         return self.flat
 
@@ -79,7 +84,7 @@ class Bucket:
 
 
 def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: dist.ProcessGroup) -> LowRankReducer:
-    """Ours, over `group`: forced to compress where that is one rank, in which nothing is sent and so nothing saved."""
+    """Make our reducer over `group`. In a group of one rank, where nothing is sent, it is forced to compress."""
     parameters = [
         ParameterRecord(shape=tuple(gradient.shape), start=int(gradient.storage_offset()))
         for gradient in bucket.gradients()
@@ -95,7 +100,7 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
 
 
 def step(reducer: LowRankReducer) -> None:
-    """A reduction, and what follows from it when its step counts."""
+    """Reduce once, and commit the state as after an applied step."""
     before = reducer.encoded
     reducer.reduce()
     assert reducer.encoded == before + reducer.plan.matrices > before, "a group of one rank was not coded"
@@ -103,16 +108,16 @@ def step(reducer: LowRankReducer) -> None:
 
 
 def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequence[torch.Tensor] = ()) -> Work:
-    """`powerSGD_hook`, over the default group.
+    """Make the work of `powerSGD_hook` over the default group.
 
     Args:
         batched: the hook's `batch_tensors_with_same_shape`, which is off by default.
-        starts: the first Q of every shape, (layers, columns, rank), in place of its own random ones.
+        starts: the first Q of every shape, (layers, columns, rank), in place of the hook's own random ones.
     """
     state = PowerSGDState(
         None, compression_rank, start_powerSGD_iter=2, min_compression_rate=1, batch_tensors_with_same_shape=batched
     )
-    state.iter = state.start_powerSGD_iter  # before that it sums what it is given
+    state.iter = state.start_powerSGD_iter  # before this iteration the hook sums the gradients uncompressed
     if starts:
         state.q_memory_dict[0] = torch.cat([start.flatten() for start in starts])
         sizes = [bucket.layers * n * start.shape[2] for (n, _), start in zip(bucket.shapes, starts, strict=True)]
@@ -122,7 +127,7 @@ def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequen
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A process group of this process alone, as the default one."""
+    """Make a default process group of this process only."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

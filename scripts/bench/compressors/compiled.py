@@ -1,12 +1,13 @@
-"""What Triton's compiler makes of the codecs' kernels, for GPUs that need not be here: nothing runs on one.
+"""Output of Triton's compiler for the codecs' kernels, for GPUs that need not be here: nothing runs on a GPU.
 
-    python -m scripts.bench.compressors.compiled [--capability 80 90 100] [--align 16 2 1] [--only encode] [--format int4] [--trial]
+    python -m scripts.bench.compressors.compiled [--capability 80 90 100] [--align 16 2 1] [--only encode]
+        [--format int4] [--trial]
 
-For each kernel: registers and stack of a thread (what spills lies on the stack), instructions of a thread for each of its
-values, the compiler's (PTX) and the processor's (SASS), where a loop over senders counts once, and a thread's loads and
-stores of global memory: how many, of how many bytes each. With --trial also the CPU-seconds in which the trial's variants
-are compiled, with an empty cache and with a filled one. Needs Triton and no GPU.
-"""  # noqa: E501
+For each kernel it prints registers and stack of a thread (spilled registers lie on the stack); instructions of a thread
+for each of its values, the compiler's (PTX) and the processor's (SASS), where a loop over senders counts once; and the
+number and width in bytes of a thread's loads and stores of global memory. With --trial it also prints the CPU-seconds
+in which the trial's variants are compiled, with an empty cache and with a filled one. It needs Triton and no GPU.
+"""
 
 import argparse
 import re
@@ -34,10 +35,12 @@ from optimus_cc_ext.report.table import Table
 __all__ = ["compiling", "main"]
 
 _DEVICES = count()
-"""Triton remembers what it compiled by device: a new one each time, so that it looks into its cache."""
+"""Numbers of pretended devices. Triton keeps compiled kernels by device, so a new device makes it look into its
+cache.
+"""
 
 _WIDTHS = {"128": "16", "64": "8", "": "4", "U16": "2", "S16": "2", "U8": "1", "S8": "1"}
-"""Bytes of a load or a store by the part of its name."""
+"""Bytes of a load or a store, by the part of the instruction's name that says the width."""
 
 _SENDERS = 2
 _FORMATS = ("int4", "int8", "fp8")
@@ -49,7 +52,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One launch to compile."""
+    """Launch to compile."""
 
     format: str
     dtype: torch.dtype
@@ -80,7 +83,7 @@ _WAYS = {
     "decode onto": (_decode_onto, (torch.bfloat16,)),
     "decode, add senders": (_decode_add, (torch.float32, torch.bfloat16)),
 }
-"""What a codec does, and the dtypes in which a run asks for it."""
+"""Operations of a codec, and the dtypes with which training calls them."""
 
 
 def _messages(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -89,7 +92,8 @@ def _messages(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> 
 
 @contextmanager
 def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
-    """Let launches inside compile for GPUs of this capability (90: 9.0) instead of running; yield what they compiled.
+    """Make launches inside compile for GPUs of this capability (90: 9.0) instead of running; yield the compiled
+    kernels.
 
     Args:
         cache: Triton's folder of compiled kernels.
@@ -112,7 +116,7 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
     with ExitStack() as patches:
         patches.enter_context(patch.dict("os.environ", TRITON_CACHE_DIR=str(cache)))
         patches.enter_context(patch.object(JITFunction, "run", compile_only))
-        # Not set_active(): reset_active() wants a GPU to go back to.
+        # Not set_active(), because reset_active() would need a GPU to return to.
         patches.enter_context(patch.object(driver, "_active", pretended))
         patches.enter_context(patch.object(blocks, "_taken", lambda values, messages: True))
         patches.enter_context(patch.object(launches, "takes_factors", lambda p, r: True))
@@ -152,7 +156,7 @@ def _row(case: Case, capability: int, cache: Path) -> tuple[str, ...]:
 
 
 def _sass(kernel: Any) -> list[str]:
-    """Return the processor's instructions up to the last exit; behind it lies only what fills up."""
+    """Return the processor's instructions up to the last exit, after which only padding follows."""
     text = _tool("nvdisasm", "-c", kernel.asm["cubin"])
     found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[\dT]+ )?([A-Z][\w.]*)", text)
     found = [name for name in found if name != "NOP"]
@@ -161,13 +165,13 @@ def _sass(kernel: Any) -> list[str]:
 
 
 def _widths(instructions: Sequence[str], kind: str) -> str:
-    """Return what a thread has of them: times x bytes."""
+    """Return a thread's instructions of this kind, as number x bytes."""
     found: Counter[str] = Counter()
     for name in instructions:
         if name.split(".")[0] == kind:
             parts = set(name.split("."))
             found[next((_WIDTHS[part] for part in parts if part in _WIDTHS), "4")] += 1
-    return " ".join(f"{times}x{width}" for width, times in sorted(found.items(), key=lambda of: -int(of[0]))) or "-"
+    return " ".join(f"{times}x{width}" for width, times in sorted(found.items(), key=lambda item: -int(item[0]))) or "-"
 
 
 def _tool(name: str, option: str, cubin: bytes) -> str:
@@ -195,17 +199,21 @@ def _used() -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.compressors.compiled", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], help="90: H100 (%(default)s)")
     parser.add_argument(
-        "--align", type=int, nargs="+", default=[16, 2, 1], help="shards begin at multiples of so many values"
+        "--capability",
+        type=int,
+        nargs="+",
+        default=[80, 90, 100],
+        help="compute capability of the GPU; 90: H100 (%(default)s)",
     )
-    parser.add_argument("--format", nargs="+", default=_FORMATS, choices=_FORMATS, help="block formats")
-    parser.add_argument("--only", default="", choices=("", *_WAYS), help="one of what codecs do")
+    parser.add_argument("--align", type=int, nargs="+", default=[16, 2, 1], help="alignment of shards, in values")
+    parser.add_argument("--format", nargs="+", default=_FORMATS, choices=_FORMATS, help="block formats to compile")
+    parser.add_argument("--only", default="", choices=("", *_WAYS), help="compile only this operation of the codecs")
     parser.add_argument("--trial", action="store_true", help="compile the trial's variants as well")
     options = parser.parse_args(argv)
     if not launches.AVAILABLE or launches.INTERPRETED:

@@ -1,4 +1,4 @@
-"""Each of Triton's kernels beside torch's own way of computing the same, eager and compiled."""
+"""Triton's kernels beside torch's own way of computing the same, eager and compiled."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ __all__ = ["EAGER", "contenders"]
 
 OURS, EAGER, COMPILED = "ours", "torch, eager", "torch, compiled"
 Contenders = dict[str, Work | None]
-"""None: only a GPU has it."""
+"""Works by contender; None if only a GPU can run the work."""
 
 
 def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contenders]]:
-    """By case: a slice of 8.3B at ranks 16 and 128, and a bucket's values in blocks. What is compared is equal.
+    """Yield (case, contenders): a slice of 8.3B at ranks 16 and 128, and a bucket's values in blocks.
 
     Raises:
-        SystemExit: it is not.
+        SystemExit: the results of a case's contenders differ.
     """
     n, m, ranks, numel = (64, 96, (16,), 1 << 13) if tiny else (1024, 3072, (16, 128), 1 << 26)
     generator = private_generator(4, "bench kernels", device="cpu")
@@ -57,7 +57,7 @@ def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contende
         ):
             run(parent)
             case, plain = f"{format}, {name}, {numel} values", partial(run, parent)
-            # Nothing to compile: what torch does with it is cut into parts by Python.
+            # Nothing is left to compile, because Python cuts torch's computation into parts.
             yield case, {OURS: partial(run, codec) if on_gpu else None, EAGER: plain, COMPILED: None}
 
 
@@ -70,7 +70,7 @@ def _compared(
     for name, work in works.items():
         if work is not None:
             off = float((work().double() - expected).norm() / expected.norm())  # type: ignore[attr-defined]
-            # fp32 products in different orders; a basis amplifies them by the condition of Gaussian columns.
+            # fp32 products in different orders; a basis amplifies their rounding by the condition of Gaussian columns.
             if not off < 1e-4:
                 raise SystemExit(f"{case}: {name} is {off:.1e} off")
     return works
@@ -80,7 +80,7 @@ def _compiled(case: str, plain: Callable[..., torch.Tensor], given: tuple[torch.
     work = partial(torch.compile(plain), *given)
     try:
         work()
-    except Exception as error:  # its compiler's own classes
+    except Exception as error:  # classes of the compiler's own
         print(f"{case}: torch cannot compile it: {error!r:.200}", file=sys.stderr)
         return None
     return work

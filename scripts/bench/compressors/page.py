@@ -1,4 +1,4 @@
-"""The compressors' benchmark as JSON, a page and pictures."""
+"""Output of the compressors' benchmark: JSON, a page and pictures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ __all__ = ["write"]
 
 
 def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], stem: Path) -> None:
-    """STEM.json, STEM.md with the tables, and STEM-slices as a picture, of the sections `measured`."""
-    rows = [{"section": section, **row} for section, of in measured.items() for row in of]
+    """Write STEM.json, STEM.md with the tables, and STEM-slices as a picture, of the sections `measured`."""
+    rows = [{"section": section, **row} for section, found in measured.items() for row in found]
     text = json.dumps({"machine": machine, "rows": rows}, indent=1)
     stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     lead = f"{', '.join(f'{name}: {value}' for name, value in machine.items())}."
@@ -31,7 +31,7 @@ def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], st
 
 
 def _table(section: str, rows: Sequence[Row]) -> Table:
-    """With a column that compares each work with ours of the same case, and of the same part of a slice's work."""
+    """Make a section's table, with a column that compares each work with ours of the same case and part."""
 
     def ours(row: Row) -> float | None:
         parts = str(row["work"]).split(", ")[1].split(" and ") if section == "slices" else []
@@ -49,7 +49,7 @@ def _table(section: str, rows: Sequence[Row]) -> Table:
 
 
 def _draw_slices(table: Table) -> Figure:
-    """Figure 14: Gbit/s of the slice, by compression rank."""
+    """Draw figure 14: Gbit/s of the slice, by compression rank."""
     models = table.distinct("model")
     figure, (row,) = panels(1, len(models), 4.2, 3.6)
     for axes, model in zip(row, models, strict=True):

@@ -1,4 +1,4 @@
-"""The sections of the compressors' benchmark: what is checked, and then timed."""
+"""Sections of the compressors' benchmark, each of which checks results before it times them."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ from scripts.paper.figure14 import RANKS, SLICES, Message, check
 __all__ = ["SECTIONS", "Row", "Setting", "check_basis", "check_bucket", "check_format"]
 
 COMPARED_RANKS = (8, 16, 40)
-"""At which reference and hook are timed too."""
+"""Compression ranks at which reference and hook are timed, too."""
 
 STAGE_8_3B: tuple[tuple[int, int], ...] = ((1152, 3072), (3072, 384), (1536, 3072), (3072, 1536))
 """(rows, columns) of a layer's matrices at TP8: QKV, projection, and the MLP's two. 3072 hidden, 24 heads."""
@@ -34,26 +34,26 @@ STAGE_LAYERS, STAGE_VECTOR = 18, 4 * 3072 + 1152 + 3072 + 1536 + 3072
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line chose."""
+    """Choices of the command line."""
 
     device: torch.device
     tiny: bool
     repeats: int
     case: str = ""
-    """What a slice's case has to contain."""
+    """Text that a slice's case has to contain."""
 
     def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
-        """`repeats` turns each, of a tenth of a second, or of a single repetition."""
+        """Time each work in `repeats` turns, each of a tenth of a second, or of a single repetition."""
         return in_turn(works, self.repeats, 0.0 if once else 1e-4 if self.tiny else 0.1)
 
     def bandwidth(self, values: int) -> float:
-        """Bytes per second, read and written together, of copying a tensor of so many fp32 values."""
+        """Return the bytes per second, read and written together, of copying a tensor of `values` fp32 values."""
         source = torch.zeros(values, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.nbytes / self.in_turn({"copy": lambda: target.copy_(source)})["copy"].median
 
     def product_rate(self) -> float:
-        """Operations per second of a large product in fp32."""
+        """Return the operations per second of a large product in fp32."""
         size = 128 if self.tiny else 2048
         a = torch.ones(size, size, device=self.device)
         out = torch.empty_like(a)
@@ -61,11 +61,11 @@ class Setting:
 
 
 Row = dict[str, Cell]
-"""Column to value: one piece of work that was timed. Pieces of one case are compared."""
+"""Cells of one piece of work that was timed, by column. Pieces of one case are compared."""
 
 
 def row(case: str, work: str, taken: Measurement, floor: float | None = None, **more: Cell) -> Row:
-    """What torch's timer measured; `floor`: seconds that the machine allows."""
+    """Make a row from the timer's measurement; `floor` is the least seconds that the machine allows."""
     median, iqr = 1e3 * taken.median, 1e3 * taken.iqr
     found: Row = {"case": case, "work": work, "ms": median, "IQR, ms": iqr, "measurements": len(taken.times)}
     if floor:
@@ -74,7 +74,7 @@ def row(case: str, work: str, taken: Measurement, floor: float | None = None, **
 
 
 def slices(setting: Setting) -> Iterator[Row]:
-    """Figure 14's messages, by rank; against their floor: the bytes that must move at a copy's bandwidth."""
+    """Time figure 14's messages, by rank, against their floor: the bytes that must move, at a copy's bandwidth."""
     with one_process(setting.device):
         for model, shape in SLICES.items():
             n, m = (size // (8 if setting.tiny else 1) for size in shape)
@@ -83,7 +83,8 @@ def slices(setting: Setting) -> Iterator[Row]:
             bandwidth = setting.bandwidth(n * m) if cases else 0.0
             for rank, case in cases.items():
                 nbytes, factors = 4 * n * m, 4 * packed_numel(n, m, rank)
-                # Read gradient and residual, write the sum, multiply it twice meanwhile; read it, write the residual.
+                # Read gradient and residual, write the sum, and multiply it twice meanwhile; then read it, and write
+                # the residual.
                 floors = {"compress": (5 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
                 for work, taken in setting.in_turn(_slice(model, n, m, rank, setting.device)).items():
                     more: Row = {"model": model, "rank": rank, "Gbit/s": nbytes * 8e-9 / taken.median}
@@ -108,7 +109,7 @@ def _slice(model: str, n: int, m: int, compression_rank: int, device: torch.devi
 
 
 def orthogonalization(setting: Setting) -> Iterator[Row]:
-    """Batches of P alone; against the time of two products, a triangle of each: a Gram matrix and a change of basis.
+    """Time batches of P, against the time of two products with a triangle each: a Gram matrix and a change of basis.
 
     The hook's and LAPACK's time does not depend on the values; ours does, on a CPU.
     """
@@ -122,7 +123,7 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
             bases: dict[str, Callable[[], torch.Tensor]] = {
                 "ours": partial(ours.orthogonalize, p, out=torch.empty_like(p)),
                 "ours in fp64": lambda p=p: ours.orthogonalize(p.double()),  # type: ignore[misc]
-                "hook's _orthogonalize": partial(_hooks, p.clone()),
+                "hook's _orthogonalize": partial(_orthogonalized_by_hook, p.clone()),
                 "LAPACK or cuSOLVER QR": lambda p=p: torch.linalg.qr(p).Q,  # type: ignore[misc]
             }
             off = {name: off_orthonormal(work()) for name, work in bases.items()}
@@ -130,19 +131,19 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
                 yield row(case, name, taken, 2 * layers * n * r * r / rate, **{"off orthonormal": off[name]})
 
 
-def _hooks(p: torch.Tensor) -> torch.Tensor:
+def _orthogonalized_by_hook(p: torch.Tensor) -> torch.Tensor:
     powerSGD_hook._orthogonalize(p)
     return p
 
 
 def to_orthogonalize(kind: str, layers: int, n: int, r: int) -> torch.Tensor:
-    """A batch of P (layers, n, r), fp32, with an easy, a usual, or a hard spectrum."""
+    """Make a batch of P (layers, n, r), fp32, with an easy, a usual, or a hard spectrum."""
     generator = private_generator(3, "bench orthogonalization", n, device="cpu")
     gaussian = torch.randn(layers, n, r, generator=generator)
     if kind == "Gaussian":
         return gaussian
     if kind == "warm-started":
-        # As P = M Q comes from a warm-started Q: nearly orthogonal columns, lengths that fall tenfold.
+        # As P = M Q of a warm-started Q: nearly orthogonal columns, whose lengths fall tenfold.
         mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
         return torch.linalg.qr(gaussian).Q @ mixed * torch.logspace(0, -1, r)
     rotation = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
@@ -150,17 +151,17 @@ def to_orthogonalize(kind: str, layers: int, n: int, r: int) -> torch.Tensor:
 
 
 def off_orthonormal(basis: torch.Tensor) -> float:
-    """The largest entry of P^T P - 1 over a batch (B, n, r)."""
+    """Return the largest entry of P^T P - 1 over a batch (B, n, r)."""
     basis = basis.double()
     identity = torch.eye(basis.shape[2], dtype=basis.dtype, device=basis.device)
     return float((basis.mT @ basis - identity).abs().max())
 
 
 def check_basis(p: torch.Tensor, basis: torch.Tensor, subject: str) -> None:
-    """Orthonormal columns that span those of p.
+    """Check that a basis has orthonormal columns that span those of p.
 
     Raises:
-        SystemExit: they do not.
+        SystemExit: it does not.
     """
     off, p, basis = off_orthonormal(basis), p.double(), basis.double()
     missed = float((p - basis @ (basis.mT @ p)).norm() / p.norm())
@@ -169,19 +170,19 @@ def check_basis(p: torch.Tensor, basis: torch.Tensor, subject: str) -> None:
 
 
 def _stage(setting: Setting, seed: int) -> tuple[Bucket, int]:
-    """A stage's bucket, and the compression rank."""
+    """Return a stage's bucket and its compression rank."""
     if not setting.tiny:
         return Bucket.random(STAGE_LAYERS, STAGE_8_3B, STAGE_VECTOR, setting.device, seed), 128
     shapes = [(n // 16, m // 16) for n, m in STAGE_8_3B]
     return Bucket.random(2, shapes, STAGE_VECTOR // 16, setting.device, seed), 8
 
 
-def _of(gradients: Bucket) -> str:
+def _described(gradients: Bucket) -> str:
     return f"{gradients.layers} layers, {gradients.flat.nbytes / 1e9:.2f} GB"
 
 
 def bucket(setting: Setting) -> Iterator[Row]:
-    """A whole gradient bucket of a stage; against the time of its products at the rate of a large one here."""
+    """Time a whole gradient bucket of a stage, against the time of its products at the rate of a large product here."""
     gradients, r = _stage(setting, seed=1)
     with one_process(setting.device) as group:
         check_bucket(fast_compressor(), gradients.shapes, setting.device, r, group)
@@ -193,14 +194,14 @@ def bucket(setting: Setting) -> Iterator[Row]:
         taken = setting.in_turn(works, once=setting.device.type == "cpu")
     floor = gradients.flops(r) / setting.product_rate()
     for name, measurement in taken.items():
-        yield row(f"{_of(gradients)}, rank {r}", name, measurement, floor)
+        yield row(f"{_described(gradients)}, rank {r}", name, measurement, floor)
 
 
 def check_bucket(
     compressor: LowRank, shapes: tuple[tuple[int, int], ...], device: torch.device, compression_rank: int,
     group: dist.ProcessGroup,
 ) -> None:  # fmt: skip
-    """Ours loses no gradient, and approximates like the hook, over two steps on two layers.
+    """Check over two steps on two layers that our reducer loses no gradient, and approximates like the hook.
 
     Raises:
         SystemExit: it does not.
@@ -216,7 +217,8 @@ def check_bucket(
         was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
         lost = float((sent + kept - was).norm() / was.norm())
         apart = float((sent - expected).norm() / expected.norm())
-        # fp32 rounding; between the two over as many steps amplified by the factors' condition.
+        # fp32 rounding for the loss; between the two reducers, it is amplified over the steps by the factors'
+        # condition.
         if not (lost < 1e-5 and apart < 1e-3):
             raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
 
@@ -227,11 +229,13 @@ FORMAT_CASES: dict[str, tuple[str, bool, float]] = {
     for rotated in ((False, True) if row.rotated else (False,))
     if row.largest is not None
 }
-"""Formats that leave something out, by name: format, rotated, and the error that it has of Gaussian values."""
+"""Formats with rounding errors, by name: format, rotated, and the relative error of Gaussian values."""
 
 
 def formats(setting: Setting) -> Iterator[Row]:
-    """A stage's bucket encoded, and decoded and added, in every format and at low rank; against a copy's bandwidth."""
+    """Time a stage's bucket encoded, and decoded and added, in every format and at low rank, against a copy's
+    bandwidth.
+    """
     gradients, r = _stage(setting, seed=4)
     values, out = gradients.flat, torch.empty_like(gradients.flat)
     layout, bandwidth = BlockLayout.of_one(values.numel()), setting.bandwidth(min(values.numel(), 1 << 26))
@@ -243,15 +247,15 @@ def formats(setting: Setting) -> Iterator[Row]:
         message = torch.empty(1, nbytes, dtype=torch.uint8, device=setting.device)
         works[f"{name}, encode"] = partial(codec.encode, values, layout, message)
         works[f"{name}, decode and add"] = partial(codec.decode_add, message, layout, 0, out)
-        # Each is one read and one write, of the values and of the message.
+        # Encoding and decoding read and write once, the values and the message.
         floors[name] = (values.nbytes + nbytes) / bandwidth
     for name, taken in setting.in_turn(works, once=setting.device.type == "cpu" and not setting.tiny).items():
         floor = floors.get(name.rsplit(", ", 1)[0])
-        yield row(_of(gradients), name, taken, floor)
+        yield row(_described(gradients), name, taken, floor)
 
 
 def _low_rank(gradients: Bucket, out: torch.Tensor, r: int) -> dict[str, Work]:
-    """The same bucket's matrices at low rank, without what error feedback adds to it."""
+    """Make the works of the same bucket's matrices at low rank, without error feedback."""
     compressor, values = fast_compressor(), gradients.flat.view(gradients.layers, -1)
     step, place = values.shape[1], 0
     batches = []
@@ -276,7 +280,7 @@ def _low_rank(gradients: Bucket, out: torch.Tensor, r: int) -> dict[str, Work]:
 
 
 def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: str) -> None:
-    """The relative error of Gaussian `values` is within 10 % of what is expected.
+    """Check that the relative error of Gaussian `values` is within 10 % of `expected`.
 
     Raises:
         SystemExit: it is not.
@@ -292,7 +296,9 @@ def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: s
 
 
 def kernels(setting: Setting) -> Iterator[Row]:
-    """Each kernel beside torch's own way; without a GPU the columns of kernels and of compiled torch stay empty."""
+    """Time each kernel beside torch's own way; without a GPU, the columns of kernels and of compiled torch stay
+    empty.
+    """
     for case, works in contenders(setting.device, setting.tiny):
         taken = setting.in_turn({name: work for name, work in works.items() if work is not None})
         for name in works:
@@ -303,12 +309,12 @@ CAPTURED_RANKS = (16, 64, 128)
 
 
 def capture(setting: Setting) -> Iterator[Row]:
-    """On a GPU: a step without synchronisation, and as a graph with the same result."""
+    """Time a step on a GPU without synchronisation, and as a CUDA graph with the same result."""
     for (model, shape), rank in itertools.product(SLICES.items(), CAPTURED_RANKS):
         n, m = (size // (8 if setting.tiny else 1) for size in shape)
         gradient = torch.randn(1, n, m, generator=private_generator(8, model, device="cpu")).to(setting.device)
         eager, graphed = (Message(fast_compressor(), gradient, rank) for _ in range(2))
-        for _ in range(4):  # as many as `captured` runs before it captures, and one for its replay
+        for _ in range(4):  # as many steps as `captured` runs before it captures, and one for its replay
             eager.compress()
         replay = captured(graphed.compress)
         replay()

@@ -1,4 +1,4 @@
-"""How the compressors' benchmark measures: torch's own timer, in turns."""
+"""Timing of the compressors' benchmark: torch's own timer, in turns."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,10 +11,11 @@ Work = Callable[[], object]
 
 
 def in_turn(works: Mapping[str, Work], rounds: int, seconds: float) -> dict[str, Measurement]:
-    """Time all of `works` in turn, `rounds` times, so that what slows the machine down slows all of them.
+    """Time all of `works` in turn, `rounds` times, so that a disturbance of the machine slows all of them.
 
     Args:
-        seconds: how long each is repeated in a turn, once at least, after a warm-up that does not count; 0: once.
+        seconds: how long each work is repeated in a turn, at least once, after a warm-up that does not count; 0: run it
+            once.
     """
     timers = {
         name: Timer("work()", globals={"work": work}, label=name, num_threads=torch.get_num_threads())
@@ -28,7 +29,7 @@ def in_turn(works: Mapping[str, Work], rounds: int, seconds: float) -> dict[str,
 
 
 def captured(work: Work) -> Work:
-    """`work` as a CUDA graph: what replays it."""
+    """Capture `work` as a CUDA graph; return the function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,6 @@
-"""The questions that lie beside the task files, or a text of the user's; the harness passes its --metadata on."""
+"""Loader of the questions beside the task files, or of a text of the user's, for the harness, which passes on
+--metadata.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ HERE = Path(__file__).resolve().parent
 def questions(
     file: str, text_file: str | None = None, json_key: str = "text", **_metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """The lines of the .jsonl `file` of this folder as the split `test`; or `text_file`, whole if it is no .jsonl."""
+    """Return the lines of the .jsonl `file` of this folder as the split `test`, or those of `text_file`.
+
+    A `text_file` that is no .jsonl is one document.
+    """
     path = HERE / file if text_file is None else Path(text_file)
     text = path.read_bytes().decode("utf-8")
     if path.suffix == ".jsonl":
