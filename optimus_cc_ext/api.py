@@ -75,7 +75,8 @@ def compress(
 def install(config: OptimusConfig | None = None, *, train_iters: int | None = None) -> None:
     """Make Megatron compress its communication in this process. A second call with the same settings changes nothing.
 
-    Call it before the model is built, and, if `config` is None, before Megatron parses its command line.
+    Call it before the model is built, and, if `config` is None, before Megatron parses its command line. A custom
+    training loop should call `compress` instead: `install` with a config is kept for one release.
 
     Args:
         config: the techniques and formats, for a custom training loop; None: read them from flags on Megatron's command

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from optimus_cc_ext.api import begin_step, collect_metrics, current_session, end_step, install, preset
+from optimus_cc_ext.api import begin_step, collect_metrics, current_session, end_step, install, preset, uninstall
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
@@ -61,15 +61,15 @@ class Compression:
                 **changes,  # type: ignore[arg-type]
             )
         install(compression, train_iters=config.train.train_iters)
+        self._session = current_session()
 
     def on_train_start(self, context: Any) -> None:
         """Load the compressors' state from beside the checkpoint, once Bridge has loaded the model from it."""
         from optimus_cc_ext.checkpoint.beside import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        session = current_session()
-        if config.checkpoint.load and step and session is not None:
-            resume_beside(session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
+        if config.checkpoint.load and step and self._session is not None:
+            resume_beside(self._session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 
     def on_train_step_start(self, context: Any) -> None:
         """Begin a step of the session (`api.begin_step`)."""
@@ -97,14 +97,17 @@ class Compression:
             text = " | ".join(f"{name.removeprefix('optimus-cc/')}: {value:.4g}" for name, value in metrics.items())
             print(f"  optimus-cc step {step} | {text}", flush=True)
 
+    def on_train_end(self, context: Any) -> None:
+        """Remove the compression; a checkpoint that Bridge writes later still gets the state."""
+        uninstall()
+
     def on_checkpoint_save(self, context: Any) -> None:
         """Save the compressors' state beside the checkpoint that Bridge has just completed."""
         from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        session = current_session()
-        if session is not None:
-            save_beside(session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
+        if self._session is not None:
+            save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
 
 
 def _gathers(config: Any) -> bool:

@@ -30,18 +30,17 @@ __all__ = ["grid_of", "join", "layout_of", "place", "refuse_strangers", "wrap_mo
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 
-def wraps(sessions: Sessions, session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seam of this file, with what wraps it."""
-    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, sessions, session))]
+def wraps(attach: Callable[[Any], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+    """The seam of this file, with what wraps it; `attach` is called with every model that is wrapped in DDP."""
+    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, attach))]
 
 
 def wrap_model(
-    sessions: Sessions, session: Session, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+    attach: Callable[[Any], None], original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Let the model that `DistributedDataParallel.__init__` wraps join the session."""
+    """Attach the model that `DistributedDataParallel.__init__` wraps."""
     original(model, *args, **kwargs)
-    # Never closed: a model keeps its reducers, and a later session refuses to train it.
-    join(sessions, session, model, Patches())
+    attach(model)
 
 
 def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> None:

@@ -84,7 +84,17 @@ def compress(
     )  # fmt: skip
     if isinstance(config, str):
         config = _preset(config, layout)
-    return Handle(wrapped, optimizer, config, layout, measure_every)
+    if shared_sessions().of(wrapped):
+        raise OptimusError("models: compressed by another handle already. Remove that one first")
+    handle = Handle(Session(config, layout))
+    try:
+        for model in wrapped:
+            handle.attach(model)
+    except BaseException:
+        handle.detach()
+        raise
+    handle.follow_steps(optimizer, measure_every)
+    return handle
 
 
 def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -117,33 +127,32 @@ class Handle:
     """The compression of one model on this rank; `optimus_cc_ext.compress` makes it. A context manager: see `remove`.
 
     Args:
-        models: the DistributedDataParallel of each model chunk of this rank.
-        optimizer: ends the steps; None: they are announced by `step`.
-        layout: the facts about the run, as the models tell them.
-        measure_every: errors and times are measured in each step whose number this divides; 0: in none.
+        session: the state of the compression.
     """
 
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizer: Any,
-        config: OptimusConfig,
-        layout: Layout,
-        measure_every: int,
-    ) -> None:
-        self._sessions, self._patches, self._models = shared_sessions(), Patches(), models
-        self._session: Session | None = None
-        if self._sessions.of(models):
-            raise OptimusError("models: compressed by another handle already. Remove that one first")
-        self._session = session = Session(config, layout)
+    def __init__(self, session: Session) -> None:
+        self.sessions, self._session, self._patches = shared_sessions(), session, Patches()
+        self._models: list[Any] = []
+        self._removed = False
+
+    def attach(self, model: Any) -> None:
+        """Compress a model chunk of this rank, which DistributedDataParallel has wrapped.
+
+        Collective over all ranks of the model if it is the first one.
+        """
+        join(self.sessions, self._compressing, model, self._patches)
+        self._models.append(model)
+
+    def follow_steps(self, optimizer: Any, measure_every: int) -> None:
+        """Begin a step where gradients are zeroed, and end a step with the optimizer's; None: `step` announces steps.
+
+        Args:
+            measure_every: errors and times are measured in each step whose number this divides; 0: in none.
+        """
+        session = self._compressing
         session.follows_zeroing = True
-        try:
-            for model in models:
-                join(self._sessions, session, model, self._patches)
-                self._patches.wrap(model, "zero_grad_buffer", partial(_zero, session, measure_every))
-        except BaseException:
-            self._detach(session)
-            raise
+        for model in self._models:
+            self._patches.wrap(model, "zero_grad_buffer", partial(_zero, session, measure_every))
         if isinstance(optimizer, torch.optim.Optimizer):
             hook = optimizer.register_step_post_hook(lambda *_: _end_step(session))
             self._patches.callback(hook.remove)
@@ -199,22 +208,22 @@ class Handle:
         Raises:
             OptimusError: a forward-backward pass of the model is open.
         """
-        session = self._session
-        if session is None:
+        if self._removed:
             return
-        if session.active:
+        if self._session.active:
             raise OptimusError("remove: a forward-backward pass of this model is open. Call it between two passes")
         for model in self._models:
-            for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):  # type: ignore[misc]
-                finish(session, bucket_group)
-        self._detach(session)
+            for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+                finish(self._session, bucket_group)
+        self.detach()
 
-    def _detach(self, session: Session) -> None:
-        session.end_step(applied=False)
-        session.follows_zeroing = False  # others may have wrapped our wraps, which then stay, and do nothing
-        self._session = None
+    def detach(self) -> None:
+        """End compression without other ranks: what is under way is left to its own."""
+        self._session.end_step(applied=False)
+        self._session.follows_zeroing = False  # others may have wrapped our wraps, which then stay, and do nothing
+        self._removed = True
         self._patches.close()
-        self._sessions.remove(session)
+        self.sessions.remove(self._session)
         close_unless_used()
 
     def __enter__(self) -> Self:
@@ -223,12 +232,12 @@ class Handle:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.remove()
-        elif self._session is not None:
-            self._detach(self._session)  # other ranks may not come, so nothing is waited for
+        else:
+            self.detach()  # other ranks may not come, so nothing is waited for
 
     @property
     def _compressing(self) -> Session:
-        if self._session is None:
+        if self._removed:
             raise OptimusError("this handle was removed: its model is vanilla. Call optimus_cc_ext.compress() anew")
         return self._session
 

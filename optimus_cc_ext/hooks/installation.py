@@ -1,8 +1,7 @@
-"""Puts the wraps on Megatron and takes them off again.
+"""One handle for all models of the process: every DistributedDataParallel that is made joins the handle.
 
-What models of all kinds share is wrapped while there is a session (`shared_sessions`). An installation adds what makes
-every model of the process join one: `Installation.start` wraps the argument parser (or, where a configuration is given,
-goes on at once); `Installation.activate` wraps the training loop, once it is known what was asked for.
+`Installation.start` wraps the argument parser (or, where a configuration is given, goes on at once);
+`Installation.activate` wraps the training loop, once it is known what was asked for.
 """
 
 import importlib.util
@@ -13,7 +12,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_local_rank
 from optimus_cc_ext.hooks import arguments, checkpointing, distributed_data_parallel, training
-from optimus_cc_ext.hooks.handle import close_unless_used, shared_sessions, shared_wraps
+from optimus_cc_ext.hooks.handle import Handle, shared_wraps
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.techniques.session import Session
@@ -28,7 +27,7 @@ class Installation:
 
     def __init__(self) -> None:
         self._applied = AppliedWraps()
-        self._sessions: Sessions | None = None
+        self._handle: Handle | None = None
         self.session: Session | None = None
 
     def start(self, config: OptimusConfig | None, train_iters: int | None = None) -> None:
@@ -53,18 +52,16 @@ class Installation:
             return
         self.session = Session(config, layout, train_iters)
         if config.any_technique or config.compression_metrics:
-            self._sessions = shared_sessions()
-            self._sessions.of_every_model = self.session
-            self._applied.apply(_loop_wraps(self._sessions, self.session))
+            self._handle = Handle(self.session)
+            self._handle.sessions.of_every_model = self.session
+            self._applied.apply(_loop_wraps(self._handle.attach, self.session))
 
     def remove(self) -> None:
-        """Take every wrap off. Models that were built meanwhile keep their bucket reducers."""
+        """Take every wrap off. Models that were built meanwhile are vanilla from now on; see `Handle.remove`."""
+        if self._handle is not None:
+            self._handle.remove()
         self._applied.close()
-        if self._sessions is not None and self.session is not None:
-            self._sessions.of_every_model = None
-            self._sessions.remove(self.session)
-            close_unless_used()
-        self.session = self._sessions = None
+        self.session = self._handle = None
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)
@@ -74,16 +71,14 @@ class Installation:
 
 def all_seams() -> list[Seam]:
     """Every seam that some configuration wraps, for `optimus-cc doctor`."""
-    sessions, everything = Sessions(), Session(OptimusConfig())
-    wraps = [*arguments.wraps(lambda *_: None), *shared_wraps(sessions), *_loop_wraps(sessions, everything)]
+    everything = Session(OptimusConfig())
+    wraps = [*arguments.wraps(lambda *_: None), *shared_wraps(Sessions()), *_loop_wraps(print, everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
 
 
-def _loop_wraps(sessions: Sessions, session: Session) -> _Wraps:
+def _loop_wraps(attach: Callable[[Any], None], session: Session) -> _Wraps:
     loop = [*training.wraps(session), *checkpointing.wraps(session)]
-    return [
-        *distributed_data_parallel.wraps(sessions, session), *(wrap for wrap in loop if _importable(wrap[0]))
-    ]  # fmt: skip
+    return [*distributed_data_parallel.wraps(attach), *(wrap for wrap in loop if _importable(wrap[0]))]
 
 
 def _importable(seam: Seam) -> bool:

@@ -37,6 +37,8 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         """Remove a session from the registry; the session's models are vanilla from now on."""
+        if self.of_every_model is session:
+            self.of_every_model = None
         for model in [model for model, other in self._of_model.items() if other is session]:
             del self._of_model[model]
 
