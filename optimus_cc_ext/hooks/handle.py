@@ -223,6 +223,8 @@ class Handle:
         self._session.follows_zeroing = False  # others may have wrapped our wraps, which then stay, and do nothing
         self._removed = True
         self._patches.close()
+        if self._session.new_groups is not None:
+            self._session.new_groups.close()
         self.sessions.remove(self._session)
         close_unless_used()
 

@@ -12,7 +12,7 @@ from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.groups import groups_of_this_rank
+from optimus_cc_ext.techniques.groups import names_of
 from optimus_cc_ext.techniques.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.techniques.state import state_dtype
 
@@ -44,7 +44,8 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
             one of them did not come; or OPTIMUS_CC_NODE is set for some of them only.
     """
     kernels, failure = _kernels(config, grid.dtype)
-    place = replace(grid.place, groups=groups_of_this_rank(), node=this_node(dist.get_rank()))
+    rank = dist.get_rank()
+    place = replace(grid.place, names=names_of(rank), node=this_node(rank))
     mine = (place, config, layout, _machine(kernels), failure)
     grid.meet()
     everyone = grid.gather(mine)

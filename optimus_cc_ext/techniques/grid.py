@@ -31,8 +31,8 @@ class RankPlace:
     rank: int
     stage: int
     tensor_rank: int
-    groups: int = 0
-    """Number of process groups that the rank is a member of; see `groups.NewGroups`."""
+    names: int = 0
+    """Number of names of process groups that the rank has used up; see `groups.NewGroups`."""
 
     node: Node = field(default_factory=Node)
     """The node that holds the rank."""

@@ -7,18 +7,25 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.grid import RankPlace
 
-__all__ = ["NewGroups", "communicator_bytes", "communicator_line", "groups_of_this_rank", "new_group"]
+__all__ = ["NewGroups", "communicator_bytes", "communicator_line", "names_of", "new_group"]
 
 
 def new_group(
-    ranks: Sequence[int], *, like: dist.ProcessGroup | None, description: str, timeout: timedelta | None = None
+    ranks: Sequence[int],
+    *,
+    name: str,
+    like: dist.ProcessGroup | None,
+    description: str,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """Make a process group of which only the members, this rank among them, take part in making it.
 
     Args:
         ranks: the members' ranks, in any order; torch sorts them.
+        name: the name by which members find each other, the same on all of them and never used before.
         like: the group that the new group replaces. If NCCL runs that group, the new group gets a copy of its options:
             the limits of `--nccl-communicator-config-path`, the priority of its streams, its time limit. gloo has no
             such options. None: torch's defaults.
@@ -26,10 +33,14 @@ def new_group(
         timeout: the limit on every wait if NCCL does not run `like`; None: torch's default.
     """
     options = None if like is None else _nccl_options(like)
-    return dist.new_group(
-        list(ranks), timeout=timeout if options is None else options._timeout, pg_options=options,
-        use_local_synchronization=True, group_desc=description,
-    )  # fmt: skip
+    with Patches() as patches:
+        # torch would name the group by its ranks and by the number of groups that this process has. Members with
+        # unequal numbers would wait for each other for ever, and a name would come again after a group was destroyed.
+        patches.replace(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name)
+        return dist.new_group(
+            list(ranks), timeout=timeout if options is None else options._timeout, pg_options=options,
+            use_local_synchronization=True, group_desc=description,
+        )  # fmt: skip
 
 
 def _nccl_options(group: dist.ProcessGroup) -> Any:
@@ -47,17 +58,19 @@ def _nccl_options(group: dist.ProcessGroup) -> Any:
     return None
 
 
-def groups_of_this_rank() -> int:
-    """Return the number of process groups that this rank is a member of; torch makes names of that number."""
-    return len(dist.distributed_c10d._world.pg_names)
+def names_of(rank: int, *, more: int = 0) -> int:
+    """Return how many names of process groups `rank` has used up, after adding `more`.
+
+    The default group's store counts them, so that counting starts anew with that group.
+    """
+    return int(dist.distributed_c10d._get_default_store().add(f"optimus_cc/names/{rank}", more))
 
 
 class NewGroups:
     """Maker of the process groups of one session on one rank.
 
-    torch names such a group by its ranks and by the number of groups that a process has. Megatron's first stage has one
-    more than its last, and a process with a second model many more: named differently, members would wait for each
-    other for ever. So each rank first fills up with groups of itself alone to the largest number in the model.
+    Groups are named by numbers. All ranks of the model begin behind the largest number that one of them has used, so
+    that a name is new to every member, whatever other models the members hold.
 
     Args:
         places: the places of all ranks of the model.
@@ -70,7 +83,7 @@ class NewGroups:
         self.made: dict[str, dist.ProcessGroup] = {}
         """The groups that techniques have asked for, by description."""
 
-        self._names = max(place.groups for place in places)
+        self._names = max(place.names for place in places)
         self._like, self._timeout = like, timeout
 
     def alone(self) -> dist.ProcessGroup:
@@ -86,14 +99,23 @@ class NewGroups:
         All ranks of the model call this for the same groups, in the same order. Only members wait for one another.
         """
         rank = dist.get_rank()
-        while groups_of_this_rank() < self._names:
-            new_group([rank], like=None, description="OPTIMUS_CC_NAME", timeout=self._timeout)
         self._names += 1
+        names_of(rank, more=self._names - names_of(rank))
         mine = next((ranks for ranks in members if rank in ranks), None)
         if mine is None:
             return None
-        self.made[description] = new_group(mine, like=self._like, description=description, timeout=self._timeout)
+        self.made[description] = new_group(
+            mine, name=f"optimus_cc/{self._names}/{min(mine)}", like=self._like, description=description,
+            timeout=self._timeout,
+        )  # fmt: skip
         return self.made[description]
+
+    def close(self) -> None:
+        """Destroy the groups that were made, unless the default group was destroyed before, and they with it."""
+        for group in self.made.values():
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        self.made.clear()
 
     @property
     def line(self) -> str | None:

@@ -137,3 +137,32 @@ def test_only_the_ranks_of_the_model_agree_and_make_groups_however_many_groups_t
     sums = [[3.0, 3.0]] * 4
     found = run_ranks(3, _place_two_of_three, OptimusConfig(fused_embedding_sync=True), timeout=60)
     assert found == [sums, sums, "no model"]
+
+
+def _models_that_come_and_go(config) -> tuple[list[list[list[float]]], list[int]]:
+    """Ranks 0 and 1 hold a model, then 1 and 2, and so on in turn: their numbers of groups are never equal."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    pairs, rank = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2))}, dist.get_rank()
+    sums, groups = [], []
+    for turn in range(6):
+        ranks = ((0, 1), (1, 2))[turn % 2]
+        if rank not in ranks:
+            continue
+        session, stage = Session(config), ranks.index(rank)
+        place = RankPlace(rank=rank, stage=stage, tensor_rank=0)
+        session.place(Grid(place=place, stages=2, data_parallel=1, pipeline_group=pairs[ranks]), LAYOUT)
+        gradient = torch.full((2, 2), 1.0 + stage)
+        session.embedding.reduce(gradient)
+        sums.append(gradient.tolist())
+        session.new_groups.close()
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    return sums, groups
+
+
+def test_models_that_come_and_go_leave_no_group_and_their_ranks_find_each_other():
+    for rank, (sums, groups) in enumerate(
+        run_ranks(3, _models_that_come_and_go, OptimusConfig(fused_embedding_sync=True), timeout=60)
+    ):
+        times = 6 if rank == 1 else 3
+        assert sums == [[[3.0, 3.0]] * 2] * times
+        assert len(groups) == times and len(set(groups)) == 1

@@ -32,7 +32,7 @@ def _made(monkeypatch, like, timeout=None):
     """The keyword arguments that torch gets for the group of this rank alone."""
     got = {}
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(groups, "groups_of_this_rank", lambda: 1)
+    monkeypatch.setattr(groups, "names_of", lambda rank, more=0: more)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **kwargs: got.update(kwargs, ranks=ranks))
     NewGroups(PLACES, like, timeout).alone()
     return got
