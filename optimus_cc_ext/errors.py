@@ -20,6 +20,7 @@ __all__ = [
     "MissingExtra",
     "OptimusError",
     "RanksDisagree",
+    "UnfitState",
     "UnknownName",
     "UnsupportedMegatron",
     "exit_with",
@@ -53,6 +54,10 @@ class UnknownName(OptimusError, ValueError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         super().__init__(f"{name!r} is not the name of a {kind}; known are {', '.join(known)}")
+
+
+class UnfitState(OptimusError, ValueError):
+    """A saved state of compression that does not fit this rank of this run; the message names the difference."""
 
 
 class MissingExtra(OptimusError, ImportError):

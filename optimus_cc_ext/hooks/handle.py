@@ -13,10 +13,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.checkpoint.resuming import settings_of
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, resolve
-from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.errors import FlagError, OptimusError, UnfitState
 from optimus_cc_ext.hooks import distrib_optimizer, finalize_model_grads, p2p_communication, schedules
 from optimus_cc_ext.hooks.distributed_data_parallel import grid_of, join, layout_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
@@ -26,9 +27,13 @@ from optimus_cc_ext.hooks.sessions import Sessions, layers_of
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
+from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Handle", "Step", "close_unless_used", "compress", "shared_sessions", "shared_wraps"]
+
+_MADE_BY = "made_by"
+"""The part of a state that says which rank of which run saved it."""
 
 _shared: tuple[Sessions, AppliedWraps] | None = None
 """The sessions of this process and the wraps that ask for them: Megatron's functions are the process's, too."""
@@ -172,15 +177,61 @@ class Handle:
 
         In a step that is not ended, it is the state before the step.
         """
-        return self._compressing.state_dict()
+        return self._compressing.state_dict() | {_MADE_BY: self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank.
+        """Go on from what `state_dict` returned on this rank. Collective over all ranks of the model.
+
+        A technique that is missing in the state keeps what it has.
 
         Raises:
-            ValueError: it does not fit what is switched on here; then nothing is changed.
+            UnfitState: on all ranks, and nothing is changed: on one of them the state is another rank's, or does not
+                fit what is switched on here.
         """
-        self._compressing.load_state_dict(state)
+        session, reason = self._compressing, None
+        try:
+            reason = self._misfit(session, state)
+        except (AttributeError, KeyError, TypeError) as error:
+            reason = f"it is not what a handle's state_dict() returned ({type(error).__name__}: {error})"
+        if found := next(_reasons(session.grid, reason), None):
+            raise UnfitState("load_state_dict: nothing is changed: rank {}: {}".format(*found))
+        session.load_state_dict(state)
+
+    def _misfit(self, session: Session, state: Mapping[str, Any]) -> str | None:
+        """Return why this rank cannot go on from `state`; None: it can."""
+        if session.active or session.is_announced:
+            return "a step is open. Load between two steps"
+        if "iteration" not in state:
+            return "it has no `iteration`: give what a handle's state_dict() returned on this rank"
+        here = self._identity
+        # States of earlier versions say nothing about who made them.
+        for part, saved in state.get(_MADE_BY, {}).items():
+            for name, value in here.get(part, {}).items():
+                if saved.get(name) != value:
+                    return f"{name} is {value} here and {saved.get(name)} in the state"
+        return "; ".join(f"{name}: {why}" for name, why in session.mismatches(state).items()) or None
+
+    @property
+    def _identity(self) -> dict[str, dict[str, Any]]:
+        """The facts that a state depends on: this rank's place in the layout, and by technique the settings."""
+        config, grid = self._compressing.config, self._compressing.grid
+        assert grid is not None, "no model was attached"
+        replicas, tensor = grid.replica_group, grid.tensor_group
+        place = {
+            "the number of pipeline stages": grid.stages,
+            "the number of model chunks per stage": grid.chunks,
+            "the data-parallel size": grid.data_parallel,
+            "the tensor-parallel size": 1 if tensor is None else tensor.size(),
+            "the pipeline stage of the rank": grid.place.stage,
+            "the replica of the rank": 0 if replicas is None else replicas.rank(),
+            "the tensor-parallel rank": grid.place.tensor_rank,
+            "the hidden size": getattr(self._models[0].config, "hidden_size", None),
+        }
+        settings = {
+            technique: {flag.removeprefix("--").replace("-", "_"): value for flag, value in of_technique.items()}
+            for technique, of_technique in settings_of(config, {}).items()
+        }
+        return {"place": place} | settings
 
     @contextmanager
     def step(self, iteration: int | None = None, *, measured: bool = False) -> Iterator["Step"]:
@@ -264,6 +315,13 @@ class Step:
         if not self._session.in_step:
             raise OptimusError("done: no forward-backward pass of this model has run in the step. Call it after one")
         _agree_and_end(self._session, applied, {MAIN_NORM_GROUP: grad_norm}, clip_grad)
+
+
+def _reasons(grid: Grid | None, mine: str | None) -> Iterator[tuple[int, str]]:
+    """Yield the ranks that have a reason to refuse, with the reason. Collective over all ranks of the model."""
+    assert grid is not None, "the session has no place in the grid yet"
+    everyone = grid.gather((grid.place.rank, mine))
+    return ((rank, reason) for rank, reason in everyone if reason is not None)
 
 
 def _zero(session: Session, measure_every: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -297,7 +297,22 @@ class SelectiveStageCompression(Technique):
         return state
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """See `Technique.mismatch`. Where the run that saved it had chosen its stages, they are taken over."""
-        if self.stages_are_open and (stages := state_dict.get("stages")) is not None:
-            self.choose_stages(stages)
-        return super().mismatch(state_dict)
+        """See `Technique.mismatch`. Stages that the run had chosen which saved the state are taken over by loading."""
+        if not self._takes_over_stages(state_dict) or self.stage not in state_dict["stages"]:
+            return super().mismatch(state_dict)
+        plans = [plan for buckets in self.buckets for plan in buckets.plan.low_rank]
+        shapes = {
+            f"bucket {number}: {same.name}": (len(same.starts), same.rows, same.columns)
+            for number, plan in enumerate(plans)
+            for same in plan.shapes
+        }
+        return self.states.mismatch(state_dict["states"], expected=shapes)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Technique.load_state_dict`."""
+        if self._takes_over_stages(state_dict):
+            self.choose_stages(state_dict["stages"])
+        super().load_state_dict(state_dict)
+
+    def _takes_over_stages(self, state_dict: Mapping[str, Any]) -> bool:
+        return self.stages_are_open and state_dict.get("stages") is not None

@@ -139,7 +139,7 @@ class FactorState:
         device: torch.device,
         norm_group: str = MAIN_NORM_GROUP,
     ) -> None:
-        batch, n, m = shape
+        batch, n, m = self.shape = shape
         r = effective_rank(n, m, compression_rank)
         self.fallback = initial_q(batch, m, r, generator=generator, device=device)
         self.warm_start = SteppedTensor(self.fallback.to(dtype, copy=True))
@@ -274,17 +274,26 @@ class FactorStates:
         """Return what applied steps left, as tensors (not copies)."""
         return self._waiting | {name: state.saved() for name, state in self._states.items()}
 
-    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Say why `load_state_dict` would refuse, or None."""
-        names = self._states if not self._made_on_demand else state_dict
+    def mismatch(
+        self, state_dict: Mapping[str, Any], *, expected: Mapping[str, tuple[int, int, int]] | None = None
+    ) -> str | None:
+        """Say why `load_state_dict` would refuse, or None; nothing is changed.
+
+        Args:
+            expected: shapes (B, n, m) of the states that will be there when the state is loaded, by name; None: those
+                that are there.
+        """
+        if expected is None:
+            expected = {name: state.shape for name, state in self._states.items()}
+        names = expected.keys() if not self._made_on_demand else state_dict.keys()
         if missing := sorted(names - state_dict.keys()) or sorted(state_dict.keys() - names):
             return f"{', '.join(missing)}: either here or in the checkpoint, not in both"
         for name, saved in state_dict.items():
             found = tuple(saved["residual"].shape), tuple(saved["warm_start"].shape)
-            batch, n, m = found[0] if name not in self._states else self._states[name].residual.committed.shape
-            expected = (batch, n, m), (batch, m, effective_rank(n, m, self._compression_rank))
-            if found != expected:
-                return f"{name}: residual and warm start of {found} where {expected} are remembered"
+            batch, n, m = expected.get(name, found[0])
+            fitting = (batch, n, m), (batch, m, effective_rank(n, m, self._compression_rank))
+            if found != fitting:
+                return f"{name}: residual and warm start of {found} where {fitting} are remembered"
         return None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
