@@ -332,7 +332,7 @@ def test_activating_after_megatron_is_refused_and_leaves_torch_alone() -> None:
 
     cpu_runtime.deactivate()
     random._lazy_init = torch.cuda._lazy_init  # as if Megatron had been imported now
-    with pytest.raises(RuntimeError, match=r"after Megatron was imported.*before the first import"):
+    with pytest.raises(RuntimeError, match=r"after Megatron had been imported.*before the first import"):
         cpu_runtime.activate()
     assert not cpu_runtime.is_active()
     assert torch.ones(1).type() == "torch.FloatTensor"
