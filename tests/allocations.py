@@ -1,4 +1,4 @@
-"""What a piece of code asks of torch: new memory for tensors, and values on the host."""
+"""Watch of the requests that code makes of torch: new memory for tensors, and values on the host."""
 
 from typing import Any
 
@@ -9,13 +9,15 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["Watch"]
 
 HOST_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default")
-"""Where a tensor's value, or a size that depends on it, goes to the host: on a GPU each waits for the device."""
+"""Operators that bring a tensor's value, or a size that depends on it, to the host: on a GPU each waits for the
+device.
+"""
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators, and notes those that return memory which they were not given and those that read on the host.
+    """Dispatch mode that counts operators, and notes those that return new memory and those that read on the host.
 
-    It sees what torch returns, not what a kernel uses inside.
+    It sees the tensors that torch returns, but not the memory that a kernel uses inside.
     """
 
     def __init__(self) -> None:
@@ -26,11 +28,11 @@ class Watch(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """How many operators."""
+        """Number of operators."""
         return len(self.called)
 
     def count(self, name: str) -> int:
-        """How many whose names contain this."""
+        """Return the number of operators whose names contain `name`."""
         return sum(name in called for called in self.called)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Block formats block by block, as they are defined: slow, short, the oracle of `Codec`.
 
-It takes of the table of formats only name, bits and largest code, and packs by itself.
+It takes only name, bits and largest code from the table of formats, and does the packing itself.
 """
 
 import itertools
@@ -25,7 +25,7 @@ E4M3 = [code * 2.0**-9 for code in range(8)] + [
 
 
 class ReferenceCodec:
-    """Encodes and decodes as `Codec` has it; rotates in fp64.
+    """Reference codec with `Codec`'s interface; it rotates in fp64.
 
     Args:
         name: fp8, exact, or int and a number of bits.
@@ -40,7 +40,7 @@ class ReferenceCodec:
         self.name, self.bits, self.largest, self.signs = name, bits, largest, signs
 
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """`values` -> (N, message_bytes)."""
+        """Encode `values` into `out` (N, message_bytes)."""
         for index, message in enumerate(out):
             dense, scales, codes = self._sections(message, layout, values.dtype)
             for slot, element in enumerate(_elements(layout.dense[index])):
@@ -51,7 +51,7 @@ class ReferenceCodec:
                 scales[block], codes[block] = self.encode_block(x)
 
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
-        """The sum of (R, message_bytes), in fp32 and in this order, in `out`."""
+        """Write the sum of (R, message_bytes), in fp32 and in this order, to `out`."""
         sent = [self._sections(message, layout, out.dtype) for message in messages]
         for slot, element in enumerate(_elements(layout.dense[index])):
             out[element] = sum(dense[slot].float() for dense, _, _ in sent)
@@ -62,7 +62,7 @@ class ReferenceCodec:
             out[start : start + length] = total[:length].to(out.dtype)
 
     def encode_block(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(128,) fp32 -> its scale, bf16, and its codes, uint8."""
+        """Encode (128,) fp32; return its scale, bf16, and its codes, uint8."""
         if self.largest is None:
             return torch.tensor(1.0).bfloat16(), torch.frombuffer(
                 bytearray(struct.pack("<128f", *x.tolist())), dtype=torch.uint8
@@ -79,12 +79,12 @@ class ReferenceCodec:
         return scale, torch.tensor(codes, dtype=torch.uint8)
 
     def decode_block(self, scale: Tensor, codes: Tensor) -> Tensor:
-        """What they stand for, (128,) fp32."""
+        """Return the values that scale and codes stand for, (128,) fp32."""
         numbers = self.numbers(codes) * scale.double()
         return (numbers if self.signs is None else self._hadamard(numbers) * self.signs).float()
 
     def numbers(self, codes: Tensor) -> Tensor:
-        """Codes of a block, uint8, as numbers, (128,) fp64."""
+        """Return the codes of a block, uint8, as numbers, (128,) fp64."""
         if self.name == "exact":
             numbers = list(struct.unpack("<128f", bytes(codes.tolist())))
         elif self.name == "fp8":
@@ -93,8 +93,9 @@ class ReferenceCodec:
             numbers = [float(number) for number in self._unpack(codes.tolist())]
         return torch.tensor(numbers, dtype=torch.float64)
 
-    # A code of 8 bits is a byte in two's complement. Narrower ones become positive, code + 2^(bits - 1); the digits of
-    # all whose places are equal modulo the number of words make one binary number. All lowest bytes come first.
+    # A code of 8 bits is a byte in two's complement. Narrower codes become positive, code + 2^(bits - 1); the codes
+    # whose places are equal modulo the number of words are the digits of one binary number. The lowest bytes of all
+    # words come first.
 
     def _pack(self, numbers: list[int]) -> list[int]:
         if self.bits == 8:
@@ -115,7 +116,7 @@ class ReferenceCodec:
         return [int(text[end - self.bits : end], 2) - 2 ** (self.bits - 1) for end in ends for text in texts]
 
     def _hadamard(self, x: Tensor) -> Tensor:
-        """H x: of two halves first their sum and then their difference, and so on in both."""
+        """Return H x: for two halves first their sum and then their difference, and so on in both."""
         x, width = x.double(), BLOCK
         while width > 1:
             first, second = x.view(-1, 2, width // 2).unbind(1)
@@ -137,13 +138,13 @@ def _elements(ranges: Ranges) -> Iterator[int]:
 
 
 def _blocks(layout: BlockLayout, index: int) -> Iterator[tuple[int, int]]:
-    """Start and length of every block of a message."""
+    """Yield start and length of every block of a message."""
     for piece in layout.pieces[index]:
         for done in range(0, piece.numel, BLOCK):
             yield piece.start + done, min(BLOCK, piece.numel - done)
 
 
 def _to_e4m3(number: float) -> int:
-    """The code of the nearest value; of two equally near ones the even."""
+    """Return the code of the nearest value; of two equally near values the even one."""
     nearest = min(range(len(E4M3)), key=lambda code: (abs(E4M3[code] - abs(number)), code % 2))
     return nearest + 128 * (math.copysign(1.0, number) < 0)

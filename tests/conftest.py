@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread per process unless the caller says otherwise, two tiers.
+"""Settings of every test: no network, one thread per process unless the caller sets another number, two tiers.
 
 The default time limit of a test is in pytest.ini.
 """
@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # All ranks of a test run on this machine; compression is for messages between nodes.
 os.environ.setdefault("OPTIMUS_CC_NODE", "ranks:1")
 
-# No deadline for a single example, and none for making it: on a machine that is busy they measure the machine.
+# No deadline for a single example, and none for generating it: on a busy machine they measure the machine.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 
@@ -50,7 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers one makes all Megatron runs, whose ranks use every core; else a file stays together."""
+    """Give all Megatron runs, whose ranks use every core, to one worker if there are several; keep a file together
+    otherwise.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
@@ -67,6 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     if left_out:
-        # Deselected rather than skipped: nothing is missing here, these are simply not asked for.
+        # Deselected rather than skipped, because nothing is missing here: these tests are simply not requested.
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]

@@ -1,4 +1,4 @@
-"""CUDA graphs of what a training step repeats."""
+"""CUDA graphs of work that a training step repeats."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,9 @@ __all__ = ["assert_replays_without_synchronisation"]
 
 
 def assert_replays_without_synchronisation(work: Callable[[], None], results: Sequence[Tensor]) -> None:
-    """`work`, which writes `results`, waits for nothing, and a CUDA graph of it writes the same to the bit."""
+    """Assert that `work`, which writes `results`, waits for nothing, and that a CUDA graph of it writes the same
+    bits.
+    """
     work()
     expected = [each.clone() for each in results]
     torch.cuda.synchronize()

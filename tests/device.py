@@ -1,6 +1,6 @@
-"""What the ranks of a run of tests train on: the CPU; in a smoke test of one version of Megatron, GPUs where there are.
+"""Device of the ranks of a test session: the CPU; in a smoke test of one version of Megatron, GPUs if there are any.
 
-It is decided once, where pytest starts, for a server that is to be forked must not ask CUDA.
+It is chosen once, when pytest starts, because a server that will be forked must not initialise CUDA.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from optimus_cc_ext.devices.shared_gpu import Device, device_for
 __all__ = ["RANKS", "VARIABLE", "device_of", "said_of", "take"]
 
 VARIABLE = "OPTIMUS_CC_TEST_DEVICE"
-"""What was decided."""
+"""Environment variable that holds the chosen device."""
 
 RANKS = 4
-"""Of the smoke test's runs."""
+"""Number of ranks of the smoke test's runs."""
 
 
 def device_of(environment: Mapping[str, str], gpus: int) -> Device:
-    """By the environment of pytest, and the GPUs that are visible."""
+    """Choose the device by pytest's environment and the number of visible GPUs."""
     if "OPTIMUS_CC_TEST_MEGATRON" not in environment or environment.get("OPTIMUS_CC_DEVICE") == "cpu":
         return "cpu"
     return device_for(RANKS, gpus)
 
 
 def said_of(device: Device, gpus: int) -> list[str]:
-    """What pytest says of it above the tests."""
+    """Return the lines about the device that pytest prints above the tests."""
     if device == "cpu":
         return []
     return [f"{RANKS} ranks train on {gpus} GPU(s) ({device}); OPTIMUS_CC_DEVICE=cpu keeps them on the CPU"]
 
 
 def take() -> None:
-    """In a rank that was just forked: its GPU, if it is to have one."""
+    """Set the GPU of a rank that was just forked, if it has one."""
     device = os.environ["OPTIMUS_CC_DEVICE"]
     if device != "cpu":
         from optimus_cc_ext.devices import cpu_runtime

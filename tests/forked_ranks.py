@@ -46,14 +46,14 @@ STACKS_GRACE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Rank:
-    """One started rank, seen from the test."""
+    """Started rank, as the test sees it."""
 
     number: int
     process: BaseProcess
     answers: Connection
     log: Path
     answer: tuple[str, Any] | None = None
-    """("result", value) or ("failure", traceback), once the rank has answered."""
+    """Answer of the rank, ("result", value) or ("failure", traceback); None until it has answered."""
 
     def describe(self) -> str:
         tail = self.log.read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
@@ -63,20 +63,19 @@ class _Rank:
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """``fn(*args)`` in ``world_size`` processes with torchrun's variables set; the results in rank order.
+    """Run ``fn(*args)`` in ``world_size`` processes with torchrun's variables set; return the results in rank order.
 
-    ``fn`` must be importable (a module-level function), ``args`` and results picklable; tensors are copied,
-    without their gradients. ``timeout`` is in seconds for all ranks together; ``env`` is added to every
-    rank's environment.
+    ``fn`` must be importable (a module-level function), ``args`` and results picklable; tensors are copied, without
+    their gradients. ``timeout`` is in seconds for all ranks together; ``env`` is added to every rank's environment.
 
-    Raises AssertionError when a rank raises, dies or does not answer in time, with the reasons and the output
-    of the ranks concerned.
+    Raises AssertionError when a rank raises, dies or does not answer in time, with the reasons and the output of the
+    ranks concerned.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
 
-    # The rendezvous is here, as torchrun's agent hosts it: no free port to guess, and no rank that the others
-    # depend on.
+    # The rendezvous is in this process, as torchrun's agent hosts it: there is no free port to guess, and no rank on
+    # which the others depend.
     store = torch.distributed.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     job = _pickled((fn, args))
     deadline = time.monotonic() + timeout
@@ -103,7 +102,9 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _lifeline(context: Any) -> Iterator[Connection]:
-    """The reading end of a pipe whose writing end only this process holds: it ends with the test session."""
+    """Return the reading end of a pipe whose writing end only this process holds, so that it closes with the test
+    session.
+    """
     reader, writer = context.Pipe(duplex=False)
     with reader, writer:
         yield reader
@@ -112,7 +113,7 @@ def _lifeline(context: Any) -> Iterator[Connection]:
 def _start(
     context: Any, number: int, job: bytes, variables: dict[str, str], lifeline: Connection, folder: Path
 ) -> _Rank:
-    import pytest  # here: each rank imports this module, and has no use for it
+    import pytest  # imported here, because each rank imports this module, and does not need pytest
 
     answers, answer_to = context.Pipe(duplex=False)
     log = folder / f"rank-{number}.log"
@@ -121,7 +122,7 @@ def _start(
         target=_rank_main, args=(job, variables, lifeline, answer_to, str(log)), name=f"rank-{number}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # ranks are not to import pytest's script
+        patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # ranks must not import pytest's script
         patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # the server is not given sys.path
         process.start()
     answer_to.close()
@@ -129,7 +130,7 @@ def _start(
 
 
 def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> None:
-    """Wait for every rank's answer; raises AssertionError at the first failure or at the deadline."""
+    """Wait for every rank's answer; raise AssertionError at the first failure or at the deadline."""
     waiting = {rank.answers: rank for rank in ranks}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -149,7 +150,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> None:
 
 
 def _timed_out(ranks: list[_Rank], unfinished: list[_Rank], timeout: float) -> str:
-    """The message for a timeout, after asking the unfinished ranks for their stacks."""
+    """Return the message for a timeout, after asking the unfinished ranks for their stacks."""
     for rank in unfinished:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -160,8 +161,10 @@ def _timed_out(ranks: list[_Rank], unfinished: list[_Rank], timeout: float) -> s
 
 
 def _kill(rank: _Rank) -> None:
-    """End a rank and what it started. Ranks that have answered wait for this, so no peer loses them early."""
-    for kill in (os.killpg, os.kill):  # the second for a rank that did not live to form its own group
+    """Kill a rank and the processes that it started. Ranks that have answered wait for this, so no peer loses them
+    early.
+    """
+    for kill in (os.killpg, os.kill):  # the second for a rank that died before it formed its own group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(rank.process.pid, signal.SIGKILL)
     rank.process.join()
@@ -169,7 +172,7 @@ def _kill(rank: _Rank) -> None:
 
 
 def _rank_main(job: bytes, variables: dict[str, str], lifeline: Connection, answer_to: Connection, log: str) -> None:
-    """The whole life of a rank; it ends by being killed."""
+    """Run a rank's function and send its answer; the rank ends by being killed."""
     os.setpgid(0, 0)
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
@@ -179,21 +182,21 @@ def _rank_main(job: bytes, variables: dict[str, str], lifeline: Connection, answ
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     threading.Thread(target=_end_with_the_session, args=(lifeline,), daemon=True).start()
 
-    # A fork server that this rank asks for (Megatron's checkpoint writer does) is to be its own child and to
-    # die with it; inherited, this session's server would start those processes, outside of this rank's group.
+    # A fork server that this rank starts (Megatron's checkpoint writer does) must be its own child and die with it. If
+    # it were inherited, this session's server would start those processes outside of this rank's group.
     forkserver._forkserver._forkserver_address = None  # type: ignore[attr-defined]
     forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
 
     os.environ.update(variables)
     try:
         preloaded = PRELOAD in sys.modules
-        __import__(PRELOAD)  # raises here what the server swallowed
+        __import__(PRELOAD)  # raises the error that the server has swallowed
         assert preloaded, f"the fork server started without {PRELOAD}: every rank imports Megatron by itself"
         torch.set_num_threads(1)
         device.take()
         fn, args = pickle.loads(job)
         message = _pickled(("result", fn(*args)))
-    except BaseException:  # SystemExit, too, is a failure: the function did not return
+    except BaseException:  # SystemExit is a failure, too: the function did not return
         message = _pickled(("failure", traceback.format_exc()))
     answer_to.send_bytes(message)
     threading.Event().wait()
@@ -206,8 +209,9 @@ def _end_with_the_session(lifeline: Connection) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by value: PyTorch's way would share memory with a process that is about to be killed, or, with
-    Megatron imported in the rank, have the test session import Megatron."""
+    """Pickler that copies tensors by value: PyTorch's way would share memory with a process that is about to be killed,
+    or, with Megatron imported in the rank, have the test session import Megatron.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The block formats as tests run over them: all rows of the table, so that a row that lacks anything is red."""
+"""Block formats over which tests run: all rows of the table, so that a row that lacks anything makes a test fail."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ SIGNS = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(5)
 
 
 def every(rows: Mapping[str, Format]) -> list[tuple[str, bool]]:
-    """Format and rotated: each format without rotation, and with it if it is rotated."""
+    """Return format and rotated: each format without rotation, and rotated if the format can be."""
     return [(name, rotated) for name, row in rows.items() for rotated in ((False, True) if row.rotated else (False,))]
 
 
 def lossy(rows: Mapping[str, Format]) -> dict[str, Format]:
-    """The formats that leave something out."""
+    """Return the formats with rounding errors."""
     return {name: row for name, row in rows.items() if row.largest is not None}
 
 
 def formats_of(field: str) -> list[str]:
-    """The block formats that a field of the configuration accepts."""
+    """Return the block formats that a field of the configuration accepts."""
     fields = {each.name: each for each in dataclasses.fields(OptimusConfig)}
     return [word for word in literals_of(fields[field].type) if block_format(word) is not None]
 
@@ -49,7 +49,7 @@ UNUSED = {
     for name, bits, largest, error in (("int2", 2, 1.0, 0.8), ("int6", 6, 31.0, 0.027))
     if name not in FORMATS
 }
-"""Integers of widths that no row has: the packing takes them, and so they are tested."""
+"""Integer formats of widths that no row has. The packing accepts them, and so they are tested."""
 
 
 def with_unused_formats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +58,6 @@ def with_unused_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reference_of(format: str, rotated: bool) -> ReferenceCodec:
-    """Make the reference of a format; it is told name, bits and largest code, and knows nothing else of the table."""
+    """Make the reference of a format, which is given only name, bits and largest code from the table."""
     row = formats.format_named(format)
     return ReferenceCodec(row.name, row.bits, row.largest, signs=SIGNS if rotated else None)

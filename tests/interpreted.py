@@ -1,4 +1,6 @@
-"""Triton's kernels in its interpreter: in a process of its own, for Triton reads its environment when imported."""
+"""Triton's kernels in its interpreter: in a separate process, because Triton reads its environment when it is
+imported.
+"""
 
 import os
 import subprocess
@@ -8,7 +10,7 @@ __all__ = ["assert_holds_in_tritons_interpreter"]
 
 
 def assert_holds_in_tritons_interpreter(file: str, tests: str) -> None:
-    """The tests of `file` whose names contain `tests` pass there, and there are some."""
+    """Assert that there are tests in `file` whose names contain `tests`, and that they pass in the interpreter."""
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, file],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,6 @@
-"""The launcher in a forked rank that already holds Megatron: what it says, and where it ends."""
+"""Launcher in a forked rank that already holds Megatron: the lines that it prints, and the status with which it
+ends.
+"""
 
 import argparse
 import contextlib
@@ -17,30 +19,30 @@ __all__ = ["Launch", "call", "launch"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one call ended."""
+    """Result of one call of the launcher."""
 
     code: int | str | None
-    """The exit status; None: the command line was accepted, and the call was stopped there."""
+    """Exit status; None: the command line was accepted, and the call was stopped then."""
 
     output: str
     """stdout and stderr, in the order in which they were written."""
 
     probed: Any = None
-    """What the test's probe made of the accepted arguments."""
+    """Return value of the test's probe for the accepted arguments."""
 
     @property
     def accepted(self) -> bool:
-        """Whether validation had nothing against the command line."""
+        """Return whether validation accepted the command line."""
         return self.code is None
 
     @property
     def ours(self) -> list[str]:
-        """The lines that this package wrote; Megatron prints some hundred of its own."""
+        """Lines that this package wrote; Megatron prints some hundred of its own."""
         return [line for line in self.output.splitlines() if line.startswith("optimus-cc: ")]
 
 
 class _Accepted(BaseException):
-    """Not an Exception, so that nobody on its way catches it."""
+    """Signal that the command line was accepted; not an Exception, so that no code on its way catches it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.namespace = args
@@ -56,10 +58,10 @@ def launch(
     probe: Callable[[argparse.Namespace], Any] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Launch:
-    """`python -m optimus_cc_ext <flags>` as `rank` of `world_size` ranks that do not exist.
+    """Call `python -m optimus_cc_ext <flags>` as `rank` of `world_size` ranks that do not exist.
 
-    It is stopped where Megatron, after validation, would begin to write files and to look for the other ranks.
-    `tiny` puts the flags of the tiny GPT first; `before()` runs in the rank ahead of the launcher.
+    The call is stopped where Megatron, after validation, would begin to write files and to look for the other ranks.
+    `tiny` puts the flags of the tiny GPT first; `before()` runs in the rank before the launcher.
     """
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     place = {**dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), **sizes}
@@ -69,7 +71,7 @@ def launch(
 
 
 def call(function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Launch:
-    """`function(*args)` in a forked rank: its output, and its result as the exit status."""
+    """Call `function(*args)` in a forked rank; return its output, with its result as the exit status."""
     [outcome] = run_ranks(1, _captured, function, args, timeout=60, env=env)
     return outcome
 

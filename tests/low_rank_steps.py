@@ -1,4 +1,4 @@
-"""Matrices to compress, one step of compression, and how far its result is off: for the compressors' tests."""
+"""Matrices to compress, one step of compression, and the error of its result: for the compressors' tests."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def with_spectrum(n: int, m: int, smallest_exponent: float, *, seed: int = 0, batch: int = 2) -> Tensor:
-    """(batch, n, m) in fp32 whose singular values fall from 1 to 10**smallest_exponent."""
+    """Return (batch, n, m) in fp32 whose singular values fall from 1 to 10**smallest_exponent."""
     k = min(n, m)
     left = torch.linalg.qr(gaussian(batch, n, k, seed=seed, dtype=torch.float64)).Q
     right = torch.linalg.qr(gaussian(batch, m, k, seed=seed + 1000, dtype=torch.float64)).Q
@@ -31,13 +31,13 @@ def first_q(batch: int, m: int, r: int, seed: int = 7, dtype: torch.dtype = torc
 
 
 def step(compressor: LowRank, matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P, Q' and what the other side makes of them."""
+    """Return P, Q' and the matrices that the other side reconstructs from them."""
     p = compressor.orthogonalize(compressor.project(matrices, q))
     q_new = compressor.back_project(matrices, p)
     return p, q_new, compressor.reconstruct(p, q_new)
 
 
 def worst_error(approximation: Tensor, matrices: Tensor) -> float:
-    """Largest error of an entry, in units of the matrix's largest entry."""
+    """Return the largest error of an entry, in units of the matrix's largest entry."""
     error = (approximation.double() - matrices.double()).abs().amax((-2, -1))
     return (error / matrices.double().abs().amax((-2, -1))).max().item()

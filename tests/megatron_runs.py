@@ -1,4 +1,6 @@
-"""A tiny GPT through Megatron's own pretrain() in forked ranks, and all that tests ask of it, to the bit."""
+"""Tiny GPT trained by Megatron's own pretrain() in forked ranks, with a record of all values that tests ask for, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -35,74 +37,78 @@ TINY_GPT = shlex.split("""
     --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion
 """)
-"""Flags of every run: 4 layers, hidden 64, 4 iterations of 16 sequences. Later flags win: append your own."""
+"""Flags of every run: 4 layers, hidden 64, 4 iterations of 16 sequences. Later flags override earlier ones: append your
+own.
+"""
 
 SKIPPED, GRAD_NORM = 1, 5
-"""Where `train_step` returns whether the update was skipped, and the norm of the gradients."""
+"""Indices of `skipped_iter` and of the gradients' norm in the tuple that `train_step` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was there after one training step."""
+    """Record of one training step."""
 
     skipped: bool
     loss_scale: float
-    """That the step ran with."""
+    """Loss scale of the step."""
     weights: str
-    """sha256 of all of them."""
+    """sha256 of all weights."""
     memory: list[str]
-    """sha256 of each tensor that compression remembers, residuals in units of unscaled gradients."""
+    """sha256 of each tensor of the compressors' state, with residuals in units of unscaled gradients."""
     memory_norms: list[float]
 
 
 @dataclass(slots=True)
 class MegatronRun:
-    """What one rank recorded."""
+    """Record of one rank."""
 
     stage: int = 0
     tensor_rank: int = 0
     data_rank: int = 0
     ended: int | str | None = None
-    """The exit status or the error of ours that it ended with, if it did not come to its end."""
+    """Exit status, or our error, with which the run ended early; None if it reached its end."""
     losses: list[float | None] = field(default_factory=list)
-    """Per iteration: the averaged fp32 training loss, exactly; None off the last stage."""
+    """Averaged fp32 training loss of each iteration, exactly; None except on the last stage."""
     evaluation_losses: list[float | None] = field(default_factory=list)
-    """Per evaluation: the same for the validation loss."""
+    """Averaged fp32 validation loss of each evaluation, exactly; None except on the last stage."""
     grad_norms: list[float | None] = field(default_factory=list)
-    """Per iteration: the norm of the gradients before clipping."""
+    """Norm of the gradients before clipping, by iteration."""
     random_states: list[str] = field(default_factory=list)
-    """Per iteration: sha256 of the states of torch's, Megatron's, numpy's and Python's generators after it."""
+    """sha256 of the states of torch's, Megatron's, numpy's and Python's generators after each iteration."""
     steps: list[Step] = field(default_factory=list)
     passes: int = 0
-    """Forward-backward passes of all steps together."""
+    """Number of forward-backward passes of all steps together."""
     weights: dict[str, str] = field(default_factory=dict)
-    """At the end: "<model chunk>.<parameter's name>" to sha256 of the parameter's bytes; gradients likewise."""
+    """sha256 of each parameter's bytes at the end, by "<model chunk>.<parameter's name>"; `gradients` has the same of
+    gradients.
+    """
     gradients: dict[str, str] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    """Of `weights`, every copy of the tied embedding."""
+    """Copies of the tied embedding among `weights`."""
     split_over_tensor_ranks: dict[str, bool] = field(default_factory=dict)
     buckets: int = 0
     expert_buckets: int = 0
     printed: list[str] = field(default_factory=list)
-    """The lines that this rank wrote to stdout and stderr."""
+    """Lines that this rank wrote to stdout and stderr."""
     saves: list[dict[str, Any]] = field(default_factory=list)
-    """What was there each time that Megatron came to its tracker file, gave a save to the background or finished it."""
+    """Files present each time that Megatron reached its tracker file, gave a save to the background or finished it."""
     wire: dict[str, str] = field(default_factory=dict)
-    """By function of torch.distributed: hash of all that this rank sent; of sessions with --record only."""
+    """Hash of all that this rank sent, by function of torch.distributed; in sessions with --record only."""
     calls: dict[str, int] = field(default_factory=dict)
-    """Functions of the package and torch operators that the third iteration called; likewise."""
+    """Numbers of the package's functions and torch's operators that the third iteration called; with --record only."""
     messages: dict[str, Messages] = field(default_factory=dict)
-    """By end of a link, "sent" or "received"."""
+    """Messages by end of a link, "sent" or "received"."""
     asked: dict[str, list[str]] = field(default_factory=dict)
-    """By watched method: what it asked torch for after the first iteration, new memory and values on the host."""
+    """Requests of each watched method to torch after the first iteration: new memory and values on the host."""
     ours: Ours | None = None
     probed: Any = None
-    """What the test's probe returned."""
+    """Return value of the test's probe."""
 
     @property
     def said(self) -> list[str]:
-        """Our own lines."""
+        """Lines of our own."""
         return [line.removeprefix("optimus-cc: ") for line in self.printed if line.startswith("optimus-cc: ")]
 
 
@@ -116,7 +122,7 @@ def run_megatron(
     watched: bool = False,
     timeout: float = 180.0,
 ) -> list[MegatronRun]:
-    """:func:`megatron_run` on ``world_size`` forked ranks; the records in rank order."""
+    """Run :func:`megatron_run` on ``world_size`` forked ranks; return the records in rank order."""
     return run_ranks(world_size, megatron_run, list(argv), before, probe, entry, watched, timeout=timeout)
 
 
@@ -127,11 +133,11 @@ def megatron_run(
     entry: Callable[[], Any] | None = None,
     watched: bool = False,
 ) -> MegatronRun:
-    """Train the tiny GPT with the flags ``argv`` in this rank; once per process: Megatron's state is global.
+    """Train the tiny GPT with the flags ``argv`` in this rank; once per process, because Megatron's state is global.
 
-    ``before()`` runs before Megatron parses its flags (to install hooks); ``probe(model_chunks, optimizer)``
-    at the end, its result must be picklable; ``entry`` replaces :func:`optimus_cc_ext.pretrain_gpt.main`;
-    ``watched`` has the hot path's demands noted, which takes time.
+    ``before()`` runs before Megatron parses its flags (to install hooks); ``probe(model_chunks, optimizer)`` runs at
+    the end, and its result must be picklable; ``entry`` replaces :func:`optimus_cc_ext.pretrain_gpt.main`; ``watched``
+    notes the hot path's requests to torch, which takes time.
     """
     from optimus_cc_ext.errors import OptimusError
 
@@ -150,13 +156,14 @@ def megatron_run(
     if before is not None:
         before()
     if entry is None:
-        from optimus_cc_ext import pretrain_gpt  # here: an older Megatron runs another entry, and has not what it needs
+        # imported here, because an older Megatron runs another entry, and lacks modules that this one needs
+        from optimus_cc_ext import pretrain_gpt
 
         entry = pretrain_gpt.main
     try:
         entry()
     except SystemExit as ended:
-        run.ended = ended.code or None  # 0 where an interval has it end early
+        run.ended = ended.code or None  # 0 if an exit interval ends it early
     except OptimusError as error:
         run.ended = str(error)
     if built:
@@ -167,14 +174,16 @@ def megatron_run(
 
 
 def _fork_the_writers_queue() -> None:
-    """Its server is a process; started afresh, as Megatron does by default, it imports Megatron at the first save."""
+    """Fork the server of the writer's queue; started afresh, as by Megatron, it would import Megatron at the first
+    save.
+    """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
     get_write_results_queue(mp_mode="fork")
 
 
 class _Tee:
-    """Notes whole lines on their way to a stream."""
+    """Stream that notes whole lines and passes them on to another stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.lines: list[str] = []
@@ -190,7 +199,7 @@ class _Tee:
 
 
 def _record_training(run: MegatronRun) -> list[Any]:
-    """Note every step and evaluation; what is returned will be model, optimizer and scheduler."""
+    """Record every step and evaluation; the returned list will hold model, optimizer and scheduler."""
     from megatron.training import training
 
     built: list[Any] = []
@@ -199,7 +208,7 @@ def _record_training(run: MegatronRun) -> list[Any]:
 
     @functools.wraps(train)
     def recording_train(*args: Any, **kwargs: Any) -> Any:
-        # Ours wraps train_step once the flags are known; the notes are taken around that.
+        # Our hook wraps train_step once the flags are known; the record is taken around the hook.
         training.train_step = _recording_step(run, training.train_step, built)
         result = train(*args, **kwargs)
         run.gradients = {name: hash_of(p.main_grad) for name, p in named_parameters(built[0])}  # before a last save
@@ -265,7 +274,7 @@ def _recording_step(run: MegatronRun, original: Any, built: list[Any]) -> Any:
 
 
 def _record_saves(run: MegatronRun) -> None:
-    """Note what every save leaves behind, and when."""
+    """Record the files that every save leaves behind, and when."""
     from megatron.training import checkpointing, get_args
 
     tracker_name, schedule = checkpointing.get_checkpoint_tracker_filename, checkpointing.schedule_async_save
@@ -318,12 +327,14 @@ def _record_end(run: MegatronRun, model: list[torch.nn.Module]) -> None:
 
 
 def named_parameters(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """With the number of the model chunk in front."""
+    """Yield the parameters, with the number of the model chunk in front of their names."""
     return ((f"{index}.{name}", p) for index, chunk in enumerate(model) for name, p in chunk.named_parameters())
 
 
 def _random_state() -> str:
-    """Of all generators that training draws from; dropout, on a CPU, from torch's own."""
+    """Return sha256 of the states of all generators that training draws from; dropout, on a CPU, draws from
+    torch's own.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
@@ -332,14 +343,14 @@ def _random_state() -> str:
 
 
 def last_stage_losses(runs: Sequence[MegatronRun]) -> list[float]:
-    """The training losses, after checking that every rank that has them has the same."""
+    """Return the training losses, after checking that all ranks that have them have the same."""
     known = [run.losses for run in runs if None not in run.losses]
     assert known and all(losses == known[0] for losses in known), "last-stage ranks disagree about the loss"
     return [loss for loss in known[0] if loss is not None]
 
 
 def relative_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference between two loss curves of equal length."""
+    """Return the largest relative difference between two loss curves of equal length."""
     assert len(losses) == len(expected) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 

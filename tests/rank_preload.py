@@ -1,7 +1,7 @@
-"""What the fork server imports once, for ranks to start with it at hand: the CPU runtime, then Megatron.
+"""Modules that the fork server imports once, so that ranks start with them: the CPU runtime, then Megatron.
 
-Imports, and what else every rank would do first; a server that has run parallel work (OpenMP) or opened a socket must
-not be forked.
+It may contain only imports and work that every rank would do first: a server that has run parallel work (OpenMP) or
+opened a socket must not be forked.
 """
 
 import argparse
@@ -19,10 +19,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from optimus_cc_ext.devices import cpu_runtime
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron says once per missing GPU library that it falls back
-    if os.environ["OPTIMUS_CC_DEVICE"] == "cpu":  # a GPU is each rank's own to take: CUDA does not survive a fork
+    warnings.simplefilter("ignore")  # Megatron warns once per missing GPU library that it falls back
+    if os.environ["OPTIMUS_CC_DEVICE"] == "cpu":  # a GPU is taken by each rank, because CUDA does not survive a fork
         cpu_runtime.activate()
-    # What every training run imports, most of it late: in one rank after the other it would be most of their time.
+    # Modules that every training run imports, most of them late: imported in each rank, they would take most of its
+    # time.
     for module in (
         "megatron.training",
         "megatron.core.tokenizers.text.models",
@@ -31,7 +32,7 @@ with warnings.catch_warnings():
         "transformers.generation",
     ):
         importlib.import_module(module)
-    # Some of it only some versions have: torch's own modules come and go.
+    # Modules that only some versions have, because torch's own modules come and go.
     for module in (
         "torch._inductor.test_operators",
         "torch.profiler._cupti_monitor",
@@ -42,7 +43,7 @@ with warnings.catch_warnings():
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
 
-    # For its flags Megatron parses the source of its configurations, each time: half of what a rank does to start.
+    # Megatron derives flags from its configurations by parsing their source each time: half of a rank's time to start.
     with contextlib.suppress(ImportError, AttributeError):  # since 0.18
         from megatron.training import arguments
         from megatron.training.argument_utils import ArgumentGroupFactory as Factory

@@ -1,4 +1,4 @@
-"""For tests that take hosts with shaped links, and for those of machines that forbid them."""
+"""Helpers for tests that need hosts with shaped links, and for tests of machines that forbid such hosts."""
 
 from collections.abc import Sequence
 
@@ -12,5 +12,5 @@ _FORBID = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding
 
 
 def without_namespaces(command: Sequence[str]) -> list[str]:
-    """`command` where it may make no namespaces, whoever runs it."""
+    """Return `command` wrapped so that it may make no namespaces, whoever runs it."""
     return ["unshare", "--user", "--map-root-user", "sh", "-c", _FORBID, "sh", *command]

@@ -1,4 +1,4 @@
-"""The repository's shell scripts, run as a person runs them, with nothing of the tests' own environment in the way."""
+"""The repository's shell scripts, run as a person runs them, without the tests' own environment."""
 
 import os
 import shlex
@@ -18,10 +18,10 @@ _KEPT = ("HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Launch:
-    """A printed command, taken apart as a shell would."""
+    """Printed command, split as a shell would split it."""
 
     torchrun: list[str]
-    """What torchrun is told."""
+    """Arguments of torchrun."""
 
     program: list[str]
     """`-m optimus_cc_ext`, and a script if there is one."""
@@ -29,14 +29,14 @@ class Launch:
     flags: list[str]
 
     def value(self, flag: str) -> str:
-        """What follows `flag`; it is given once."""
+        """Return the value of `flag`, which is given once."""
         assert self.flags.count(flag) == 1, f"{flag} is given {self.flags.count(flag)} times"
         return self.flags[self.flags.index(flag) + 1]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended."""
+    """Result of a script."""
 
     code: int
     output: str
@@ -44,7 +44,7 @@ class Ended:
 
     @property
     def launch(self) -> Launch:
-        """The command that --dry-run printed: one line, which a shell takes apart as we do."""
+        """Return the command that --dry-run printed, which is one line."""
         assert self.code == 0, self.errors
         [line] = self.output.splitlines()
         words = shlex.split(line)
@@ -55,7 +55,7 @@ class Ended:
 
 
 def why_not_as_root(*programs: str) -> str:
-    """Why these cannot be run as root here; empty if they can."""
+    """Return why these programs cannot be run as root here; empty if they can."""
     if os.geteuid() != 0:
         return f"{', '.join(programs)} need root"
     absent = [program for program in programs if shutil.which(program, path=SYSTEM_PATH) is None]
@@ -65,7 +65,7 @@ def why_not_as_root(*programs: str) -> str:
 def run_script(
     script: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, limit: float = 30.0
 ) -> Ended:
-    """scripts/`script` with `env` and little else in its environment, on the CPU."""
+    """Run scripts/`script` on the CPU, with `env` and little else in its environment."""
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     environment |= {"PATH": path, "OPTIMUS_CC_DEVICE": "cpu", "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}

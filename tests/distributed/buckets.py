@@ -22,14 +22,16 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def of_layers(layers: int, hidden: int = 8) -> Shapes:
-    """Transformer layers, matrices between norms and biases; before them a matrix that is shaped like one of theirs."""
+    """Return the shapes of transformer layers, with matrices between norms and biases; before them, one more matrix
+    like theirs.
+    """
     h = hidden
     layer = [(h,), (h, 4 * h), (4 * h,), (4 * h, h), (h,), (h,), (3 * h,), (3 * h, h), (h,), (h, h), (h,), (h,)]
     return [(h, h), (3,), *layer * layers]
 
 
 class Bucket:
-    """Tensors of `shapes` one after the other in one buffer, filled up to be cut into `parts`."""
+    """Tensors of `shapes` one after the other in one buffer, padded so that it can be cut into `parts`."""
 
     def __init__(self, shapes: Shapes, parts: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         sizes = [math.prod(shape) for shape in shapes]
@@ -68,7 +70,7 @@ class Bucket:
 
     @property
     def ranges(self) -> tuple[list[Range], list[Range]]:
-        """The places of tensors of two dimensions and more, and of vectors."""
+        """Return the ranges of tensors with two dimensions or more, and those of vectors."""
         matrices, vectors = (
             [(int(view.storage_offset()), view.numel()) for view in self.views if (view.dim() > 1) is more]
             for more in (True, False)
@@ -76,7 +78,7 @@ class Bucket:
         return matrices, vectors
 
     def exchange(self, codecs: BlockCodecs, ranks: int, sharded: bool) -> ExchangePlan:
-        """The plan of an exchange of this bucket, all but vectors encoded."""
+        """Return the plan of an exchange of this bucket, in which all tensors but vectors are encoded."""
         coded, dense = self.ranges
         return ExchangePlan(
             numel=self.flat.numel(), coded=coded, dense=dense, dtype=self.flat.dtype, ranks=ranks, sharded=sharded,
@@ -84,12 +86,12 @@ class Bucket:
         )  # fmt: skip
 
     def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> BlockReducer:
-        """The reducer of that plan, over all ranks."""
+        """Return the reducer of that plan, over all ranks."""
         plan = self.exchange(codecs, dist.get_world_size(), sharded)
         return BlockReducer(plan, self.flat, Groups(dist.group.WORLD), codecs, **how)
 
 
 def reduce(reducer: LowRankReducer, **how: bool) -> None:
-    """A step that counts."""
+    """Reduce once, and commit the state as after an applied step."""
     reducer.reduce(**how)
     reducer.states.commit({})

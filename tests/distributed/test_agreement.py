@@ -1,4 +1,4 @@
-"""Law: both ends agree. Ranks with different settings are told so at the start, and nothing hangs."""
+"""Law: both ends agree. Ranks with different settings get an error at the start, and no rank hangs."""
 
 import datetime
 import os
@@ -58,7 +58,7 @@ def test_a_rank_with_everything_off_waits_for_nobody_and_the_others_name_it_in_t
 
 
 def _place_with(config, replace) -> str | list[bool]:
-    """What `place` says, with `replace(rank)` of what a machine is like; and whether kernels are used after it."""
+    """Return what `place` says with a machine that `replace(rank)` describes, and whether kernels are used after it."""
     from optimus_cc_ext.compressors import fast
     from optimus_cc_ext.compressors.triton import launches, trial
 
@@ -114,7 +114,9 @@ def test_equal_settings_agree():
 
 
 def _place_two_of_three(config) -> list[str] | str:
-    """The model is on ranks 0 and 1, and rank 0 is a member of more process groups than rank 1."""
+    """Place a model on ranks 0 and 1, with rank 0 in more process groups than rank 1; return the result or the
+    error.
+    """
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     rank = dist.get_rank()
     of_model = dist.new_group([0, 1])

@@ -1,11 +1,11 @@
-"""Collectives of the CPU runtime, where gloo by itself is not to be relied on."""
+"""Collectives of the CPU runtime in cases where gloo by itself is unreliable."""
 
 import torch
 import torch.distributed as dist
 
 from tests.forked_ranks import run_ranks
 
-# As Megatron's buckets are: of several sizes, all under way at once.
+# Sizes of buckets as in Megatron: several, all under way at once.
 SIZES = (64, 500, 3000, 12000, 40000)
 ROUNDS = 150
 
@@ -33,5 +33,6 @@ def _several_under_way() -> list[bool]:
 
 
 def test_coalesced_all_gathers_that_overlap_are_plain_ones_and_right():
-    # Left to gloo, a rank dies or hangs here, but only now and then; that they are plain ones is what can be asserted.
+    # With gloo alone, a rank dies or hangs in this test, but rarely; the test can only assert that the collectives are
+    # plain ones.
     assert run_ranks(4, _several_under_way, timeout=120) == [[True, True]] * 4

@@ -1,4 +1,4 @@
-"""What fused embedding synchronisation really sends, by the kernel's counters: 8 ranks on 8 hosts of their own.
+"""Bytes that fused embedding synchronisation really sends, by the kernel's counters: 8 ranks on 8 hosts of their own.
 
 The hosts are network namespaces on one switch, which takes root. P = 2 stages, D = 4 replicas.
 """
@@ -19,10 +19,12 @@ from tests.forked_ranks import run_ranks
 
 D = 4
 V = 8 << 20
-"""Bytes of the embedding's gradient: what TCP, ARP and barriers add must not be seen."""
+"""Bytes of the embedding's gradient: so many that those of TCP, ARP and barriers do not matter."""
 
 ROUNDS = 4
-"""The fewest bytes of these count: on a busy machine acknowledgements come late, and TCP sends segments again."""
+"""Number of rounds, whose smallest count is taken: on a busy machine acknowledgements come late, and TCP sends segments
+again.
+"""
 
 INTERFACE = "eth0"
 
@@ -40,7 +42,7 @@ pytestmark = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Names of 2 D namespaces, each with one interface, on a switch in a namespace of its own."""
+    """Make 2 D namespaces, each with one interface, on a switch in a namespace of its own; yield their names."""
     prefix = f"occ{os.getpid()}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{host}" for host in range(2 * D)]
     try:
@@ -66,7 +68,7 @@ def _ip(line: str) -> None:
 
 
 def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
-    """Bytes that a rank's interface sent for either way, unfused and fused; whether all sums came out right."""
+    """Return the bytes that a rank's interface sent unfused and fused, and whether all sums were right."""
     rank = int(os.environ["RANK"])
     # The rendezvous stays where the test is: its socket remains in the namespace in which it was opened.
     store = dist.TCPStore(
@@ -122,7 +124,7 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
 
 
 def _sent_bytes() -> int:
-    """Of this namespace's interface, since it was made: the ninth number behind its name."""
+    """Return the bytes sent by this namespace's interface since it was made: the ninth number after its name."""
     (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if f"{INTERFACE}:" in line]
     return int(line.split(":")[1].split()[8])
 

@@ -1,4 +1,4 @@
-"""Gradient buckets in blocks of few bits over real ranks: against the literal sum, and against decoding by hand."""
+"""Gradient buckets in blocks of few bits over real ranks, compared with the literal sum and with decoding by hand."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,11 +22,11 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 
-# Matrices that end in the midst of a block, next to others and to vectors; shards that end in either.
+# Shapes with matrices that end in the middle of a block, next to others and to vectors; shards end in both.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS = 3
 INT4, INT8 = 0.12, 0.008
-"""Relative errors of blocks of Gaussian values: .117 and .0065. Two exchanges have sqrt(2) of the latter."""
+"""Relative errors of blocks of Gaussian values (.117, .0065), rounded up. Two in int8 have sqrt(2) times the latter."""
 
 
 def codecs(format: Literal["int8", "int4"], *, exact: bool = False) -> BlockCodecs:
@@ -35,7 +35,7 @@ def codecs(format: Literal["int8", "int4"], *, exact: bool = False) -> BlockCode
 
 
 def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Bucket:
-    """Different on every rank and step; padding, which nobody reads, is zero."""
+    """Make gradients that differ on every rank and step; the padding, which nobody reads, is zero."""
     bucket = Bucket(SHAPES, parts=6 * 64, dtype=dtype)
     generator = torch.Generator().manual_seed(1000 * rank + step)
     for view in bucket.views:
@@ -52,7 +52,7 @@ def plan_of(bucket: Bucket, used: BlockCodecs, ranks: int, sharded: bool) -> Exc
 
 
 def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """What every replica has in the end, written out shard by shard: sums of decoded messages, and they decoded."""
+    """Compute every replica's result shard by shard: sums of decoded messages, encoded and decoded again."""
     template = gradients(0, step, dtype)
     plan = plan_of(template, used, ranks, sharded)
     layout, message_bytes = plan.layout, plan.message_bytes
@@ -79,7 +79,7 @@ def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torc
 
 
 def places() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each view of a bucket, and the indices of its elements there."""
+    """Return each view of a bucket, and the indices of its elements in the bucket."""
     return [(v, torch.arange(v.numel()) + v.storage_offset()) for v in gradients(0, 0).views]
 
 
@@ -88,14 +88,14 @@ def mine(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce(format: str, sharded: bool, whole: bool, dtype: torch.dtype, how: dict[str, bool]) -> list[torch.Tensor]:
-    """Two steps through one reducer: what came out, or the shard of it that is read."""
+    """Reduce two steps with one reducer; return the results, or the shard of them that is read."""
     dist.init_process_group("gloo")
     bucket = gradients(dist.get_rank(), 0, dtype)
     reducer, found = reducer_of(bucket, codecs(format, **how), sharded), []
     for step in range(2):
         bucket.flat.copy_(gradients(dist.get_rank(), step, dtype).flat)
         reducer.start(whole)
-        reducer.second_phase()  # the bucket group that is waited for first has all go on
+        reducer.second_phase()  # the bucket group that is waited for first begins the second phase of all
         reducer.finish()
         found.append(bucket.flat.clone() if whole or not sharded else mine(bucket.flat).clone())
     return found
@@ -104,7 +104,7 @@ def _reduce(format: str, sharded: bool, whole: bool, dtype: torch.dtype, how: di
 def reduced(
     format: str, sharded: bool, whole: bool = False, dtype: torch.dtype = torch.float32, **how: bool
 ) -> list[list[torch.Tensor]]:
-    """By step and replica, after checking that where replicas have all of it, they have the same bits."""
+    """Return the results by step and replica, after checking that replicas with whole results have the same bits."""
     steps = [list(step) for step in zip(*run_ranks(RANKS, _reduce, format, sharded, whole, dtype, how), strict=True)]
     for found in steps:
         if whole or not sharded:
@@ -165,7 +165,7 @@ def test_a_nan_on_one_replica_reaches_all(sharded):
 
 
 def lost_by_hand(bucket: Bucket, ranks: int, sharded: bool) -> tuple[float, float]:
-    """(|error|^2, |matrices|^2) of what one replica sends, from its own messages, decoded."""
+    """Return (|error|^2, |matrices|^2) of one replica's messages, decoded by hand."""
     used = codecs("int4")
     plan, decoded = plan_of(bucket, used, ranks, sharded), torch.zeros_like(bucket.flat)
     messages = torch.zeros(ranks, plan.message_bytes[0], dtype=torch.uint8)
@@ -294,7 +294,7 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
 
 
 def _in_line(factors: bool) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
-    """Three reductions, begun one behind the other: what is started and waited for, and the sums; then one by one."""
+    """Do three overlapping reductions, then one by one: return the order of starts and waits, and both sums."""
     dist.init_process_group("gloo")
     log: list[str] = []
     start, wait = collective.PendingCollective.__init__, collective.PendingCollective.wait
@@ -348,7 +348,7 @@ def test_later_phases_begin_with_the_hook_of_the_next_bucket_and_change_no_bit(f
 
 
 def _between_nodes() -> torch.Tensor:
-    """4 ranks as 2 nodes of 2: an exact sum in each node, and an exchange between the ranks with the same place."""
+    """Sum over 2 nodes of 2 ranks: an exact sum in each node, and an exchange between ranks of the same place."""
     dist.init_process_group("gloo")
     node, place = divmod(dist.get_rank(), 2)
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][node]

@@ -1,4 +1,4 @@
-"""A microbenchmark times what training does: messages and gradients of any shape, changed by nothing, in seconds."""
+"""Microbenchmarks time the work of training: messages and gradients of any shape, in seconds, and change nothing."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -82,9 +82,10 @@ def _passes() -> Stopwatch:
 
 
 def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
-    """The stages that `auto` chooses for int4 on a group whose all-to-all has this fraction of its all-reduce's rate.
+    """Return the stages that `auto` chooses for int4 on a group whose all-to-all has this fraction of its all-reduce's
+    rate.
 
-    Of 100 kB/s: so a reduction takes seconds, and coding it nothing to speak of.
+    The rate is 100 kB/s, so that a reduction takes seconds and coding almost none.
     """
     dist.init_process_group("gloo")
     config = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto")
@@ -106,7 +107,7 @@ def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_all_to_all_that_is_slower_than_an_all_reduce_changes_what_auto_chooses(sharded):
-    """int4 sends an eighth of fp32's bytes there, by the all-to-all: at less than an eighth of the rate it loses."""
+    """int4 sends an eighth of fp32's bytes by the all-to-all, so at less than an eighth of the rate it loses."""
     for fraction, stages in ((1.0, {0}), (0.05, set())):
         for chosen, line in run_ranks(2, _chosen_stages, sharded, fraction, timeout=60):
             assert chosen == stages

@@ -1,4 +1,4 @@
-"""The parameter gather in blocks of few bits over real ranks: against the literal way, shard by shard."""
+"""Parameter gather in blocks of few bits over real ranks, compared with a literal computation, shard by shard."""
 
 import pytest
 import torch
@@ -18,11 +18,12 @@ from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 from tests.formats import formats_of
 
-# Matrices that end in the midst of a block, next to others and to vectors; shards that end in either, and padding.
+# Shapes with matrices that end in the middle of a block, next to others and to vectors; shards end in both, and in
+# padding.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS, STEPS = 3, 4
 UPDATE = 1e-2
-"""Of weights of size 1 in a step: two units in the last place of bf16."""
+"""Size of a step's update of weights of size 1: two units in the last place of bf16."""
 
 
 def codec(format: str) -> Codec:
@@ -30,7 +31,7 @@ def codec(format: str) -> Codec:
 
 
 def weights(dtype: torch.dtype) -> Bucket:
-    """The same on every rank."""
+    """Make weights that are the same on every rank."""
     bucket = Bucket(SHAPES, parts=6 * 64, dtype=dtype)
     for view in bucket.views:
         view.normal_(generator=torch.Generator().manual_seed(view.numel()))
@@ -38,7 +39,7 @@ def weights(dtype: torch.dtype) -> Bucket:
 
 
 def wanted(step: int, dtype: torch.dtype) -> torch.Tensor:
-    """The master copies after a step, rounded; what fills up the bucket stays as it is."""
+    """Return the rounded master copies after a step; the bucket's padding keeps its values."""
     bucket, generator = weights(dtype), torch.Generator().manual_seed(step)
     for view in bucket.views:
         view.add_(torch.randn(view.shape, generator=generator) * UPDATE * (step + 1))
@@ -61,7 +62,7 @@ def of_shard(inside: list[Range], start: int, size: int) -> list[Range]:
 
 
 def by_hand(flat: torch.Tensor, target: torch.Tensor, format: str) -> torch.Tensor:
-    """What all replicas have after one gather, a parameter's part of a shard after the other."""
+    """Compute all replicas' weights after one gather, part by part of each shard."""
     result, size = flat.clone(), flat.numel() // RANKS
     (coded, dense), used = ranges(), codec(format)
     for start in range(0, flat.numel(), size):
@@ -78,7 +79,7 @@ def by_hand(flat: torch.Tensor, target: torch.Tensor, format: str) -> torch.Tens
 
 
 def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.Tensor]:
-    """This rank's bucket after each gather."""
+    """Return this rank's bucket after each gather."""
     dist.init_process_group("gloo")
     flat, found = weights(dtype).flat, []
     technique = ParamGather(codec(format))

@@ -1,4 +1,6 @@
-"""A compressed message that is being sent is parked; what becomes of it shows by the end of the iteration."""
+"""A compressed message that is being sent is parked, and by the end of the iteration it is sent or its failure is
+reported.
+"""
 
 import datetime
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from optimus_cc_ext.techniques.compressed_backprop import CompressedForward
 from tests.forked_ranks import run_ranks
 
 LARGE = (64, 2**20)
-"""Values of an activation whose message no socket takes over as a whole."""
+"""Shape of an activation whose message is too large for a socket to take it over as a whole."""
 
 
 def _send_to_a_rank_that_is_gone(batched: bool) -> str:

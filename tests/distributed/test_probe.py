@@ -1,4 +1,4 @@
-"""Measured rates of links: what a transfer takes here, on every rank of a pipeline, and a name when it fails."""
+"""Measured rates of links: the time of a transfer, on every rank of a pipeline, and the ranks' names if it fails."""
 
 import datetime
 
@@ -54,19 +54,19 @@ def test_every_rank_of_a_pipeline_finds_a_rate_and_one_alone_finds_none() -> Non
         assert found[:2] == [None, None]
         assert len(found[2:]) == len(Collective)
         for rate in (link, *found[2:]):
-            # Loopback: more than a slow network's, less than memory's.
+            # A rate of loopback is higher than that of a slow network and lower than that of memory.
             assert 1e6 < rate.bytes_per_second < 1e11 and 0 <= rate.latency < 1
 
 
 def _sent_by_a_probe() -> dict[str, object]:
-    """By collective: bytes that the probe counts for one of so many bytes, over 3 ranks."""
+    """Return, by collective, the bytes that the probe counts for an exchange over 3 ranks."""
     dist.init_process_group("gloo")
     probe._probed = lambda exchange, *_: exchange(12_000)
     return {each.name: probe_collective(dist.group.WORLD, CPU, [], each) for each in Collective}
 
 
 def test_bytes_of_a_probe_are_counted_as_traffic_is() -> None:
-    """12,000 bytes: a ring's, or two messages of 4,000 to each of the others."""
+    """The 12,000 bytes are those of a ring, or of two messages of 4,000 to each of the other ranks."""
     expected = {"ALL_REDUCE": 16_000, "REDUCE_SCATTER": 8_000, "ALL_TO_ALL": 8_000, "ALL_GATHER": 8_000}
     assert run_ranks(3, _sent_by_a_probe, timeout=60) == [expected] * 3
 

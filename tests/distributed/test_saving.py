@@ -20,7 +20,7 @@ TOPOLOGY = {"the number of ranks": 2}
 
 
 class Remembering:
-    """A session that remembers one tensor."""
+    """Session whose state is one tensor."""
 
     config = OptimusConfig(dp_compression=True, dp_compression_rank=4)
 
@@ -43,7 +43,7 @@ def start() -> int:
 
 
 def saved(folder: Path, session: Remembering, iteration: int = 7) -> tuple[Path, str]:
-    """A checkpoint that holds the state of `session`, and the mark of its save."""
+    """Save a checkpoint with the state of `session`; return its folder, and the mark of the save."""
     save, iteration_folder = Save(folder, iteration, SETTINGS, TOPOLOGY), folder / f"iter_{iteration:07d}"
     iteration_folder.mkdir(parents=True, exist_ok=True)
     save.stage(session)
@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_nothing_is_described
 
 
 def restore_otherwise(folder: Path) -> dict[str, tuple[str, float]]:
-    """By what is wrong: what is said, and the state after it."""
+    """Return the error, and the state after it, for each way in which the files can be wrong."""
     rank = start()
     checkpoint, mark = saved(folder, Remembering(1.0 + rank))
     other = checkpoint if rank == 0 else saved_alone(folder / "elsewhere", mark)
@@ -138,7 +138,7 @@ def restore_otherwise(folder: Path) -> dict[str, tuple[str, float]]:
 
 
 def saved_alone(folder: Path, mark: str) -> Path:
-    """Files of another save, on this rank's disk only."""
+    """Write files of another save, on this rank's disk only."""
     state_files.start_staging(folder)
     staging = state_files.staging_folder(folder)
     file = state_files.write_rank_file(staging, 0, 7, {})

@@ -29,7 +29,7 @@ def empty(dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES) -> Bucket
 
 
 def gradients(rank: int, step: int, shapes: Shapes = SHAPES) -> Bucket:
-    """Decaying spectra plus noise, different on every rank and step."""
+    """Make gradients with decaying spectra plus noise, different on every rank and step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     bucket = empty(shapes=shapes)
     for view in bucket.views:
@@ -41,7 +41,7 @@ def gradients(rank: int, step: int, shapes: Shapes = SHAPES) -> Bucket:
 
 
 def warm_starts(reducer: LowRankReducer) -> list[torch.Tensor]:
-    """The Q that the next step starts from, group by group."""
+    """Return the Q that the next step starts from, group by group."""
     return [state.warm_start.value for state in reducer.states]
 
 
@@ -72,7 +72,8 @@ def _against_the_hook(compressor, shapes: Shapes) -> float:
         if step < PLAIN_STEPS:
             continue
         if step == PLAIN_STEPS:
-            # The hook orthogonalises its draw first, one call per group of equal shapes: our factors start there.
+            # The hook orthogonalises its draw first, in one call per group of equal shapes: our factors start with the
+            # result.
             for warm_start, factor in zip(warm_starts(reducer), drawn, strict=False):
                 warm_start.copy_(factor)
         reduce(reducer)
@@ -89,12 +90,16 @@ def test_equals_pytorchs_powersgd_hook_over_five_compressed_steps(compressor, sh
 
 
 def _own_shard(flat: torch.Tensor) -> torch.Tensor:
-    """As the distributed optimizer cuts a bucket: equal parts, which end in the midst of matrices and of rows."""
+    """Return this rank's shard, as the distributed optimizer cuts a bucket: equal parts, which end within matrices and
+    rows.
+    """
     return flat.view(dist.get_world_size(), -1)[dist.get_rank()]
 
 
 def _in_shards(steps: int, error_feedback: bool, compressor) -> list[float]:
-    """Worst gaps to a reduction of everything, inside the shard and of whole gradients; rows touched outside."""
+    """Return the largest differences from a whole reduction, in the shard and of whole gradients, and the rows changed
+    outside.
+    """
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everything, part, asked = buckets = [empty() for _ in range(3)]
@@ -135,7 +140,9 @@ def test_a_replica_rebuilds_the_rows_of_its_shard_and_no_others(compressor, erro
 
 
 def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) -> tuple[float, bool]:
-    """How far what all offered is from what they read plus what they hold back; whether all read the same."""
+    """Return the error of the account (offered gradients = read sums + residuals), and whether all ranks read the
+    same.
+    """
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     bucket, held, missing = empty(dtype), empty(), empty()
@@ -145,7 +152,8 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) 
     for step in range(steps):
         flat.copy_(gradients(rank, step).flat / ranks)
         missing.flat.add_(flat)
-        # Of shards, whole gradients in between, which every replica reads: the account has to hold all the same.
+        # With shards, one step reduces whole gradients, which every replica reads: the account has to hold
+        # nevertheless.
         reduce(reducer, whole=sharded and step == 2)
         if sharded and step != 2:
             _own_shard(missing.flat).sub_(_own_shard(flat))
@@ -175,7 +183,9 @@ def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype, shar
 
 
 def counted_bytes() -> list[float]:
-    """Note the bytes that this rank sends from now on, by the formulas of ring collectives; their sum is the entry."""
+    """Count the bytes that this rank sends from now on, by the formulas of ring collectives; the list's entry is their
+    sum.
+    """
     sent, ranks = [0.0], dist.get_world_size()
 
     def counting(name: str, share: float) -> None:
@@ -194,7 +204,7 @@ def counted_bytes() -> list[float]:
 
 
 def _errors_by_wire() -> list[tuple[float, int]]:
-    """Of one step at each wire: how far the sum is off, and what was sent."""
+    """Return the error of the sum and the bytes sent, in one step in each wire format."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     exact, found = gradients(rank, 0, LARGE).flat, []
@@ -235,7 +245,7 @@ def _nan_on_one_rank() -> list[bool]:
     reduce(reducer)
     seen = bool(torch.isnan(flat).any())
     after = (*reducer.states.residuals(), *warm_starts(reducer))
-    # Only the group of the poisoned matrix is held back; nothing kept anywhere is NaN.
+    # Only the group of the poisoned matrix is held back; no kept tensor has a NaN.
     kept = [bool(torch.isfinite(t).all()) for t in after]
     poisoned_unchanged = torch.equal(before[0], after[0])
     return [seen, all(kept), poisoned_unchanged]
@@ -270,7 +280,7 @@ def test_all_shapes_share_a_factorisation_and_warm_starts_wait_until_the_optimiz
 
 
 def _two_norm_groups() -> dict[str, float]:
-    """By state: the residual's norm, over what it is where nothing was clipped more than usual."""
+    """Return each state's residual norm, relative to the norm without unusual clipping."""
     dist.init_process_group("gloo")
     norms = []
     for shrinkage in ({}, {"mtp": 0.25}):
@@ -283,14 +293,16 @@ def _two_norm_groups() -> dict[str, float]:
 
 def test_matrices_of_a_gradient_norm_group_of_their_own_are_shrunk_by_their_own_clipping():
     (ratios,) = run_ranks(1, _two_norm_groups)
-    # The two 48 x 32 matrices, of one shape, are of two groups.
+    # The two 48 x 32 matrices have one shape, but belong to two groups of gradients for clipping.
     assert ratios == pytest.approx(
         {"bucket 0: 48x32": 1.0, "bucket 0: 96x32": 1.0, "bucket 0: 48x32 mtp": 0.25, "bucket 0: 32x64": 1.0}
     )
 
 
 def _beside_the_backward_pass(store: str) -> None:
-    """One rank on one GPU: reduced on a side stream while the main stream is busy, and in line."""
+    """Reduce on one rank with one GPU: on a side stream while the main stream is busy, and in line; compare the
+    results.
+    """
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", device_id=device, init_method=f"file://{store}", rank=0, world_size=1)
     flats = [gradients(0, step).flat.cuda() for step in range(3)]
@@ -303,7 +315,8 @@ def _beside_the_backward_pass(store: str) -> None:
             busy = torch.randn(4096, 4096, device="cuda")
             for _ in range(20):
                 busy = busy @ busy / 64
-            flat.copy_(gradient)  # behind what keeps the stream busy: a reducer that does not wait reads the old one
+            # after the work that keeps the stream busy: a reducer that does not wait reads the old gradient
+            flat.copy_(gradient)
             if side is None:
                 reducer.reduce()
             else:
@@ -320,6 +333,6 @@ def _beside_the_backward_pass(store: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: there are no streams to order")
 def test_on_a_gpu_a_side_stream_gives_the_same_bits(tmp_path):
-    # Not in a forked rank: those have the CPU runtime, whose streams are the program's own order.
+    # Not in a forked rank, because forked ranks have the CPU runtime, whose streams are the program's own order.
     program = f"import {__name__} as tests; tests._beside_the_backward_pass('{tmp_path}/store')"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The backend of ranks that share a GPU, over CPU tensors: each operation gives gloo's bits, in the order of calls."""
+"""Backend of ranks that share a GPU, over CPU tensors: each operation gives gloo's bits, in the order of calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ RANKS = 3
 
 
 class Operations:
-    """Each operation on tensors of one dtype; `found` is what it left in those that it writes."""
+    """Operations on tensors of one dtype; `found` has the contents of the tensors that each of them writes."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group, self.dtype, self.rank = group, dtype, dist.get_rank()
@@ -29,7 +29,7 @@ class Operations:
 
     def run(self, name: str, written: list[torch.Tensor], operation: Callable[..., Any], *args: Any) -> None:
         operation(*args, group=self.group)
-        # As bytes: neither NaN nor fp8 compare.
+        # Compared as bytes, because neither NaN nor fp8 can be compared.
         self.found[name] = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in written]
 
     def adding(self) -> None:
@@ -42,7 +42,7 @@ class Operations:
         self.run("reduce-scatter, a list", [part], dist.reduce_scatter, part, list(self.values(RANKS, 6).unbind()))
         one = self.values(9)
         self.run("reduce", [one] * (self.rank == 1), dist.reduce, one, 1)
-        # Whole numbers: gloo, which joins them, adds up in another order.
+        # Whole numbers, because gloo, which joins the tensors, adds up in another order.
         several = [self.values(size).round() for size in (3, 8)]
         self.run("all-reduce, coalesced", several, coalesced, dist.all_reduce, [(tensor,) for tensor in several])
 
@@ -75,7 +75,7 @@ def coalesced(operation: Callable[..., Any], arguments: list[tuple], group: dist
 
 
 def ring(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Two messages to the next rank, both asked for before any is sent."""
+    """Exchange two messages with the neighbours in a ring, both receives posted before any send."""
     after, before = (dist.get_rank() + 1) % RANKS, (dist.get_rank() - 1) % RANKS
     operations = [dist.P2POp(dist.irecv, each, before, group) for each in received]
     operations += [dist.P2POp(dist.isend, each, after, group) for each in sent]
@@ -111,14 +111,14 @@ def _order_and_averages() -> list[Any]:
     assert dist.get_backend(group) == NAME, "new groups are of the default group's kind"
     tensor = torch.full((4,), float(rank))
     first = dist.all_reduce(tensor, group=group, async_op=True)
-    # Without waiting for the first: as with NCCL, the second reads what it left.
+    # Without waiting for the first operation: as with NCCL, the second one reads its result.
     dist.all_reduce(tensor, group=group)
     first.wait()
     average, leaf = torch.tensor([float(rank)]), torch.zeros(3, requires_grad=True)
     dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
     part = torch.empty(1)
     dist.reduce_scatter_tensor(part, torch.arange(2.0 * 1) + rank, dist.ReduceOp.AVG, group=group)
-    # Megatron's receive buffers are leaves, and what autograd keeps may be reduced in place.
+    # Megatron's receive buffers are leaves, and a tensor that autograd keeps may be reduced in place.
     dist.broadcast(leaf, 0, group=group)
     kept = torch.ones(3, requires_grad=True)
     product = kept * leaf
@@ -129,7 +129,7 @@ def _order_and_averages() -> list[Any]:
     objects: list[Any] = [None] * 2
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     dist.barrier(group)
-    # A message that nobody waits for on the sending side arrives all the same.
+    # A message arrives even if nobody waits for it on the sending side.
     if rank == 0:
         dist.isend(torch.arange(1000.0), 1)
     else:

@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3000), pytest.mark.skipif(bo
 
 @dataclass(frozen=True)
 class Image:
-    """A built image, in a storage of its own."""
+    """Image that was built, in a storage of its own."""
 
     environment: dict[str, str]
     last_lines: list[str]
-    """The last lines that the build printed."""
+    """Last lines that the build printed."""
 
     checkout: str
 
@@ -43,11 +43,12 @@ class Image:
         return done.stdout
 
     def run(self, *command: str, **environment: str) -> str:
-        """What the command printed, in a fresh container, as the image's user."""
+        """Run a command in a fresh container, as the image's user; return its output."""
         container = self.buildah("from", "--pull-never", "optimus-cc").strip()
         settings = [f"--env={name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **environment}.items()]
         try:
-            # A name that resolves: torchrun's ranks meet under it. Container engines see to that themselves.
+            # The host name has to resolve, because torchrun's ranks meet under it. Container engines see to that
+            # themselves.
             host = ("--hostname", "localhost")
             return self.buildah("run", "--isolation", "chroot", *host, *settings, container, "--", *command)
         finally:
@@ -95,7 +96,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 
 
 def test_an_image_rebuilt_over_an_old_one_is_the_new_one(tmp_path: Path) -> None:
-    """A Dockerfile that copies one file is enough for that."""
+    """A Dockerfile that copies one file is enough for this test."""
     root, output = tmp_path / "root", tmp_path / "optimus-cc.tar"
     settings = {"BUILDER": "buildah", "OUTPUT": output.name, "OPTIMUS_CC_ROOT": str(root)}
     root.mkdir()

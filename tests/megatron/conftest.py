@@ -1,4 +1,4 @@
-"""Makes the runs of the table, each once in a session, and says which tests a failed one takes down."""
+"""Fixtures that make the runs of the table, each once in a session, and name the tests that a failed run takes down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.megatron_runs import run_megatron
 
 
 class Runs:
-    """Every run that was asked for, and every failure."""
+    """Every run that was requested, and every failure."""
 
     def __init__(self, session: pytest.Session, folder: Path) -> None:
         self._session, self._folder = session, folder
@@ -38,7 +38,7 @@ class Runs:
 
     def _make(self, spec: RunSpec) -> Run:
         for needed in filter(None, (spec.loaded, spec.other, spec.copies)):
-            self(needed)  # first: folders are numbered as runs are made
+            self(needed)  # first, because folders are numbered in the order in which runs are made
         here = self._folder / str(len(self._made))
         folders = {"here": here}
         for role in ("loaded", "other"):
@@ -61,7 +61,7 @@ class Runs:
         return made
 
     def _users(self, spec: RunSpec) -> str:
-        """The tests of this session that ask for the run, or for one that goes on from it."""
+        """Return the tests of this session that use the run, or a run that resumes from it."""
         tests = [
             item.name
             for item in self._session.items
@@ -92,6 +92,6 @@ def _runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def runs(request: pytest.FixtureRequest, _runs: Runs) -> Any:
-    """The runs that the test's `uses` names: one as it is, several as a list."""
+    """Return the runs that the test's `uses` names: one run by itself, several as a list."""
     made = [_runs(spec) for spec in request.param]
     return made[0] if len(made) == 1 else made

@@ -1,4 +1,4 @@
-"""A tiny GPT trained on text with its checkpoints, and what Megatron itself answers with these weights."""
+"""Tiny GPT trained on text with its checkpoints, and Megatron's own answers with these weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ PROMPTS = ("The table says that", "Compressed", "Megatron's checkpoint\n", "x = 
 NEW_TOKENS = 20
 
 Answers = dict[str, Any]
-"""'logits' [prompts, LENGTH, padded vocabulary] of the padded prompts, 'continuations' as token ids, 'losses' of
-the windows of a text [windows, LENGTH]."""
+"""Megatron's answers: 'logits' [prompts, LENGTH, padded vocabulary] of the padded prompts, 'continuations' as token
+ids, 'losses' of the windows of a text [windows, LENGTH].
+"""
 
 
 def train(
     world_size: int, flags: Sequence[str], *, data: Path, save: Path, prompts: list[list[int]], text: list[int],
     gelu_fusion: bool = False, other_format: str | None = None,
 ) -> Answers:  # fmt: skip
-    """Train 3 iterations, save to `save` (and once more in `other_format`, to its sibling of that name), and let
-    the very model that was saved answer, forward only, dropout off."""
+    """Train 3 iterations, save, and let the saved model answer, forward only, with dropout off.
+
+    It saves to `save`, and once more in `other_format`, to the sibling of `save` of that name.
+    """
     argv = [
         *flags, "--train-iters", "3", "--save", str(save), "--save-interval", "1000",
         "--data-path", str(data / "corpus"), "--split", "100,0,0", "--vocab-size", "0",
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer"),
-        # Weights and gradients that move: with Megatron's 0.02 every gelu is alike within a tolerance.
+        # Weights and gradients that change visibly: with Megatron's 0.02 all gelus are alike within a tolerance.
         "--init-method-std", "0.2", "--lr", "1e-2",
     ]  # fmt: skip
     runs = run_megatron(
@@ -42,12 +45,13 @@ def train(
         before=functools.partial(_on_text, gelu_fusion),
         probe=functools.partial(_answer, prompts=prompts, text=text, other_format=other_format),
     )
-    answers: Answers = runs[-1].probed  # the last stage's last tensor rank; all of that stage have gathered the same
+    # the last stage's last tensor rank; all ranks of that stage have gathered the same
+    answers: Answers = runs[-1].probed
     return answers
 
 
 def _on_text(gelu_fusion: bool) -> None:
-    """Take out of the tiny GPT's flags what has no opposite."""
+    """Remove flags of the tiny GPT that cannot be overridden."""
     for flag, values in (("--mock-data", 0), ("--vocab-size", 1), *([("--no-bias-gelu-fusion", 0)] * gelu_fusion)):
         while flag in sys.argv:
             at = sys.argv.index(flag)
@@ -60,7 +64,7 @@ def _answer(
     for chunk in model:
         chunk.eval()
     lengths = [len(prompt) for prompt in prompts]
-    rows = torch.zeros(len(prompts), LENGTH, dtype=torch.int64)  # what follows a prompt cannot be seen from it
+    rows = torch.zeros(len(prompts), LENGTH, dtype=torch.int64)  # the tokens after a prompt cannot be seen from it
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     logits = _logits(model, rows)
@@ -88,7 +92,9 @@ def _vocab_size() -> int:
 
 
 def _logits(model: list[torch.nn.Module], rows: torch.Tensor) -> torch.Tensor:
-    """Of rows [batch, LENGTH], through all stages, [batch, LENGTH, padded vocabulary] on every rank."""
+    """Return the logits of rows [batch, LENGTH], through all stages: [batch, LENGTH, padded vocabulary] on every
+    rank.
+    """
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -98,7 +104,7 @@ def _logits(model: list[torch.nn.Module], rows: torch.Tensor) -> torch.Tensor:
     unseen = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
 
     def forward(_iterator: Any, chunk: torch.nn.Module) -> Any:
-        # Every micro-batch is the same one: an interleaved schedule needs as many as there are stages.
+        # Every micro-batch is the same one: an interleaved schedule needs as many micro-batches as there are stages.
         output = chunk(rows, positions, unseen)
         return output, lambda logits, non_loss_data=False: logits
 

@@ -1,4 +1,4 @@
-"""Records every Megatron run of a test session in full, and compares two such records: did a change keep all bits?
+"""Comparison of two records of every Megatron run of a test session: did a change keep all bits?
 
     python -m pytest tests/megatron --record before.jsonl      # at one commit
     python -m pytest tests/megatron --record after.jsonl       # at another one, on the same machine
@@ -74,7 +74,7 @@ def hash_messages() -> dict[str, str]:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts the torch operators that are called."""
+    """Dispatch mode that counts torch's operators."""
 
     count = 0
 
@@ -85,7 +85,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def counting_calls(counts: dict[str, int]) -> Iterator[None]:
-    """Count calls of the package's Python functions, and all torch operators, of what is called inside."""
+    """Count calls of the package's Python functions, and all torch operators, inside the context."""
     package, functions = f"{os.sep}optimus_cc_ext{os.sep}", 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -148,7 +148,7 @@ def _by_name(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _plain(value: Any) -> str:
-    """NaN equals itself in text."""
+    """Return a value as text, in which NaN equals itself."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What happens to a rank before Megatron parses its command line: faults, other ways to install.
+"""Changes of a rank before Megatron parses its command line: faults, other ways to install.
 
 Each is a function without arguments (or a partial of one), run in every rank of a run.
 """
@@ -24,7 +24,7 @@ import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
 
 INF_AT, NAN_AT = 1, 3
-"""Of the iterations, counted from 0: where a gradient of the first stage is Inf, and where the last stage's are NaN."""
+"""Iterations, counted from 0, in which a gradient of the first stage is Inf, and in which the last stage's are NaN."""
 
 BY_CONFIG = OptimusConfig(
     compressed_backprop=True,
@@ -48,34 +48,34 @@ def install_and_uninstall() -> None:
 
 
 def without(flag: str, values: int = 1) -> None:
-    """Take out of the command line what has no opposite."""
+    """Remove a flag that cannot be overridden from the command line, with its values."""
     at = sys.argv.index(flag)
     del sys.argv[at : at + 1 + values]
 
 
 def last_load_on_rank_1_only() -> None:
-    """Of two folders to load from, rank 1 takes the last: as a node does that did not mount the shared one."""
+    """Let rank 1 take the last of two folders to load from, as a node does that did not mount the shared one."""
     if os.environ["RANK"] != "1":
         at = len(sys.argv) - 1 - sys.argv[::-1].index("--load")
         del sys.argv[at : at + 2]
 
 
 def impatient() -> None:
-    """Ranks wait for the one that speaks; here nobody is a launcher, which would end them meanwhile."""
+    """Shorten the wait for the rank that prints an error, because no launcher ends these ranks meanwhile."""
     from optimus_cc_ext import errors
 
     errors.time = SimpleNamespace(sleep=lambda seconds: sys.exit(2))  # type: ignore[attr-defined]
 
 
 def full_disk_on_rank_1() -> None:
-    """The first large file that this rank writes is its share of the state."""
+    """Let the first large file that rank 1 writes, its share of the state, meet a full disk."""
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
 def hold_up_writers() -> None:
-    """Let no rank's file be written before training has overwritten what it remembers, two iterations further."""
+    """Hold up writers until training has overwritten the state that they save, two iterations later."""
     from megatron.training import get_args
 
     from optimus_cc_ext.checkpoint import state_files
@@ -94,7 +94,7 @@ def hold_up_writers() -> None:
 
 
 def fail_to_write_the_last_on_rank_1() -> None:
-    """As a disk that is full does, in the thread that writes."""
+    """Let the last write fail on rank 1, in the thread that writes, as on a full disk."""
     from megatron.training import get_args
 
     from optimus_cc_ext.checkpoint import state_files
@@ -110,11 +110,11 @@ def fail_to_write_the_last_on_rank_1() -> None:
 
 
 def kill_in_the_last_save(name: str, *, done: bool) -> None:
-    """SIGKILL to a rank that calls this function of `state_files` for the last save, and to all it started.
+    """Send SIGKILL to a rank that calls this function of `state_files` for the last save, and to its child processes.
 
-    Not before the checkpoint before it is whole: in the background, Megatron may still be at that one.
+    It waits until the checkpoint before is complete, because in the background Megatron may still be writing that one.
 
-    done: when the call is over.
+    done: kill after the call instead of before it.
     """
     from megatron.training import get_args
 
@@ -138,7 +138,9 @@ def kill_in_the_last_save(name: str, *, done: bool) -> None:
 
 
 def poison() -> None:
-    """Let one replica's gradients be Inf in one iteration and NaN in another, each time as if computed so."""
+    """Make one replica's gradients Inf in one iteration and NaN in another, each time as if they had been computed
+    so.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.training import get_args
@@ -157,7 +159,7 @@ def poison() -> None:
         start_grad_sync(self, *args, **kwargs)
 
     def loss_with_nan(mask: torch.Tensor, token_losses: torch.Tensor) -> Any:
-        # On its way back it passes the link between the stages, in epilogue messages too.
+        # On its way back the NaN passes the link between the stages, in epilogue messages too.
         if ill(NAN_AT):
             token_losses.register_hook(lambda gradient: gradient * torch.nan)
         return masked_loss(mask, token_losses)
@@ -182,7 +184,7 @@ def outlier(iteration: int, factor: float) -> None:
 
 
 def unbatched() -> None:
-    """Megatron batches its point-to-point calls whenever it does not interleave; ask for the other way."""
+    """Make Megatron post point-to-point calls one by one; without interleaving it would batch them."""
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -200,7 +202,7 @@ def unbatched() -> None:
 
 
 def links_of(bytes_per_second: float) -> None:
-    """The rates that a forecast goes by are given: so the decision is known."""
+    """Set the rates that a forecast uses, so that its decision is known."""
     from optimus_cc_ext.forecast import measure
     from optimus_cc_ext.forecast.timeline import Rate
 
@@ -231,7 +233,7 @@ def start_one_ulp_away() -> None:
 
 
 def _after_setup(change: Callable[[list[torch.nn.Module]], None]) -> None:
-    """Have the model changed once Megatron has built it."""
+    """Change the model once Megatron has built it."""
     from megatron.training import training
 
     setup = training.setup_model_and_optimizer
@@ -263,7 +265,7 @@ def _initialize_by_place(model: list[torch.nn.Module]) -> None:
 
 
 def another_dropout() -> None:
-    """Another seed for what the model draws while it trains; the same weights and data."""
+    """Draw dropout from another seed, with the same weights and data."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     _after_setup(lambda model: model_parallel_cuda_manual_seed(4321, force_reset_rng=True))
@@ -285,7 +287,7 @@ def count_recomputation() -> None:
 
 
 def recomputations(model: list[torch.nn.Module], optimizer: Any) -> int:
-    """A probe: how many layers were recomputed."""
+    """Return how many layers were recomputed (a probe)."""
     return len(_recomputed)
 
 
@@ -293,7 +295,7 @@ def recomputations(model: list[torch.nn.Module], optimizer: Any) -> int:
 
 
 def only(iteration: int, folder: Path) -> None:
-    """Let this checkpoint be the latest, and the only one."""
+    """Make this checkpoint the latest, and the only one."""
     for checkpoint in folder.glob("iter_*"):
         if checkpoint.name != f"iter_{iteration:07d}":
             shutil.rmtree(checkpoint)
@@ -316,7 +318,8 @@ _gathered = [0]
 def count_gathers() -> None:
     """Count the bytes that this rank sends in Megatron's own all-gathers of parameters.
 
-    A save forces them; here it finds them under way, as --overlap-param-gather-with-optimizer-step leaves them.
+    A save forces these gathers; here it finds them under way, as --overlap-param-gather-with-optimizer-step leaves
+    them.
     """
     from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 
@@ -358,7 +361,7 @@ def norms_in_fp32() -> None:
 
 
 def over_the_shared_gpus_backend() -> None:
-    """Where the run asks for gloo, it gets the backend of ranks that share a GPU."""
+    """Use the backend of ranks that share a GPU if the run asks for gloo."""
     from optimus_cc_ext.devices import staged_gloo
 
     staged_gloo.register()

@@ -14,11 +14,11 @@ import torch
 __all__ = ["main"]
 
 SAMPLES = 4096
-"""More than a smoke run reads."""
+"""Number of samples: more than a smoke run reads."""
 
 
 class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Sequences that depend on their index only, so that every run and every rank sees the same."""
+    """Dataset whose sequences depend on their index only, so that every run and every rank sees the same."""
 
     def __init__(self, length: int, vocabulary: int) -> None:
         self.length, self.vocabulary = length, vocabulary
@@ -27,7 +27,7 @@ class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """tokens, labels and position_ids [sequence], int64."""
+        """Return tokens, labels and position_ids [sequence], int64."""
         generator = torch.Generator().manual_seed(int(index))
         text = torch.randint(self.vocabulary, (self.length + 1,), generator=generator)
         return {"tokens": text[:-1], "labels": text[1:], "position_ids": torch.arange(self.length)}
@@ -41,7 +41,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
     return data, data, data
 
 
-# Megatron asks every rank then, not only the first tensor-parallel one.
+# With this, Megatron calls it on every rank, not only on the first tensor-parallel one.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -67,7 +67,9 @@ def build_model(
 
 
 def loss(token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum over the tokens, their number, and both for Megatron's log; token_losses: [micro-batch, sequence]."""
+    """Return the sum over the tokens, their number, and both for Megatron's log; token_losses: [micro-batch,
+    sequence].
+    """
     total, tokens = token_losses.float().sum(), torch.tensor(token_losses.numel(), dtype=torch.int)
     return total, tokens, {"lm loss": torch.stack((total.detach(), tokens.to(total.dtype)))}
 

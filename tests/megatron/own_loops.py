@@ -1,4 +1,4 @@
-"""A tiny GPT in a training loop of one's own, by Megatron's process groups or by groups that the user makes."""
+"""Tiny GPT in a custom training loop, with Megatron's process groups or with groups that the user makes."""
 
 from __future__ import annotations
 

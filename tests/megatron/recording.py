@@ -1,4 +1,4 @@
-"""What is read out of Optimus-CC in a rank, for all tests of Megatron runs: the one place that knows its insides."""
+"""Values that tests of Megatron runs read from Optimus-CC in a rank: the only module that knows its internals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def current() -> Session | None:
-    """This rank's session, where training has begun with Optimus-CC installed."""
+    """Return this rank's session if training has begun with Optimus-CC installed."""
     session = optimus_cc_ext.current_session()
     return session if session is not None and session.grid is not None else None
 
@@ -41,12 +41,12 @@ def current() -> Session | None:
 
 
 def residuals(session: Session) -> list[torch.Tensor]:
-    """Of the pipeline link, then of the gradient buckets: what compression left out and will add."""
+    """Return the residuals of the pipeline link, then those of the gradient buckets."""
     return [residual for technique in session.techniques for residual in technique.states.residuals()]
 
 
 def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
-    """All that is remembered: residuals, in units of unscaled gradients, and warm starts."""
+    """Yield the compressors' state: residuals, in units of unscaled gradients, and warm starts."""
     for technique in session.techniques:
         for state in technique.states:
             yield state.residual.value.double() / loss_scale  # exact: a loss scale is a power of two
@@ -54,7 +54,7 @@ def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
 
 
 def iteration_of(session: Session) -> int:
-    """Which iteration, counted from 0, is being made."""
+    """Return the number of the current iteration, counted from 0."""
     return session._step.iteration
 
 
@@ -63,16 +63,16 @@ def iteration_of(session: Session) -> int:
 
 @dataclass
 class Messages:
-    """Of one end of a link: what was decided, and the sums over all compressed messages, in fp64."""
+    """Messages of one end of a link: the decisions, and the sums over all compressed messages, in fp64."""
 
     history: list[list[bool]] = field(default_factory=list)
-    """By iteration, whether each message was compressed."""
+    """Decision for each message, by iteration: True if it was compressed."""
 
     total: torch.Tensor | float = 0.0
-    """Of the gradients that compression was offered, or of those that came out of it."""
+    """Sum of the gradients that compression was given (sending end), or of those that it returned (receiving end)."""
 
     left: torch.Tensor | float = 0.0
-    """What iterations added to the residual, summed up over the chunks; of the sending end."""
+    """Sum of the changes of the residual in all iterations, over the chunks; of the sending end."""
 
 
 def observe_links() -> dict[str, Messages]:
@@ -128,22 +128,22 @@ def observe_links() -> dict[str, Messages]:
 
 @dataclass
 class Ours:
-    """What the session of one rank had to say at the end of a run."""
+    """Report of one rank's session at the end of a run."""
 
     traffic: dict[str, tuple[float, float]]
-    """By class: bytes that vanilla sends, and bytes sent."""
+    """Bytes that vanilla sends, and bytes sent, by class."""
 
     compressed_matrices: int
-    """Of gradients, on this rank."""
+    """Number of gradients that this rank compresses."""
 
     reduced_bytes: list[int]
-    """What each reduction of a bucket sends, in order."""
+    """Bytes that each reduction of a bucket sends, in order."""
 
     remembered: Any
-    """The state that a checkpoint has, every tensor by its hash."""
+    """State that a checkpoint has, with the hash of every tensor."""
 
     groups: list[tuple[str, Any]]
-    """Our own process groups: description, time limit."""
+    """Process groups of our own: description, time limit."""
 
 
 def read(session: Session) -> Ours:
@@ -181,7 +181,9 @@ HOT_PATH = {
 
 
 def hot_path() -> dict[str, list[str]]:
-    """Watch it, before anything else wraps its methods: what each asks torch for after the first iteration."""
+    """Watch the hot path before other code wraps its methods; return each method's requests to torch after the first
+    iteration.
+    """
     asked: dict[str, list[str]] = {}
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +214,9 @@ _reported: dict[str, Any] = {"reports": [], "links": {}, "residuals": {}, "stati
 
 
 def watch_reports() -> None:
-    """Measure what a report says another way: from the message that is sent, and from what it was made of."""
+    """Measure a report's values in another way: from the message that is sent, and from the gradient that it was
+    made of.
+    """
     report_of, compress, keep = Session.report, LowRankMessages.send, ErrorStatistics.error
 
     def reporting(session: Session, *args: Any) -> Any:

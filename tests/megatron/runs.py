@@ -1,7 +1,7 @@
-"""The table of Megatron runs: each is made once in a test session, when a test first asks for it, and recorded in full.
+"""Table of Megatron runs: each run is made once in a test session, when a test first asks for it, and recorded in full.
 
-Runs with equal specifications are one run, whatever their names. Most are of 2 stages and 2 replicas, with a
-tensor-parallel rank more where that matters.
+Runs with equal specifications are one run, whatever their names. Most have 2 stages and 2 replicas, and 2
+tensor-parallel ranks where that matters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 OFF = ""
 FE = "--fused-embedding-sync"
-# hidden 64, FFN 256, 64 x 2 rows: no gradient has a rank above 128. Forced, because nothing is saved there.
+# hidden 64, FFN 256, 64 x 2 rows: no gradient has a rank above 128. Forced, because low rank saves nothing there.
 LOSSLESS_EPILOGUE = "--compressed-backprop --compressed-backprop-rank 128 --force-compression"
 LOSSLESS_CB = f"{LOSSLESS_EPILOGUE} --compressed-backprop-messages all"
 LOSSLESS_SC = "--dp-compression --dp-compression-rank 256 --force-compression"
 LOSSLESS = f"{LOSSLESS_CB} {LOSSLESS_SC} {FE}"
-# Everything on, at a rank at which all of it leaves something out.
-# Residuals are carried, so that steps, and runs that are resumed, depend on what the last one left.
+# Every technique, at a compression rank at which each has an error. Residuals are carried, so that steps, and resumed
+# runs, depend on those of the iteration before.
 _CARRIED = "--residual-across-iterations carry"
 DROPPED = "--residual-across-iterations drop"
 LOSSY = f"--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 4 --dp-compression-stages all {_CARRIED}"
@@ -134,20 +134,21 @@ POISONED_TO_THE_END = RunSpec(
     name="poisoned, checked by Megatron", flags="--save {here} --save-interval 100 --ckpt-format torch",
     ours=LOSSY, before=(interventions.poison,), ends=True,
 )  # fmt: skip
-# So large at first that gradients overflow; doubled again after every two good steps.
+# So large at first that gradients overflow; doubled again after every two applied steps.
 SCALED = RunSpec(
     name="fp16, loss scaled", ours=f"{CB4} {SC4}",
     flags="--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 10",
 )  # fmt: skip
 
 OUTLIER = 4
-"""The iteration, counted from 0, whose loss is multiplied by 100."""
+"""Number of the iteration, counted from 0, whose loss is multiplied by 100."""
 USUAL = RunSpec(name="clipped as usual", flags=f"--clip-grad 1 --train-iters {OUTLIER + 11}", ours=f"{CB4} {SC4}")
 CLIPPED = USUAL.but("an outlier clipped", before=(partial(interventions.outlier, OUTLIER, 100.0),))
 
-# The states of dropout's generators are not what they were before the step in a checkpoint that Megatron 0.19 saves in
-# the middle of one (the second restoring of them is of the very dict that the repeated pass changed): so, without.
-# Of Megatron's checks only one whose failure does not end the run: what it repeats, it then goes on from.
+# In a checkpoint that Megatron 0.19 saves in the middle of a step, the states of dropout's generators are not those
+# before the step (the second restoring uses the very dict that the repeated pass changed), so these runs have no
+# dropout. Of Megatron's checks, this is the only one whose failure does not end the run: training goes on from the
+# repeated pass.
 _INJECTED = "--rerun-mode validate_results --error-injection-rate 1 --error-injection-type"
 _NOT_FATAL = "--check-for-large-grads --no-check-for-nan-in-loss-and-grad"
 _CALM = RunSpec(
@@ -172,9 +173,9 @@ def saving(name: str, flags: str, ours: str = ALL_MESSAGES, *, interval: int = 4
 
 
 def resumed(run: RunSpec, iteration: int) -> RunSpec:
-    """From `iteration` on. What only loads needs no writer in the background, whose start takes longer than the run.
+    """Resume `run` from `iteration` on, without a background writer, whose start would take longer than the run.
 
-    `--ckpt-step` would not do: with the distributed optimizer and `torch` Megatron takes the last checkpoint.
+    `--ckpt-step` cannot be used: with the distributed optimizer and `torch` Megatron takes the last checkpoint.
     """
     return replace(
         run, name=f"{run.name}, resumed at {iteration}", watched=False,
@@ -193,7 +194,7 @@ SAVED_SHARDED = saving(
     f"--ckpt-format torch --bf16 {SHARDED} --overlap-grad-reduce {INTERLEAVED}", f"{ALL_MESSAGES} {DROPPED}",
     watched=True,
 )  # fmt: skip
-# On two ranks: each starts a process that imports Megatron, to write.
+# Two ranks only, because each starts a process that imports Megatron, to write.
 SAVED_IN_BACKGROUND = saving(
     "async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2, before=(interventions.hold_up_writers,)
 )
@@ -227,7 +228,7 @@ SAVED_OFTEN += [
 
 
 def loading(name: str, ours: str, flags: str = "", **settings: Any) -> RunSpec:
-    """Goes on from iteration 4 of SAVED, unless it says otherwise, to iteration 8."""
+    """Make a run that goes on from iteration 4 of SAVED, unless `settings` say otherwise, to iteration 8."""
     settings = {"loaded": SAVED, **settings}
     flags = f"{SHORT} --ckpt-format torch_dist --load {{loaded}} --ckpt-step 4 {flags}"
     return RunSpec(name=name, flags=flags, ours=ours, **settings)
@@ -263,17 +264,19 @@ DISK_FULL = RunSpec(
 
 # -- lossless limits --------------------------------------------------------------------------------------------------
 
-# fp32 rounding alone, amplified by 20 Adam steps, stays an order of magnitude below.
+# The effect of fp32 rounding alone, amplified by 20 Adam steps, is an order of magnitude smaller.
 TOLERANCE = 1e-5
-# A bf16 value has 8 bits, a relative rounding of 2^-9: of the sums over two replicas, and of Q. 5 iterations lower the
-# loss by 4 %, so that rounding moves it by some 2^-9 of that; twice that is allowed. (Seen: 2e-5, as much as between
-# vanilla with bf16 and with fp32 buckets.) Norms are those of gradients taken at such weights.
+# A bf16 value has 8 bits, a relative rounding of 2^-9; rounded are the sums over two replicas, and Q. 5 iterations
+# lower the loss by 4 %, so that rounding moves it by some 2^-9 of that; twice that is allowed. (Seen: 2e-5, as much as
+# between vanilla with bf16 and with fp32 buckets.) Norms are those of gradients taken at such weights.
 BF16_BUCKETS = (2 * 2**-9 * 0.04, 2**-8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """At full rank these flags are to give vanilla's losses, and gradients' norms in the first 5 iterations."""
+    """Lossless limit: at full rank these flags must give vanilla's losses, and gradients' norms in the first 5
+    iterations.
+    """
 
     vanilla: RunSpec
     ours: str = LOSSLESS
@@ -286,10 +289,11 @@ class Limit:
 
 
 SCALED_SUMS = "--calculate-per-token-loss --eod-mask-loss"
-"""Where end-of-document tokens do not count, micro-batches have different numbers of tokens, and a mean per token is
-not the mean over micro-batches."""
+"""Flags with which end-of-document tokens do not count: micro-batches then have different numbers of tokens, and a mean
+per token is not the mean over micro-batches.
+"""
 
-# Megatron saves gradients after iterations 2, 4 and 6, for which it all-reduces them; after 7 they are of shards.
+# Megatron saves gradients after iterations 2, 4 and 6, for which it all-reduces them; after 7 they are shards.
 VANILLA_SHARDED = RunSpec(
     name="sharded", flags=f"{EIGHT} --train-iters 7 {SHARDED} --ckpt-format torch --save {{here}} --save-interval 100 "
     "--save-wgrads-interval 2",
@@ -305,7 +309,7 @@ LIMITS = [
         )
     ),
     SHARDED_LIMIT,
-    # SC on the first stage only, so that the last one's buckets go through Megatron's own collective.
+    # SC on the first stage only, so that the last stage's buckets go through Megatron's own collective.
     Limit(
         vanilla=RunSpec(
             name="overlapped, interleaved, per token",
@@ -332,7 +336,7 @@ EXACT = [
     for limit in LIMITS
     for stages in ["--dp-compression-stages 1" if "--dp-compression-stages 1" in limit.ours else ""]
 ]
-"""Of the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
+"""Runs compared with the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
 EXACT_FACTORS = VANILLA.but("at full rank, factors in exact blocks", ours=f"{LOSSLESS} {INT8_FACTORS} --exact-blocks")
 VANILLA_GATHERS = [
     RunSpec(name=f"bf16 gather{name}", flags=f"--bf16 {flags} --train-iters 8")
@@ -345,8 +349,8 @@ SOME_IN_FP32 = RunSpec(
 )  # fmt: skip
 FP16_GATHER = SCALED.but("fp16, loss scaled, gather", flags=SHARDED, ours=GATHER)
 # Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
-# loop no longer looks at it; what changes the batch size there is `--step-batch-size-schedule`.
-# 2, 1, none and 1 of 4 layers. From 12 sequences of 64 tokens on 6 sequences an iteration, from 24 on 8, in pairs.
+# loop ignores it; there, `--step-batch-size-schedule` changes the batch size. The stages have 2, 1, 0 and 1 of 4
+# layers. From 12 sequences of 64 tokens on an iteration has 6 sequences, from 24 on 8, in pairs.
 GROWING = RunSpec(
     name="uneven stages, growing batch", before=(partial(interventions.without, "--global-batch-size"),),
     layout=(4, f"{PP4[1]} --pipeline-model-parallel-layout Ett|t||tL"),
@@ -370,14 +374,14 @@ CHOSEN_BEFORE = VANILLA.but(
 )  # fmt: skip
 NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO_BLOCKS, before=(_FAST,))
 
-# All matrices have 64 rows or columns, and so low rank has nothing to shrink.
+# All matrices have 64 rows or columns, so low rank saves nothing.
 NOTHING_SHRINKS = RunSpec(
     name="nothing shrinks", flags=f"{SHARDED} --train-iters 4", ours="--optimus-cc --compression-forecast"
 )  # fmt: skip
 
 # -- one replica ------------------------------------------------------------------------------------------------------
 
-# The tied embedding's bucket is the distributed optimizer's, and the pair of stages add up what it leaves.
+# The distributed optimizer shards the tied embedding's bucket, and the pair of stages sums the shards.
 ONE_REPLICA = RunSpec(
     name="one replica, FE in int4", layout=PP2, flags=f"{SHARDED} --clip-grad 0 --train-iters 1",
     ours=f"{FE} --fused-embedding-sync-format int4",
@@ -403,8 +407,8 @@ EXPERTS_REPLICATED = RunSpec(
     flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
 )  # fmt: skip
 EXPERTS_IN_BLOCKS = replace(EXPERTS_REPLICATED, name="experts in blocks", ours="--dp-compression-format int4")
-# 2 stages of 2 replicas, over which each stage's experts are dealt out: every expert has a replica of its own. Nothing
-# clips the gradients, by the norm of those that are compressed.
+# 2 stages of 2 replicas, over which each stage's experts are dealt out: every expert has one replica. The gradients are
+# not clipped by the norm of the compressed ones.
 EXPERTS_ALONE = RunSpec(
     name="experts on one replica each", flags=f"{MIXTURE} --expert-model-parallel-size 2 --clip-grad 0 --train-iters 1"
 )
@@ -412,7 +416,7 @@ EXPERTS_ALONE_IN_BLOCKS = EXPERTS_ALONE.but(
     "experts on one replica each, in blocks", ours="--dp-compression-format int4"
 )
 EXPERTS_GATHERED = EXPERTS_IN_BLOCKS.but("experts gathered", flags=f"--bf16 {SHARDED}", ours=GATHER)
-# The preset, at full rank: it leaves fused embedding sync out.
+# The preset at full rank, which leaves fused embedding synchronisation out.
 EXPERTS_AMONG_OTHERS = Limit(
     vanilla=RunSpec(name="experts among others", flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED}"),
     ours=f"--optimus-cc {LOSSLESS_CB.split(maxsplit=1)[1]} {LOSSLESS_SC.split(maxsplit=1)[1]}",

@@ -1,4 +1,4 @@
-"""Notes the sends between pipeline stages of a rank: which of them are waited for before anything else is computed."""
+"""Notes of a rank's sends between pipeline stages: which of them are waited for before other work is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _synchronised = [0]
 def note_sends() -> None:
     """Note every send between stages, when its request is waited for, and how often a call stops for the device.
 
-    The real requests are wrapped below Optimus-CC, so that a wait that is noted here is one that the device makes.
+    The real requests are wrapped below Optimus-CC, so that a noted wait is one that the device makes.
     """
     from megatron.core.pipeline_parallel import p2p_communication, schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -44,7 +44,7 @@ def note_sends() -> None:
                 if role.startswith("send"):
                     send = {
                         "role": role,
-                        # Activations and their gradients have three dimensions, messages of ours are flat.
+                        # Activations and their gradients have three dimensions, our messages are flat.
                         "compressed": arguments[f"tensor_{role}"].dim() == 1,
                         "receives": any(other.startswith("recv") for other in roles),
                         "batched": isinstance(requests, list), "waits before computing": 0, "waits later": 0,
@@ -67,7 +67,7 @@ def note_sends() -> None:
         @functools.wraps(schedule)
         def ended(*args: Any, **kwargs: Any) -> Any:
             result = schedule(*args, **kwargs)
-            computing[0] = next(computations)  # all that this pass had to compute is computed
+            computing[0] = next(computations)  # all computation of this pass is done
             return result
 
         return ended
@@ -99,7 +99,7 @@ def note_sends() -> None:
 
 
 _BATCHED_ORDER = ("send_prev", "recv_prev", "send_next", "recv_next")
-"""The order in which a batched call posts its tensors; over gloo each has a request of its own."""
+"""Order in which a batched call posts its tensors; over gloo each has a request of its own."""
 
 
 def noted_sends(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""What a run is made of, what it left, and how a test asks for it.
+"""Specification of a Megatron run, its results, and the mark with which a test asks for it.
 
-@uses((VANILLA, OFF))
-def test_installed_and_off_is_bit_identical_to_vanilla(runs): vanilla, off = runs
+@uses((VANILLA, OFF)) def test_installed_and_off_is_bit_identical_to_vanilla(runs): vanilla, off = runs
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ Layout = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a run is made of. In flags, {here} is its own folder, {loaded} and {other} those of other runs."""
+    """Specification of a run. In flags, {here} is its own folder, {loaded} and {other} are those of other runs."""
 
     name: str = field(compare=False)
     layout: Layout = (4, "--pipeline-model-parallel-size 2")
-    """Ranks, and flags. With two replicas unless said."""
+    """Number of ranks, and flags of the layout; two replicas unless it says otherwise."""
 
     flags: str = ""
-    """Megatron's."""
+    """Flags of Megatron."""
 
     ours: str | None = None
-    """None: Optimus-CC is not installed."""
+    """Flags of Optimus-CC; None: it is not installed."""
 
     before: tuple[Callable[[], Any], ...] = ()
-    """Interventions, before Optimus-CC is installed."""
+    """Interventions before Optimus-CC is installed."""
 
     probe: Callable[..., Any] | None = None
     entry: Callable[[], Any] | None = None
     loaded: RunSpec | None = None
     other: RunSpec | None = None
     copies: RunSpec | None = None
-    """The run whose folder this one's begins as a copy of."""
+    """Run whose folder is copied to make this one's."""
 
     spoil: Callable[[Path], None] | None = None
-    """What happens to this copy."""
+    """Change of the copied folder."""
 
     ends: bool = False
-    """It does not come to its end, and a test asks why."""
+    """True if the run ends early, and a test asks why."""
 
     watched: bool = False
-    """The hot path is watched."""
+    """True if the hot path is watched."""
 
     @property
     def argv(self) -> str:
-        """The command line, with placeholders for folders."""
+        """Command line, with placeholders for folders."""
         return f"{self.layout[1]} {self.flags} {without_forecast(self.ours or '')}"
 
     def but(self, name: str, **changes: Any) -> RunSpec:
-        """The same with changes; `flags` and `ours` are added to what there is."""
+        """Return a copy with changes; `flags` and `ours` are appended to the present ones."""
         for kind in ("flags", "ours"):
             if kind in changes:
                 changes[kind] = f"{getattr(self, kind) or ''} {changes[kind]}"
@@ -68,31 +67,31 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was made."""
+    """Run that was made."""
 
     spec: RunSpec
     ranks: list[MegatronRun]
     folder: Path
-    """{here} of its flags."""
+    """Folder that {here} stands for in its flags."""
 
     def by_place(self) -> dict[tuple[int, int, int], MegatronRun]:
-        """By stage, tensor-parallel rank and data-parallel rank."""
+        """Return the ranks' records by stage, tensor-parallel rank and data-parallel rank."""
         return {(rank.stage, rank.tensor_rank, rank.data_rank): rank for rank in self.ranks}
 
     @property
     def said(self) -> list[str]:
-        """Our lines on the first rank, which speaks for all."""
+        """Lines of ours on the first rank, which prints for all."""
         return self.ranks[0].said
 
 
 def uses(*cases: RunSpec | tuple[RunSpec, ...] | Any) -> pytest.MarkDecorator:
-    """A test is given these runs as `runs`, once for each case."""
+    """Give these runs to a test as `runs`, once for each case."""
     params = [case if hasattr(case, "marks") else _case(case) for case in cases]
     return pytest.mark.parametrize("runs", params, indirect=True)
 
 
 def full(*case: RunSpec) -> Any:
-    """A case that runs with --full only."""
+    """Make a case that runs with --full only."""
     return _case(case, marks=pytest.mark.full)
 
 
@@ -102,9 +101,9 @@ def _case(case: RunSpec | tuple[RunSpec, ...], marks: Any = ()) -> Any:
 
 
 def without_forecast(ours: str) -> str:
-    """These flags, and no measuring before the third iteration, unless they say something about it.
+    """Add a flag that switches the forecast off, unless the flags say something about it.
 
-    It would take as long as the rest of a short run.
+    The forecast would take as long as the rest of a short run.
     """
     asked_for = not ours or "compression-forecast" in ours or "--dp-compression-stages auto" in ours
     return ours if asked_for else f"{ours} --no-compression-forecast"

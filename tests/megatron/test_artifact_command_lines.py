@@ -1,6 +1,6 @@
-"""The published artifact's own command lines for CB+FE+SC: what they mean today, and that they train.
+"""Command lines of the published artifact for CB+FE+SC: their meaning today, and that they train.
 
-Its flags are from facts of its scripts: GPT-2.5B and 8.3B on TP8 x PP4, 335M on TP2 x PP2.
+The flags are facts from its scripts: GPT-2.5B and 8.3B on TP8 x PP4, 335M on TP2 x PP2.
 """
 
 import argparse
@@ -58,7 +58,7 @@ GONE = (
 
 
 def meant(stages: int) -> OptimusConfig:
-    """What the paper means: section 9.1, with the artifact's own seed."""
+    """Return the paper's configuration: section 9.1, with the artifact's own seed."""
     return OptimusConfig(
         compressed_backprop=True,
         compressed_backprop_rank=16,
@@ -107,9 +107,11 @@ SMALL = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 4 --train-iters 3 --lr-decay-iters 4 --eval-iters 0
     --save-interval 1000
 """
-"""Hidden 256: the narrowest at which rank 128 saves anything, on three of a layer's four matrices."""
+"""Flags of a small model. Hidden 256 is the narrowest at which rank 128 saves anything, on three of a layer's four
+matrices.
+"""
 
-# On layouts that this machine can hold; the rest of the line is the artifact's.
+# Layouts that this machine can hold; the rest of the line is the artifact's.
 SUBSTITUTED = {
     name: RunSpec(
         name=name, layout=layout, flags=f"{TRAINING} {SMALL}", ours=COMPRESSION, before=(count_recomputation,),

@@ -39,7 +39,7 @@ def outputs(tmp_path: Path) -> list[str]:
 
 
 def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwargs: object) -> Launch:
-    """The command line ends with status 2, and the last thing said names the flag and says the rest."""
+    """Assert that the command line ends with status 2, and that the last line names the flag and contains the rest."""
     found = launch([*shlex.split(line), *outputs], **kwargs)  # type: ignore[arg-type]
     assert found.code == 2, found.output[-2000:]
     last = found.output.splitlines()[-1]
@@ -121,7 +121,7 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs:
     assert not list(Path(outputs[1]).parent.iterdir())
 
 
-# Every option of the table, written so that Megatron's own validation lets it through.
+# Every option of the table, written so that Megatron's own validation accepts it.
 REFUSED = {
     "--context-parallel-size": [PP2 + ALL + "--context-parallel-size 2"],
     "--use-megatron-fsdp": [PP1 + SC + "--use-megatron-fsdp --ckpt-format fsdp_dtensor"],
@@ -181,7 +181,9 @@ FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 def everything_is_installed() -> None:
-    """Megatron's validation looks for packages that a CPU has no use for; what is refused must not depend on them."""
+    """Pretend that the packages that Megatron's validation looks for are installed; refusals must not depend on
+    them.
+    """
     from megatron.core import msc_utils
     from megatron.training import arguments
 
@@ -349,7 +351,7 @@ def test_only_the_first_rank_of_a_node_speaks(outputs: list[str]) -> None:
 
 
 def broken_gpu() -> None:
-    """GPUs that PyTorch sees, none of which can be used; the launcher ends nobody: the others' are in order."""
+    """Make GPUs that PyTorch sees and cannot use; the launcher ends no other rank, because the others' GPUs work."""
     import torch
 
     from optimus_cc_ext import errors
@@ -374,7 +376,7 @@ def test_a_rank_whose_gpu_is_broken_says_so_whichever_it_is() -> None:
 
 
 def test_a_real_process_ends_with_status_2(outputs: list[str]) -> None:
-    """The one case without a fork: as started by a person, up to the shell's exit status."""
+    """This is the one case without a fork: as a person starts it, up to the shell's exit status."""
     command = [sys.executable, "-m", "optimus_cc_ext", *TINY_GPT, "--compressed-backprop", *outputs]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "OPTIMUS_CC_DEVICE": "cpu"}
     ended = subprocess.run(

@@ -20,7 +20,7 @@ RANKS = {"compressed_backprop_rank": 4, "dp_compression_rank": 8}
 
 
 class Writer:
-    """TensorBoard's, as far as the callback knows it."""
+    """Stand-in for TensorBoard's writer, as far as the callback uses it."""
 
     def __init__(self) -> None:
         self.scalars: dict[tuple[int, str], float] = {}
@@ -30,7 +30,7 @@ class Writer:
 
 
 def configuration(save: str | None = None, load: str | None = None, **model: Any) -> SimpleNamespace:
-    """The fields of Bridge's ConfigContainer that are read."""
+    """Return the fields of Bridge's ConfigContainer that the callback reads."""
     import torch
 
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
@@ -50,7 +50,7 @@ def configuration(save: str | None = None, load: str | None = None, **model: Any
 
 
 def run_like_bridge(save: str, load: str | None, steps: range, skipped: int | None = None) -> dict[str, Any]:
-    """`pretrain(config, forward_step, callbacks=[Compression(...)])`: its calls, in its order."""
+    """Make the calls of `pretrain(config, forward_step, callbacks=[Compression(...)])`, in its order."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
 
@@ -101,7 +101,7 @@ def test_one_callback_compresses_logs_and_keeps_its_state_in_bridges_checkpoints
     second = run_ranks(4, run_like_bridge, save, save, range(2, 3))
     for before, after in zip(first, second, strict=True):
         assert after["steps"] == 3
-        # CB's are forgotten between iterations; what SC remembers is there before the first step.
+        # CB's residuals are dropped between iterations; SC's state is there before the first step.
         assert [norm for norm in before["norms"] if norm in after["began with"]] or not after["began with"]
 
 

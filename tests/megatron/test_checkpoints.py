@@ -1,4 +1,6 @@
-"""A run that was resumed is the run that never stopped, to the bit; where it cannot be, that is said, or refused."""
+"""A resumed run equals, to the bit, the run that never stopped; if that is impossible, a message or a refusal says
+so.
+"""
 
 import json
 import shlex
@@ -20,7 +22,7 @@ PARTS = ("losses", "grad_norms", "random_states", "steps")
 
 
 def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
-    """A run that was resumed after `iteration` iterations is the rest of the whole one, to the bit."""
+    """Assert that a run that was resumed after `iteration` iterations equals the rest of the whole run, to the bit."""
     for number, (mine, its) in enumerate(zip(run.ranks, whole.ranks, strict=True)):
         for part in PARTS:
             assert getattr(mine, part) == getattr(its, part)[iteration:], f"{part} of rank {number} from {iteration} on"
@@ -53,13 +55,16 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
 
 
 def assert_files_come_first(saves: list[dict[str, Any]], saved: list[int], *, in_background: bool) -> None:
-    """Our files are whole before the tracker names the iteration; in the background, not before training goes on."""
+    """Assert that our files are complete before the tracker names the iteration.
+
+    In the background, they must be complete only after training has gone on.
+    """
     names = [f"iter_{iteration:07d}" for iteration in saved]
     turns, scheduled, finished = (
         [save[moment] for save in saves if moment in save] for moment in ("tracker's turn", "background", "finished")
     )
     assert len(scheduled) == (len(saved) if in_background else 0), "not saved in the background"
-    # The first rank asks for the tracker's name again in other places; each save's first time counts.
+    # The first rank asks for the tracker's name in other places, too; the first time of each save counts.
     for count, iteration in enumerate(saved, start=1):
         turn = next(turn for turn in (finished if in_background else turns) if turn["whole"] == names[:count])
         assert turn["tracker"] != str(iteration)
@@ -122,7 +127,7 @@ def _prepare(intervention: Callable[[], None] = lambda: None) -> None:
 
 
 def about_state(run: Run) -> list[str]:
-    """What a run that loads says about the state, after it has trained on."""
+    """Return the lines about the state that a loading run prints after it has trained on."""
     iterations = {"--finetune": 8, "--ckpt-step 5": 3, "--exit-interval 5": 1}
     expected = next((n for flag, n in iterations.items() if flag in run.spec.flags), 4)
     assert all(len(rank.losses) == expected for rank in run.ranks)
@@ -145,7 +150,7 @@ def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
 
 @uses(table.IN_OTHER_BUCKETS)
 def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
-    # Several buckets on the first stage only: the other ranks have to hear of it.
+    # Several buckets are on the first stage only, and the other ranks have to learn of them.
     (line,) = about_state(runs)
     assert "the state of data-parallel compression is reset" in line and "bucket" in line
 
@@ -175,7 +180,7 @@ def test_state_beside_a_checkpoint_that_vanilla_wrote_again_is_not_taken(runs):
 
 
 def assert_all_ended_before_the_first_step(run: Run) -> str:
-    """With status 2, and one line of one rank, which is returned."""
+    """Assert that all ranks ended with status 2 before the first step; return the one line that one of them printed."""
     assert [(rank.ended, len(rank.losses)) for rank in run.ranks] == [(2, 0)] * 4
     (line,) = [line for rank in run.ranks for line in rank.said if line.startswith("error")]
     return line
@@ -193,7 +198,8 @@ def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(run
 
 @uses(table.ELSEWHERE)
 def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs):
-    # Each folder is right by itself: another save of the same run, as a node sees it that did not mount the shared one.
+    # Each folder is valid by itself: one of them is another save of the same run, as a node sees it that did not mount
+    # the shared folder.
     assert "ranks find different files" in assert_all_ended_before_the_first_step(runs)
 
 

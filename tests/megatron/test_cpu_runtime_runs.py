@@ -1,4 +1,6 @@
-"""Megatron's own pretrain() on the CPU, without Optimus-CC: layouts, precisions, and what the runtime had to cure."""
+"""Megatron's own pretrain() on the CPU, without Optimus-CC: layouts, precisions, and the faults that the runtime
+mends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.megatron.specs import Run, RunSpec, uses
 from tests.megatron_runs import last_stage_losses
 
 NATURAL = math.log(512)
-"""The loss of a model that knows nothing of 512 tokens (500 padded to a multiple of 128)."""
+"""Loss of a model that knows nothing of 512 tokens (500 padded to a multiple of 128)."""
 
 
 def assert_learns(run: Run) -> list[float]:
@@ -48,7 +50,7 @@ def frees_outputs(model: list[torch.nn.Module], optimizer: Any) -> list[bool]:
 
 
 def types(model: list[torch.nn.Module], optimizer: Any) -> tuple[set[str], set[str]]:
-    """Of the parameters, and of their master copies."""
+    """Return the dtypes of the parameters, and those of their master copies."""
     groups = [group for part in optimizer.chained_optimizers for group in part.fp32_from_float16_groups]
     masters = {parameter.type() for group in groups for parameter in group}
     return {parameter.type() for chunk in model for parameter in chunk.parameters()}, masters
@@ -93,7 +95,7 @@ def test_bf16_trains_in_bf16_with_fp32_master_weights(runs):
 @pytest.mark.full
 @uses((TENSOR_PARALLEL, TENSOR_PARALLEL.but("sequence parallel", flags="--sequence-parallel")))
 def test_sequence_parallelism_gives_the_losses_of_tensor_parallelism(runs):
-    # Megatron warms its dropout up with draws of another shape here, which would change the initial weights.
+    # In this run Megatron warms its dropout up with draws of another shape, which would change the initial weights.
     plain, parallel = runs
     # The same sums in another order: fp32 rounding over 4 steps of Adam.
     assert assert_learns(parallel) == pytest.approx(assert_learns(plain), rel=1e-5)
@@ -106,7 +108,8 @@ def test_sequence_parallelism_gives_the_losses_of_tensor_parallelism(runs):
 @uses(
     (
         SHORTER,
-        SHORTER.but("again", before=(int,)),  # which does nothing, but makes it a run of its own
+        # an intervention that does nothing, but makes the specification a run of its own
+        SHORTER.but("again", before=(int,)),
         SHORTER.but("another dropout", before=(interventions.another_dropout,)),
         SHORTER.but("no dropout", flags=NO_DROPOUT),
     )

@@ -1,4 +1,4 @@
-"""Training loops of one's own: the one of docs/custom-loops.md as it stands there, and what users do beside it."""
+"""Custom training loops: the loop of docs/custom-loops.md as the page has it, and variations that users make."""
 
 import re
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_off_asks_nothing_of_parallel_state() -> None:
 
 
 def a_pipeline_of_ones_own(changes: dict[str, Any]) -> tuple[bool, float, dict[str, float]]:
-    """Megatron's own groups say one stage and two replicas; the model has two stages and one replica."""
+    """Train on a pipeline of two stages and one replica while Megatron's own groups have one stage and two replicas."""
     own_loops.start(1)
     groups = own_loops.groups_of_ones_own(2)
     model = own_loops.build(2, groups)
@@ -178,7 +178,7 @@ def test_a_process_group_that_a_technique_needs_and_the_model_lacks_is_named(
 
 
 def a_model_on_two_of_three_ranks(changes: dict[str, Any]) -> str:
-    """Ranks 0 and 1 are a pipeline; rank 2 builds no model, and waits for the others only in the end."""
+    """Train on ranks 0 and 1, a pipeline; rank 2 builds no model, and waits for the others only at the end."""
     own_loops.start(1)
     groups = own_loops.groups_of_ones_own(2)
     if torch.distributed.get_rank() < 2:
@@ -206,7 +206,7 @@ FE = OptimusConfig(fused_embedding_sync=True, compression_forecast=False)
 
 
 def models_of_other_installations(config: OptimusConfig) -> list[str]:
-    """What training a model says that was built before `install`, then one that was built under an earlier one."""
+    """Return the errors of training a model built before `install`, and one built under an earlier installation."""
     own_loops.start(2)
     said, stranger = [], own_loops.build(2)
     for _ in range(2):
@@ -233,7 +233,7 @@ def test_a_model_of_another_installation_is_refused_with_the_cure_where_a_techni
 
 
 def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float]]:
-    """The largest relative error of a gradient, and the bytes of its embedding that vanilla and we send."""
+    """Return the largest relative error of a gradient, and the bytes of the embedding that vanilla and we send."""
     from megatron.core.distributed import finalize_model_grads
 
     own_loops.start(2)
@@ -284,7 +284,7 @@ def an_abandoned_step(config: OptimusConfig, fails: bool) -> list[bool]:
 
     step()
     before, steps = residuals(), session.completed_steps
-    if fails:  # without announced steps: the pass itself breaks after its reduction
+    if fails:  # without announced steps, the pass itself fails after its reduction
         model.config.finalize_model_grads_func, finalize = _finalize_and_fail, model.config.finalize_model_grads_func
         with pytest.raises(MemoryError):
             own_loops.pass_of(model)

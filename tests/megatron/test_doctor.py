@@ -48,7 +48,7 @@ GOOD = [
     (PP2 + "--compressed-backprop --sequence-parallel --tensor-model-parallel-size 2", 8),
 ]
 BAD = [
-    # Where Megatron's own validation ends the process, with exit() or an assertion.
+    # Command lines with which Megatron's own validation ends the process, by exit() or an assertion.
     (GPT_8_3B + "--optimus-cc --checkpoint-activations", 128, "--checkpoint-activations is no longer valid"),
     (PP2 + "--optimus-cc", 3, "world size (3) is not divisible"),
     (GPT_8_3B + "--optimus-cc", 30, "world size (30) is not divisible"),
@@ -59,7 +59,7 @@ BAD = [
     (PP2 + "--optimus-cc --tensor-model-parallel-size 2 --num-attention-heads 5", 8, ""),
     ("--pipeline-model-parallel-size 2 --optimus-cc", 4, "args.micro_batch_size is not None"),
     (PP2 + "--optimus-cc --batch-size 4", 4, "--micro-batch-size instead"),
-    # Where we do.
+    # Command lines that we refuse.
     (PP2 + "--optimus-cc --yaml-cfg a.yaml", 4, "--yaml-cfg: Optimus-CC cannot be set up from a YAML file"),
     (PP2 + "--optimus-cc --sft", 4, "--sft: not supported by the built-in pretrain_gpt"),
     (TINY + " --compressed-backprop", 4, "--compressed-backprop: there is nothing to compress"),
@@ -67,7 +67,7 @@ BAD = [
     (PP2 + "--optimus-cc --context-parallel-size 2", 8, "--context-parallel-size: context parallelism"),
     (PP2 + "--optimus-cc --grad_comp", 4, "Give either the preset or the artifact's flags"),
     (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
-    # Where the parser does.
+    # Command lines that the parser refuses.
     (PP2 + "--optimus-c", 4, "--optimus-c: did you mean --optimus-cc"),
     (PP2 + "--optimus-cc --compressed-backprop-rnak 8", 4, "did you mean --compressed-backprop-rank"),
     (PP2 + "--optimus-cc --dp-compression-stages most", 4, "--dp-compression-stages"),
@@ -75,7 +75,7 @@ BAD = [
 
 
 def train_until_pretrain(argv: list[str]) -> Launch:
-    """The launcher with the package's own entry; files of a tokenizer are not asked for."""
+    """Call the launcher with the package's own entry; the files of a tokenizer need not exist."""
     from megatron.training import global_vars
 
     from optimus_cc_ext import pretrain_gpt, startup

@@ -26,7 +26,7 @@ from tests.megatron.evaluation_runs import LENGTH, NEW_TOKENS, PROMPTS, Answers,
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "scripts" / "eval" / "tasks"
 FETCHED = ROOT / ".eval" / hashlib.sha256((ROOT / "requirements-eval.lock").read_bytes()).hexdigest()[:12]
-"""Where scripts/eval/tasks.sh has put lm-evaluation-harness, if it was called here."""
+"""Folder into which scripts/eval/tasks.sh has put lm-evaluation-harness, if it was called here."""
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None and not FETCHED.is_dir(),
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
 }
 TOLERANCE = 1e-4
-"""Of logits of magnitude 1 to 10, in fp32: sums in another order differ in the sixth digit."""
+"""Tolerance of logits of magnitude 1 to 10, in fp32: sums in another order differ in the sixth digit."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, data: Path, tokenizer: Any, text: Path) -> Any:
-    """Each layout's run, once: what Megatron answered, its checkpoint, and that converted."""
+    """Make each layout's run once: Megatron's answers, its checkpoint, and the converted checkpoint."""
 
     @functools.cache
     def run(name: str) -> tuple[Answers, Path, Path]:
@@ -134,7 +134,7 @@ def test_both_formats_give_the_same_model(runs: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Callable[..., dict[str, dict[str, float]]]:
-    """Run scripts.eval.harness with these flags; return the metrics by task."""
+    """Return a function that runs scripts.eval.harness with its flags and returns the metrics by task."""
 
     def run(*flags: str | Path) -> dict[str, dict[str, float]]:
         output = tmp_path / "results.json"
@@ -157,14 +157,15 @@ def ask(tmp_path: Path) -> Callable[..., dict[str, dict[str, float]]]:
 def test_the_harness_measures_megatrons_loss_of_a_text(
     runs: Any, tokenizer: Any, text: Path, tmp_path: Path, ask: Any
 ) -> None:
-    # Without padding: Megatron's softmax spans that, too, which early in training has its share of the likelihood.
+    # The vocabulary has no padding, because Megatron's softmax includes the padding, which early in training has a
+    # share of the likelihood.
     answers, _, folder = runs("PP2-interleaved")
 
     def nats(path: Path) -> float:
         bits = ask("--model", folder, "--text", path, "--batch-size", "3")["local_text"]["bits_per_byte,none"]
         return bits * math.log(2) * len(path.read_bytes())
 
-    # By hand: token by token, from what its window shows of the past.
+    # Computed by hand: token by token, from the past that its window shows.
     ids = [tokenizer.eos_token_id, *tokenizer(text.read_text())["input_ids"]]
     assert len(ids) - 1 > 3 * LENGTH
     model, total = load(folder), 0.0
@@ -176,7 +177,7 @@ def test_the_harness_measures_megatrons_loss_of_a_text(
             total -= sum(float(likelihoods[now - begin, ids[now + 1]]) for now in range(at, end))
     assert nats(text) == pytest.approx(total, rel=1e-5)
 
-    # Megatron's: of whole windows only, so the text is cut to them.
+    # Megatron's perplexity is of whole windows only, so the text is cut to them.
     whole = tmp_path / "whole.txt"
     whole.write_text(tokenizer.decode(ids[1 : answers["losses"].numel() + 1]), encoding="utf-8")
     assert nats(whole) == pytest.approx(answers["losses"].double().sum().item(), rel=1e-5)

@@ -1,7 +1,7 @@
-"""The state that commit d851e77 saved beside a checkpoint, kept here, is restored to the bit.
+"""State that commit d851e77 saved beside a checkpoint, kept in this repository, is restored to the bit.
 
 `save_beside` of that commit wrote the files after three passes of `train`: PP 2, DP 2, low rank on both classes that
-remember anything.
+carry state.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def train(passes: int) -> Any:
 
 
 def restored() -> tuple[str, list[str]]:
-    """What restoring said, and what of the saved state is not that of the session."""
+    """Return the lines of restoring, and the parts of the saved state that differ from the session's."""
     from optimus_cc_ext.checkpoint.beside import resume_beside
 
     session, said = train(1), io.StringIO()

@@ -1,4 +1,4 @@
-"""A run whose ranks are killed at random, and resumed each time, ends where the run that was left alone ends."""
+"""A run whose ranks are killed at random, and which is resumed each time, ends where an undisturbed run ends."""
 
 import json
 import os
@@ -27,22 +27,23 @@ FLAGS = [
     *("--ckpt-format", "torch_dist", "--save-interval", "2", "--global-batch-size", "8"),
 ]  # fmt: skip
 FURTHEST = 10
-"""A killed run comes at most this many iterations further: 4 until it is killed, and what it does meanwhile, where an
-iteration takes a tenth of a second on a fast machine."""
+"""Largest number of iterations of a killed run: 4 until the kill, and those that it makes in the meantime on a fast
+machine, where an iteration takes a tenth of a second.
+"""
 
 NO_HANG_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Killing:
-    """What a random generator decides about one kill."""
+    """Random choices for one kill."""
 
     rank: int
     after: int
-    """Iterations that are logged before it."""
+    """Number of iterations that are logged before the kill."""
 
     delay: float
-    """Seconds after that: into a step, or a save."""
+    """Seconds after that line, which reach into a step or a save."""
 
 
 def killings(seed: int, number: int) -> Iterator[Killing]:
@@ -52,16 +53,19 @@ def killings(seed: int, number: int) -> Iterator[Killing]:
 
 
 def losses(output: str) -> dict[int, float]:
-    """By iteration, as logged: to 7 digits. Without a run's second, where Megatron logs the mean of its first two."""
+    """Return the losses as logged, to 7 digits, by iteration.
+
+    A run's second iteration is left out, because Megatron logs the mean of the first two there.
+    """
     logged = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", output)
     return {int(iteration): float(loss) for iteration, loss in logged[:1] + logged[2:]}
 
 
 def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, float]:
-    """Start, or resume, and kill; the losses until then."""
+    """Start or resume a run and kill it; return the losses until then."""
     mark = uuid.uuid4().hex
     agent = start_torchrun(argv, folder, mark, ranks=RANKS)
-    # `torchrun ... | tee`: it ends when nobody is left who could write to the pipe.
+    # As in `torchrun ... | tee`, it ends when no process is left that could write to the pipe.
     tee = subprocess.Popen(["tee", "killed.log"], cwd=folder, stdin=agent.stdout, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None and tee.stdout is not None
     agent.stdout.close()
@@ -85,7 +89,7 @@ def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, f
 
 
 def state_files(folder: Path, iteration: int) -> Any:
-    """What is remembered at an iteration, by the digests of all ranks' files."""
+    """Return the saved state of an iteration, as digests of all ranks' files."""
     return json.loads((folder / f"iter_{iteration:07d}" / "optimus_cc" / "topology.json").read_text())["files"]
 
 
@@ -112,7 +116,7 @@ def test_ten_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> N
     assert ended.code == 0, ended.output[-3000:]
     until = losses(ended.output)
     assert until and until == {n: expected[n] for n in until}, f"seed {seed}"
-    # Not the last of the losses: where the kills left two iterations only, the second has none of its own.
+    # Not the last of the losses: if the kills left two iterations only, the second has no loss of its own.
     assert f"iteration {last:8d}/{last:8d}" in ended.output, ended.output[-3000:]
     assert "afresh" not in ended.output or min(until) == 1
     assert state_files(killed, last) == state_files(alone, last), f"seed {seed}"

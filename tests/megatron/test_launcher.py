@@ -23,7 +23,7 @@ MARK = "OPTIMUS_CC_TEST_RUN"
 
 @dataclass(frozen=True)
 class Ended:
-    """A torchrun that has ended."""
+    """Result of a torchrun that has ended."""
 
     code: int
     output: str
@@ -32,14 +32,14 @@ class Ended:
 
 @pytest.fixture
 def mark() -> str:
-    """In the environment of every process of one run, to find those that were left."""
+    """Return a mark for the environment of every process of one run, by which survivors are found."""
     return uuid.uuid4().hex
 
 
 def start_torchrun(
     arguments: Sequence[str], cwd: Path, mark: str, *, ranks: int = 2, program: Sequence[str] = ("-m", "optimus_cc_ext")
 ) -> subprocess.Popen[str]:
-    """One agent with its ranks, running in `cwd`; stdout and stderr come through one pipe."""
+    """Start one agent with its ranks in `cwd`; stdout and stderr come through one pipe."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     place = ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -50,7 +50,7 @@ def start_torchrun(
 
 
 def torchrun(arguments: Sequence[str], cwd: Path, mark: str, limit: float = 150.0, **kwargs: Any) -> Ended:
-    """`start_torchrun`, and its end; whatever is left after `limit` seconds is killed."""
+    """Start torchrun and wait for its end; kill all that is left after `limit` seconds."""
     process = start_torchrun(arguments, cwd, mark, **kwargs)
     try:
         output, _ = process.communicate(timeout=limit)
@@ -62,7 +62,7 @@ def torchrun(arguments: Sequence[str], cwd: Path, mark: str, limit: float = 150.
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """Every living process of the run; torchrun's ranks are in sessions of their own."""
+    """Return every living process of the run; torchrun's ranks are in sessions of their own."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -78,7 +78,7 @@ def logged_losses(output: str) -> list[float]:
 
 
 def assert_said_once(output: str) -> None:
-    """What runs where is said once, not by every rank."""
+    """Assert that the lines about device and Megatron are printed once, not by every rank."""
     assert output.count("optimus-cc: running on CPU over gloo (OPTIMUS_CC_DEVICE=cpu)") == 1
     assert output.count("optimus-cc: Megatron from ") == 1
     assert output.count("optimus-cc: compressed backpropagation (rank 16, epilogue messages") == 1
@@ -149,7 +149,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_megatrons_persistent_writer_of_checkpoints_outlives_its_own_imports(tmp_path: Path, mark: str) -> None:
-    """It is a child of a fork server's; where it is dead, Megatron waits for it without an end."""
+    """The writer is a child of a fork server; if it is dead, Megatron waits for it without an end."""
     flags = "--pipeline-model-parallel-size 2 --save saved --save-interval 2 --ckpt-format torch_dist --async-save"
     flags += " --use-persistent-ckpt-worker --async-strategy mcore --compressed-backprop --compressed-backprop-rank 4"
     ended = torchrun([*TINY_GPT, *flags.split()], tmp_path, mark, ranks=2)
@@ -197,7 +197,8 @@ if dist.get_rank() == 3:
 
 
 def test_ranks_that_are_through_before_the_slowest_end_well(tmp_path: Path, mark: str):
-    # Left to the interpreter's end, such ranks abort now and then; so what is to prevent it has to have happened.
+    # Without this, such ranks abort rarely at the interpreter's end; so the test asserts that the prevention has
+    # happened.
     script = tmp_path / "leaves.py"
     script.write_text(LEAVING_EARLY)
     ended = torchrun([str(script)], tmp_path, mark, ranks=4)

@@ -1,7 +1,7 @@
 """Law: at a rank of at least min(n, m), compressed training reproduces vanilla's; FE does so at any setting.
 
-The limits of the table run always, 5 or 8 iterations. With --full: each technique and setting by itself for 20, and
-settings in combinations in which every pair of them occurs.
+The limits of the table always run, 5 or 8 iterations. With --full, each technique and setting runs by itself for 20,
+and settings run in combinations in which every pair of them occurs.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from tests.megatron.specs import Run, RunSpec, full, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
 NORMS = 5
-"""Iterations whose norms are compared: later ones are of weights that rounding has moved."""
+"""Number of iterations whose norms are compared: later norms belong to weights that rounding has moved."""
 
 
 def limit(name: str, flags: str, ours: str = table.LOSSLESS, layout: table.Layout = PP2_DP2, **tolerances) -> Limit:
-    """Of 20 iterations."""
+    """Make a limit with 20 iterations."""
     vanilla = RunSpec(name=f"20 iterations, {name}", layout=layout, flags=f"{flags} {table.TWENTY}")
     return Limit(vanilla=vanilla, ours=ours, **tolerances)
 
@@ -65,7 +65,7 @@ REDUCTIONS = [
 
 
 class Combination(NamedTuple):
-    """One setting of each kind."""
+    """Combination with one setting of each kind."""
 
     optimizer: str
     reduction: str
@@ -76,7 +76,7 @@ class Combination(NamedTuple):
 
     @property
     def limit(self) -> Limit:
-        """Of 3 iterations."""
+        """Return the combination's limit, with 3 iterations."""
         flags = ["--train-iters 3"]
         if self.optimizer == "sharded":
             flags.append(table.SHARDED)
@@ -89,9 +89,9 @@ class Combination(NamedTuple):
         flags.append({"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}[self.precision])
         layout = TP2_PP2_DP2 if self.sequence == "parallel" else PP2_DP2
         ours = {"all": table.LOSSLESS, "CB": table.LOSSLESS_CB, "FE": table.FE, "SC": table.LOSSLESS_SC}[self.technique]
-        # fp32: what the lossless limits are held to. Of a 16-bit message P and Q are rounded as well, once each, so a
-        # value gets two roundings more than vanilla's: in bf16 of 2^-9 of a gradient each, which Adam's first steps do
-        # not shrink.
+        # In fp32, as for the lossless limits. In a 16-bit message P and Q are rounded as well, once each, so a value
+        # gets two roundings more than vanilla's: in bf16 of 2^-9 of a gradient each, which Adam's first steps do not
+        # reduce.
         loss = table.TOLERANCE if self.precision == "fp32" else 1e-3
         vanilla = RunSpec(name=", ".join(self), layout=layout, flags=" ".join(flags))
         return Limit(vanilla=vanilla, ours=ours, loss=loss, norm=float("inf"))
@@ -112,7 +112,7 @@ def pairs(combination: Combination) -> Iterator[tuple[tuple[int, str], tuple[int
 
 
 def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
-    """The fewest combinations, found greedily, in which every pair of settings occurs."""
+    """Return the fewest combinations, found greedily, in which every pair of settings occurs."""
     missing, chosen = {pair for combination in combinations for pair in pairs(combination)}, []
     while missing:
         best = max(combinations, key=lambda combination: len(missing.intersection(pairs(combination))))
@@ -144,7 +144,7 @@ def test_full_rank_reproduces_vanilla(runs):
     vanilla, ours = runs
     limit = ALL_LIMITS[ours.spec.name]
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < limit.loss
-    # Adam takes the same step for gradients of any scale: the norm, before clipping, is what would show a wrong one.
+    # Adam takes the same step for gradients of any scale; only the norm, before clipping, would show a wrong scale.
     norms, expected = ([norm or 0.0 for norm in run.ranks[0].grad_norms[:NORMS]] for run in (ours, vanilla))
     assert relative_gap(norms, expected) < limit.norm
     assert max(expected) > 1.0, "clipping, at 1.0 by default, really happens"
@@ -171,7 +171,9 @@ def assert_compressed_where_asked(run: Run) -> None:
 
 
 def assert_rebuilt_where_it_is_read(run: Run) -> None:
-    """Whatever a replica does not read, it leaves as its own gradient: where sharded, no matrix is alike on both."""
+    """Assert that a replica leaves its own gradient in ranges that it does not read: if sharded, no matrix is equal on
+    both.
+    """
     sharded, places = table.SHARDED in run.spec.flags, run.by_place()
     for (stage, tensor_rank, data_rank), rank in places.items():
         if data_rank > 0 or not rank.ours.compressed_matrices:

@@ -1,4 +1,4 @@
-"""Laws: both ends agree, what is remembered is what was sent: CB's messages in Megatron's own schedules.
+"""Laws "both ends agree" and "what is remembered is what was sent": CB's messages in Megatron's own schedules.
 
 The rules themselves are pure functions, tested against simulations (tests/unit/test_epilogue.py, and here against
 Megatron's table for interleaving); runs show that Megatron does what the rules expect.
@@ -22,7 +22,7 @@ NUMBERS = [
 
 
 def schedules(numbers: list[tuple[int, int, int, int]]) -> list[tuple[Interleaved, list[tuple[int, int]]]]:
-    """Ours and Megatron's own table, for all numbers; in a rank, where Megatron is imported."""
+    """Return our schedule and Megatron's own table for all numbers, from a rank, where Megatron is imported."""
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
     from optimus_cc_ext.hooks.schedules import interleaved_schedule
@@ -56,13 +56,15 @@ def test_every_interleaved_link_delivers_in_order_what_the_receivers_passes_wait
 
 
 def epilogue(stages: int, micro_batches: int, receiving_stage: int) -> list[bool]:
-    """Independent of the code under test: the receiver's last messages, as many as it had warm-up passes."""
+    """Return the epilogue independently of the code under test: the receiver's last messages, one for each warm-up
+    pass.
+    """
     warmup = min(stages - 1 - receiving_stage, micro_batches)
     return [False] * (micro_batches - warmup) + [True] * warmup
 
 
 def links(run: Run) -> list[tuple[int, MegatronRun, MegatronRun]]:
-    """Every link: the receiving stage, its rank, and the one that sends."""
+    """Return every link: the receiving stage, its rank, and the rank that sends."""
     places = run.by_place()
     stages = 1 + max(stage for stage, _, _ in places)
     wraps = table.INTERLEAVED in run.spec.flags
@@ -122,7 +124,7 @@ def test_messages_follow_the_number_of_micro_batches_and_uneven_stages_reproduce
 
 @uses(table.GROWING_LIMIT.run)
 def test_a_stage_without_parameters_takes_part_in_what_all_ranks_measure(runs):
-    # Nobody may wait for the stage that has nothing to sum.
+    # No rank may wait for the stage that has nothing to sum.
     assert [line for line in runs.said if line.startswith("forecast from measured times")]
 
 

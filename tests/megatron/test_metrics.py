@@ -1,4 +1,4 @@
-"""The log of a real run says what compression left out, remembered and cost, on all stages, when Megatron logs."""
+"""Log of a real run: compression errors, residuals and seconds of all stages, at Megatron's logging interval."""
 
 from dataclasses import replace
 

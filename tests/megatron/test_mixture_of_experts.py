@@ -1,4 +1,6 @@
-"""Mixture of experts, with and without expert parallelism, tied and untied: routed experts dense, the rest as ever."""
+"""Mixture of experts, with and without expert parallelism, tied and untied: routed experts are dense, the rest as
+usual.
+"""
 
 from datetime import timedelta
 

@@ -1,4 +1,6 @@
-"""Laws: off means off, random numbers are ours, evaluation touches nothing; and ways to install that are alike."""
+"""Laws: off means off, random numbers are ours, evaluation touches nothing; several ways to install give the same
+run.
+"""
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import install_by_config

@@ -1,8 +1,8 @@
-"""Real Megatron-LM checkouts, patched: plain `torchrun pretrain_gpt.py` trains with us, and undone nothing is left.
+"""Real Megatron-LM checkouts, patched: plain `torchrun pretrain_gpt.py` trains with us, and undoing leaves no change.
 
     MEGATRON_LM_CHECKOUTS=/path/to/one:/path/to/another scripts/test.sh tests/megatron/test_patched_checkouts.py
 
-Each is cloned first, so that none is touched. Each has to stand at a tag that patches/ knows.
+Each is cloned first, so that none is changed. Each has to be at a tag that patches/ knows.
 """
 
 import os
@@ -22,7 +22,7 @@ VARIABLE = "MEGATRON_LM_CHECKOUTS"
 CHECKOUTS = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 NONE_GIVEN = pytest.mark.skip(reason=f"{VARIABLE} names no checkout of Megatron-LM")
 VERSIONS = {"core_v0.17.1": "0.17.1", "core_v0.18.2": "0.18.2", "core_v0.19.0": "0.19.1"}
-"""Tag -> what Megatron calls itself there."""
+"""Version that Megatron reports at each tag."""
 
 FLAGS = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--train-iters", "3"]
 TECHNIQUES = ["--optimus-cc", "--compressed-backprop-rank", "4", "--dp-compression-rank", "8"]
@@ -34,7 +34,9 @@ def output_of(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A clone, with the dataset helper that Megatron would else compile: the same source at every tag."""
+    """Clone a checkout, with the dataset helper that Megatron would otherwise compile: its source is the same at every
+    tag.
+    """
     clone = tmp_path / "Megatron-LM"
     output_of("git", "clone", "--quiet", request.param, clone, cwd=tmp_path)
     helper = find_spec("megatron.core.datasets.helpers_cpp")

@@ -23,12 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 4
 ENDLESS = ("--iterations", "100000")
 SECONDS_TO_START = 180
-"""Four launchers and four ranks import torch, and these Megatron: 20 s on 2 idle cores, and more on busy ones."""
+"""Seconds in which four launchers and four ranks import torch, and these Megatron: 20 on 2 idle cores, more on
+busy ones.
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a text of 500 KB in it. One for all tests: what one leaves behind must not disturb the next."""
+    """Make a folder with a text of 500 KB. All tests share it, because the rests of one must not disturb the next."""
     folder = tmp_path_factory.mktemp("quickstart")
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
@@ -43,7 +45,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 @contextmanager
 def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process], set[int]]]:
-    """A quickstart in the midst of its first run, its processes and its hosts; it writes to the files below."""
+    """Start a quickstart, and wait until its first run trains; yield it, its processes and its hosts."""
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         quickstart = psutil.Popen(command(folder, *ENDLESS), cwd=ROOT, stdout=stdout, stderr=stderr)
     tree: list[psutil.Process] = []
@@ -66,7 +68,7 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psuti
 
 
 def ranks(tree: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes that train, in the order of their ranks."""
+    """Return the processes that train, in the order of their ranks."""
     found = {}
     for process in tree:
         with suppress(psutil.Error):
@@ -77,7 +79,7 @@ def ranks(tree: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def namespaces(processes: Iterable[psutil.Process]) -> set[int]:
-    """Inodes of their network namespaces."""
+    """Return the inodes of the processes' network namespaces."""
     found = set()
     for process in processes:
         with suppress(OSError):
@@ -131,7 +133,7 @@ def test_a_rank_that_dies_ends_everything_with_the_reason_on_the_terminal(folder
     assert not (folder / "out").exists()
 
 
-# After the tests above on purpose: in the same folder, it starts from what they left.
+# Deliberately after the tests above: in the same folder, it starts from their rests.
 def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

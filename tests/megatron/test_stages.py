@@ -1,7 +1,7 @@
-"""SC in Megatron: which stages are compressed, by number or as measured; and what all of it saves.
+"""SC in Megatron: which stages are compressed, by number or by measurement, and the bytes that this saves.
 
-The rates of the links are given here, slow or fast, so that the decision is known; `scripts/bench` measures
-`--dp-compression-stages auto` on links that are slow.
+The rates of the links are set, slow or fast, so that the decision is known; `scripts/bench` measures
+`--dp-compression-stages auto` on links that are really slow.
 """
 
 from tests.megatron import runs as table
@@ -10,7 +10,7 @@ from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron_runs import last_stage_losses
 
 FIRST_COMPRESSED = 2
-"""Iterations that are over when the stages are chosen."""
+"""Number of iterations that have finished when the stages are chosen."""
 
 
 @uses(table.REPORTED)

@@ -1,4 +1,4 @@
-"""Laws: state follows the step, nothing non-finite is kept, what was clipped is remembered clipped."""
+"""Laws: state follows the step, nothing non-finite is kept, residuals of a clipped step are scaled by its clipping."""
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import INF_AT, NAN_AT
@@ -6,7 +6,7 @@ from tests.megatron.specs import uses
 from tests.megatron.test_checkpoints import assert_goes_on
 
 RESUME_TO_DISAMBIGUATE = 16
-"""Megatron's exit code for this (core/rerun_state_machine.py)."""
+"""Exit code of Megatron for a run that has to be resumed (core/rerun_state_machine.py)."""
 
 
 @uses(table.POISONED, table.POISONED_SHARDED)
@@ -15,7 +15,7 @@ def test_what_is_not_finite_on_one_replica_is_skipped_by_all_and_kept_by_none(ru
         steps = rank.steps
         assert [step.skipped for step in steps] == [i in (INF_AT, NAN_AT) for i in range(6)]
         for step in steps:
-            # A norm is finite where all entries are; 0 < x fails for NaN, x < inf for the rest.
+            # A norm is finite if all entries are; 0 <= x fails for NaN, x < inf for infinities.
             assert step.memory_norms and all(0 <= norm < float("inf") for norm in step.memory_norms)
         for iteration in (INF_AT, NAN_AT):
             before, skipped, after = steps[iteration - 1 : iteration + 2]
@@ -56,7 +56,7 @@ def test_repeated_passes_leave_no_trace_and_a_checkpoint_before_the_update_resum
     # The first step of a run is never checked.
     assert [rank.passes for rank in repeated.ranks] == [5 + 4] * 4
     assert_goes_on(repeated, calm, 0)
-    # An error that shows again in the second pass: Megatron saves before the update, and leaves.
+    # An error that appears again in the second pass: Megatron saves before the update, and exits.
     assert [(rank.passes, rank.ended) for rank in stopped.ranks] == [(1 + 2, RESUME_TO_DISAMBIGUATE)] * 4
     assert [len(rank.losses) for rank in stopped.ranks] == [2] * 4, "it left in the second step"
     assert_goes_on(resumed, calm, 1)

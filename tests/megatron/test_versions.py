@@ -48,7 +48,7 @@ def no_exception_for_unsupported_versions(monkeypatch):
 
 
 def version_in_a_rank():
-    """The versions of torch and Megatron that ranks import, which must not be refused, and where Megatron lies."""
+    """Return the versions of torch and Megatron that ranks import, which must be accepted, and Megatron's folder."""
     import megatron.core
     import megatron.training
     import torch

@@ -1,4 +1,4 @@
-"""The planner's closed forms against the plans that training is made from: bytes of an iteration, class by class."""
+"""The planner's closed forms compared with the plans of training: bytes of an iteration, class by class."""
 
 import pytest
 import torch
@@ -37,7 +37,9 @@ CONFIGS = {
 
 
 def gpt_of(job: Job) -> Gpt:
-    """The same model as a launch line gives it to doctor, without positions and the last norm, which no plan counts."""
+    """Return the model as doctor reads it from a launch line, without positions and the last norm, which no plan
+    counts.
+    """
     model, vectors = job.model, [(job.model.hidden,)] * 4
     matrices = [
         (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
@@ -60,7 +62,9 @@ def gpt_of(job: Job) -> Gpt:
 
 
 def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
-    """Bytes of all ranks in one iteration by class, from the planner's costs; the embedding among the gradients."""
+    """Return the bytes of all ranks in one iteration by class, from the planner's costs; gradients include the
+    embedding.
+    """
     named = config.dp_compression_stages
     chosen = frozenset(range(named if isinstance(named, int) else job.pp)) if config.dp_compression else frozenset()
     switches = Switches.of(config, job.pp).where("DP gradients", chosen)
@@ -85,7 +89,7 @@ def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
 
 
 def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
-    """The same from the plans, as doctor asks them."""
+    """Return the same bytes from the plans, as doctor computes them."""
     layout = Layout(
         stages=job.pp,
         data_parallel=job.dp,
@@ -103,7 +107,7 @@ def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
 
 
 def config_for(job: Job, form: str, **more: object) -> OptimusConfig:
-    """The classes that there are on this layout: a preset leaves the others out, too."""
+    """Return a configuration of the classes that this layout has, as a preset would choose."""
     allowed = {"dp_compression"}
     allowed |= {"compressed_backprop", "pipeline_forward"} if job.pp > 1 else set()
     allowed |= {"fused_embedding_sync"} if job.pp > 1 and job.model.tied else set()
@@ -126,11 +130,11 @@ KNOWN = {
     ("18b, one stage", "paper", True): (REST, 0.901),
     ("small, untied", "paper", True): (REST, 0.564),
 }
-"""Cases where the planner's gradients are not the plans': the reason, and planned over sent bytes."""
+"""Cases in which the planner's gradients differ from the plans': the reason, and planned over sent bytes."""
 
 
 def reason(job: Job, config: OptimusConfig) -> str | None:
-    """Say why the planner's bytes of gradients differ from the plans'; None: they do not."""
+    """Return why the planner's bytes of gradients differ from the plans'; None: they do not."""
     low_rank = config.dp_compression_format == "low-rank"
     if config.fused_embedding_sync_format != "dense" and job.distributed_optimizer:
         return PAIR

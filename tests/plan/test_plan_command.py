@@ -1,4 +1,4 @@
-"""`optimus-cc plan` as it is used: what it prints and writes, what it refuses, and that it wants no torch."""
+"""`optimus-cc plan` as a user runs it: its output and files, its refusals, and that it needs no torch."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""What the planner's costs follow from: tiles, bytes, one queue per node, constants with a source."""
+"""Inputs of the planner's costs: tiles, bytes, one queue per node, constants with a source."""
 
 import json
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_small_messages_cost_latency_and_large_rings_lose_bandwidth() -> None:
 
 
 def test_an_all_to_all_has_no_sums_on_the_way() -> None:
-    """Of two full nodes half of what each rank holds has to leave the node; a ring sends it once per node."""
+    """With two full nodes, half of each rank's values have to leave the node; a ring sends them once per node."""
     two_nodes = Group(16, 8, 1)
     assert all_to_all(CLUSTER, two_nodes, 1e9) > 3 * reduce_scatter(CLUSTER, two_nodes, 1e9)
 

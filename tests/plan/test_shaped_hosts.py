@@ -1,4 +1,4 @@
-"""The planner against shaped hosts: what it is given and what it has to find, on runs that are made up."""
+"""The planner and shaped hosts, on invented runs: the numbers that it is given, and those that it has to find."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -90,7 +90,7 @@ def test_published_runs_fit_into_memory() -> None:
 
 
 def changed(path: Path, **values: str) -> Path:
-    """The first two rows of the A100s, the second with other values."""
+    """Write the first two rows of the A100s, the second one with other values."""
     with SHIPPED[0].open(newline="") as stream:
         rows = list(csv.DictReader(stream))[:2]
     with path.open("w", newline="") as stream:

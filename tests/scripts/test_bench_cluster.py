@@ -107,7 +107,7 @@ def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
 
 
 def _counted(plan: Plan, seconds: Callable[[str], float]) -> list[str]:
-    """The rate of each iteration that counts, as a run goes through them."""
+    """Return the rate of each iteration that counts, in the order of a run."""
     rate, switched, counted = plan.rates[0], False, []
     for iteration in range(1, len(plan.rates) + 1):
         measured = iteration > plan.warm_up and not switched
@@ -145,7 +145,7 @@ def test_the_bound_is_vanilla_on_links_as_much_faster_as_the_bytes_of_each_run_a
     work = {"vanilla": 0.0, "blocks": 0.5, "auto": 0.2}
 
     def train(_: cluster.Bench, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int) -> Run:
-        """2 s of computation, 100 Mbit that nothing hides, compressed to a quarter; by `auto` at 25 Mbit/s only."""
+        """Compute 2 s, and send 100 Mbit that nothing hides, compressed to a quarter; by `auto` at 25 Mbit/s only."""
         ratio = 4 if variant == "blocks" or (variant == "auto" and plan.rates[-1] == "25mbit") else 1
         seconds = {rate: 2 + work[variant] + 100e6 / bits_per_second(rate) / ratio for rate in plan.rates}
         flags = flags_of(CLUSTER[variant], layout, (2, 11))
@@ -224,7 +224,7 @@ def test_results_are_neither_overwritten_nor_mixed_with_those_of_another_seed(tm
 
 
 def _paired() -> list[Run]:
-    """Vanilla and ours in two blocks."""
+    """Make runs of vanilla and of ours in two blocks."""
     return [
         _run("vanilla", 0, {"none": 2, "50mbit": 6}, 100), _run("auto", 0, {"none": 2.1, "50mbit": 4}, 40),
         _run("auto", 1, {"none": 2.1, "50mbit": 3}, 40), _run("vanilla", 1, {"none": 2, "50mbit": 6}, 100),
@@ -232,7 +232,7 @@ def _paired() -> list[Run]:
 
 
 def _run(variant: str, block: int, seconds: dict[str, float], payload: int) -> Run:
-    """Two iterations at each rate on two hosts."""
+    """Make a run with two iterations at each rate on two hosts."""
     rates: Sequence[tuple[str, float]] = [pair for pair in seconds.items() for _ in range(2)]
     iterations = [
         Iteration(number, rate, True, each, 6.0, [payload] * 2, 0, {"DP gradients": (2.0 * payload, 200.0)})
@@ -242,7 +242,7 @@ def _run(variant: str, block: int, seconds: dict[str, float], payload: int) -> R
 
 
 def _of(table: Table, block: Cell, column: str, rate: str = "50mbit") -> Any:
-    """One value of `auto`."""
+    """Return one value of `auto`."""
     [value] = table.where(variant="auto", rate=rate, block=block).column(column)
     return value
 

@@ -124,7 +124,7 @@ def test_the_hosts_and_what_runs_there_end_with_their_owner_however_it_ends(how:
 @needs_namespaces
 @pytest.mark.full
 def test_messages_both_ways_take_as_long_as_one_after_the_other_with_gloo() -> None:
-    """The planner's `_EXCHANGE`, in scripts/bench/cluster/predicted.py."""
+    """This is the planner's `_EXCHANGE`, in scripts/bench/cluster/predicted.py."""
     with network(2) as hosts:
         hosts.set_rate("25mbit")
         command = ["env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-c", _EXCHANGE]
@@ -138,7 +138,7 @@ def test_messages_both_ways_take_as_long_as_one_after_the_other_with_gloo() -> N
 
 
 def _transfer(hosts: Network, senders: list[int], receiver: int, nbytes: int) -> float:
-    """Seconds until the receiver has `nbytes` of each sender; they begin together."""
+    """Return the seconds until the receiver has `nbytes` of each sender; the senders begin together."""
     address = hosts.address(receiver)
     command = [sys.executable, "-I", "-S", "-c", _RECEIVE, address, str(len(senders))]
     with hosts.popen(receiver, command, stdout=subprocess.PIPE) as server:

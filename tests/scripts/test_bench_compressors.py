@@ -1,4 +1,4 @@
-"""The compressors' benchmark at a tiny scale, and that it times nothing that is wrong."""
+"""The compressors' benchmark at a tiny scale, and its refusal to time wrong results."""
 
 import json
 import subprocess

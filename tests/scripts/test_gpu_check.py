@@ -1,4 +1,4 @@
-"""The GPU check where there is no GPU: its refusals, and its dry run."""
+"""The GPU check on a machine without a GPU: its refusals, and its dry run."""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""scripts/test.sh --megatron VERSION and --torch VERSION: what is fetched, once, and which tests then run before it.
+"""scripts/test.sh --megatron VERSION and --torch VERSION: the packages that are fetched, once, and the tests that then
+run.
 
-Nothing is downloaded here: the Python that the script finds writes down how it was called, and makes pip's folder.
+Nothing is downloaded: the Python that the script finds records its calls, and makes pip's folder.
 """
 
 import shutil
@@ -17,7 +18,7 @@ echo "$* | $PYTHONPATH | ${OPTIMUS_CC_TEST_MEGATRON:-}${OPTIMUS_CC_TEST_TORCH:-}
 
 
 class Clone:
-    """A clone whose environment is made already, by a Python that only writes down its arguments."""
+    """Clone whose environment exists already, with a Python that only records its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
@@ -31,7 +32,7 @@ class Clone:
         python.chmod(0o755)
 
     def test(self, *arguments: str, **environment: str) -> tuple[int, str, list[list[str]]]:
-        """Exit code, errors, and each call of Python: its arguments, PYTHONPATH and the version that tests are told."""
+        """Return exit code, errors, and each call of Python: arguments, PYTHONPATH and the version that tests see."""
         self.log.unlink(missing_ok=True)
         script = str(self.folder / "scripts/test.sh")
         ended = run_script(script, *arguments, env={"RECORDER_LOG": str(self.log), **environment})

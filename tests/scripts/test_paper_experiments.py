@@ -19,10 +19,10 @@ EXPERIMENTS = sorted(
     for path in (ROOT / "scripts/paper").glob("*/*.sh")
 )
 
-# What the published artifact's scripts say; 335M: its functionality check on one machine of 8 GPUs.
+# Facts from the published artifact's scripts; 335M: its functionality check on one machine of 8 GPUs.
 SHAPES = {"335m": (24, 1024, 16), "2.5b": (52, 1920, 24), "8.3b": (72, 3072, 24)}
 LAYOUTS = {"335m": (2, 2, 8), "2.5b": (8, 4, 128), "8.3b": (8, 4, 128)}
-"""Tensor parallel, pipeline parallel, processes."""
+"""Tensor parallel size, pipeline parallel size, processes, by model."""
 
 ITERATIONS = {"table2": 230_000, "figure10": 10, "figure11": 1000, "figure12": 10}
 EVERYWHERE = {
@@ -46,7 +46,7 @@ COMPLETE = (
 
 @dataclass(frozen=True)
 class Techniques:
-    """What an experiment switches on."""
+    """Techniques of an experiment."""
 
     cb: bool = False
     lep: bool = True
@@ -57,7 +57,7 @@ class Techniques:
 
 
 def techniques_of(experiment: str) -> Techniques:
-    """By the experiment's name: in figure 12 alone, CB is without lazy error propagation."""
+    """Return the techniques by the experiment's name: only in figure 12, CB is without lazy error propagation."""
     figure, _, rest = experiment.partition("/")
     match rest.partition("-")[2]:
         case "baseline":
@@ -107,7 +107,9 @@ def test_the_command_has_the_papers_model_layout_and_schedule(experiment: str) -
 
 
 def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfig]:
-    """In a rank that holds Megatron: each command line through its parser and its validation, and through ours."""
+    """Resolve each command line through Megatron's parser and validation, and through ours, in a rank that holds
+    Megatron.
+    """
     from megatron.training import arguments
 
     from optimus_cc_ext.devices import cpu_runtime
@@ -140,7 +142,7 @@ def test_every_command_is_accepted_and_means_the_papers_techniques() -> None:
 
 
 def facts(config: OptimusConfig) -> dict[str, Any]:
-    """What of a configuration is at work."""
+    """Return the settings of a configuration that have an effect."""
     known: dict[str, Any] = {"cb": config.compressed_backprop, "fe": config.fused_embedding_sync}
     known |= {"sc": config.dp_compression, "statistics": config.compression_error_statistics}
     if config.compressed_backprop:

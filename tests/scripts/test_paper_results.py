@@ -26,7 +26,7 @@ PEAK_MEMORY = (sys.executable, str(ROOT / "scripts/paper/peak_memory.py"))
 
 @dataclass(frozen=True)
 class TinyRuns:
-    """An experiment of 3 iterations that was stopped after 2, and started once more."""
+    """Runs of an experiment of 3 iterations that was stopped after 2, and started again."""
 
     results: Path
     first: Ended
@@ -47,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRuns]:
 
 @pytest.fixture(scope="module")
 def report(tiny: TinyRuns) -> Path:
-    """Its folder, with figure 14 in it."""
+    """Make the report, with figure 14 in it; return its folder."""
     for command in (["figure14", "--scale", "tiny", "--device", "cpu", "--repeats", "1"], ["collect"]):
         ended = run_module(*command, "--results", str(tiny.results))
         assert ended.returncode == 0, ended.stderr
@@ -186,7 +186,7 @@ def test_nothing_to_collect_is_said(tmp_path: Path) -> None:
 
 
 HUNGRY = "import mmap, time; unused = mmap.mmap(-1, 500 << 20); bytearray({mb} << 20); raise SystemExit(7)"
-"""Asks for 500 MB that it never touches, and gives `mb` back at once."""
+"""Program that asks for 500 MB that it never touches, and returns `mb` at once."""
 
 
 def test_peak_memory_is_that_of_the_largest_rank_and_the_exit_status_is_the_commands() -> None:

@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.sh: the command that it would run. Nothing is started here."""
+"""scripts/pretrain_gpt.sh: the command that it would run. These tests start nothing."""
 
 import platform
 import subprocess
@@ -62,7 +62,7 @@ def test_flags_are_passed_on_unchanged_and_win_over_variables_and_defaults() -> 
 
 
 def test_the_printed_line_can_be_pasted_into_a_shell() -> None:
-    """A stand-in python prints what it was given; the words that come through are those that were asked for."""
+    """A stand-in for python prints its arguments, which must be those of the printed line."""
     ended = dry_run("--note", "a b'c\"d $(e)\n*")
     line = ended.output.strip().replace(f"{ROOT}/.venv/bin/python", "python")
     shown = subprocess.run(
@@ -131,7 +131,7 @@ BAD = {
 @pytest.mark.parametrize(("given", "message"), BAD.items(), ids=list(BAD))
 def test_a_bad_value_is_refused_with_the_variable_the_reason_and_the_cure(given: str, message: str | None) -> None:
     ended = dry_run(**dict(pair.split("=", 1) for pair in given.split(";")))
-    if message is None:  # empty is as good as not set
+    if message is None:  # an empty value counts as not set
         assert ended.code == 0
         return
     assert ended.code == 2 and ended.output == ""
@@ -197,7 +197,7 @@ def test_what_is_nearly_an_option_or_a_variable_is_refused_with_what_was_meant()
         ended = dry_run(**{wrong: "2"})
         assert ended.code == 2 and f"error: {wrong}: it is not a variable" in ended.errors
         assert ended.output == "" and f"Write {right}, or unset {wrong}." in ended.errors
-    # What may be somebody else's.
+    # Names that may belong to another program.
     assert dry_run(NODE="a", MODELS="b", MODE="c", LS="d", JAVA_PATH="e", CUDA_PATH="f").code == 0
 
 

@@ -1,4 +1,4 @@
-"""The study of what formats cost: bad input is refused, differences are paired, what is there is not trained again."""
+"""The study of the formats' costs: it refuses bad input, pairs differences, and does not repeat finished runs."""
 
 import itertools
 import math

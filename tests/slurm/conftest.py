@@ -1,4 +1,4 @@
-"""Jobs run the package's own entry, whatever checkout other tests are given."""
+"""Setting of these tests: jobs run the package's own entry, whatever checkout other tests use."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,8 @@
-"""docs/cluster.md from top to bottom: each command of the page, as it stands there, on a cluster of stand-ins.
+"""docs/cluster.md from top to bottom: each command of the page, unchanged, on a cluster of stand-ins.
 
-`sbatch` runs the batch script with Slurm's variables, as the job would. `srun` prints what it was given, and really
+`sbatch` runs the batch script with Slurm's variables, as the job would. `srun` prints its arguments, and really
 prepares the data, because the page says that later steps take their values from its output. `pytest -s` shows each
-command and what it printed.
+command and its output.
 """
 
 import re
@@ -37,7 +37,7 @@ done
 
 
 def commands() -> list[str]:
-    """The commands in the page's blocks and those that a sentence gives whole, continued lines joined."""
+    """Return the commands in the page's blocks and complete commands in its sentences, with continued lines joined."""
     page = (ROOT / "docs/cluster.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
@@ -54,7 +54,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    # What the page supposes to be there: a text, what training leaves for the evaluation, and the reader's own data.
+    # Files that the page presupposes: a text, the results of training for the evaluation, and the reader's own data.
     (site / "corpus.jsonl").write_text('{"text": "It is a truth universally acknowledged."}\n' * 50)
     (site / "held_out.txt").write_text("It is a truth.\n")
     checkpoint = site / "checkpoints/gpt-2.5b"

@@ -1,4 +1,4 @@
-"""What a job of submit.sh has in a real Slurm of two nodes, and where it goes."""
+"""Resources and partition of a job of submit.sh, in a real Slurm of two nodes."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""One node's share of a job, without Slurm: told to stop as proctrack/cgroup does it, on_node.sh alone."""
+"""One node's share of a job without Slurm: on_node.sh gets the signals that proctrack/cgroup would send."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The sbatch files in a real Slurm of two nodes: what is preempted or requeued ends as if it had been left alone."""
+"""The sbatch files in a real Slurm of two nodes: a preempted or requeued job ends as an undisturbed one does."""
 
 import json
 import os
@@ -25,16 +25,16 @@ WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol",
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)")]
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
-    """Poll; the test fails where it takes longer."""
+def wait_until(condition: Callable[[], object], purpose: str, seconds: float) -> None:
+    """Poll a condition; fail the test if it takes longer than `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"after {seconds:.0f} s still not: {what}"
+        assert time.monotonic() < end, f"after {seconds:.0f} s still not: {purpose}"
         time.sleep(0.2)
 
 
 class Slurm:
-    """The commands of a user, in the Slurm whose configuration is in `folder`."""
+    """Slurm whose configuration is in `folder`, by a user's commands."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = {
@@ -42,14 +42,14 @@ class Slurm:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OPTIMUS_CC_ROOT": str(ROOT),
             "OPTIMUS_CC_DEVICE": "cpu",
-            # Both nodes are this machine, and their names nobody resolves.
+            # Both nodes are this machine, and no name server knows their names.
             "MASTER_ADDR": "127.0.0.1",
             "NETWORK_INTERFACE": "lo",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
 
     def run(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
-        """What the command printed. Raises CalledProcessError where it fails."""
+        """Run a command; return its output. Raises CalledProcessError if it fails."""
         done = subprocess.run(
             command, cwd=cwd, env=self.environment | environment, capture_output=True, text=True, timeout=200
         )  # fmt: skip
@@ -57,7 +57,7 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         line = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
@@ -66,7 +66,7 @@ class Slurm:
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
     up = folder / "up"
-    # It ends with this process however that ends, and takes its daemons and jobs with it.
+    # The daemons and jobs end with this process, however it ends.
     process = subprocess.Popen(
         [
             *("setpriv", "--pdeathsig", "TERM", str(ROOT / "tests/slurm/with_slurm.sh"), str(folder)),
@@ -84,7 +84,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 class Training:
-    """A job of pretrain.sbatch in a folder of its own: a tiny GPT, one pipeline stage on each of two nodes."""
+    """Job of pretrain.sbatch in a folder of its own: a tiny GPT, one pipeline stage on each of two nodes."""
 
     def __init__(
         self, slurm: Slurm, folder: Path, data: dict[str, str], partition: str = "main", **settings: str
@@ -95,10 +95,11 @@ class Training:
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
             *("--oversubscribe", "--mem=1G"),  # two of these at a time
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
-            # A part of the corpus without a document would be waited for without an end.
+            # Megatron would wait without an end for a part of the corpus without a document.
             *("--split", "90,5,5"),
             *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
-            # Megatron's index of the data is no file for two jobs that start at once: one may find it half written.
+            # Two jobs that start at once must not share Megatron's index of the data: one may find the file half
+            # written.
             "--data-cache-path", str(folder / "cache"),
             "--tensorboard-dir", str(folder / "tensorboard"), "--tensorboard-log-interval", "1", *ON_CPUS,
             cwd=folder, MODEL="tiny", PIPELINE_PARALLEL="2", PROCESSES_PER_NODE="1", TRAIN_ITERS=str(ITERATIONS),
@@ -112,12 +113,12 @@ class Training:
 
     @property
     def last_words(self) -> str:
-        """What a failure shows: Megatron prints hundreds of lines first."""
+        """Return the last lines of the log for a failure message, because Megatron prints hundreds of lines first."""
         return f"{self.state}\n{self.log[-6000:]}"
 
     @property
     def iteration(self) -> int:
-        """The last iteration that the log has."""
+        """Return the last iteration in the log."""
         return max(map(int, re.findall(r"iteration +(\d+)/", self.log)), default=0)
 
     @property
@@ -143,7 +144,7 @@ class Training:
         assert self.state == "COMPLETED", self.last_words
 
     def losses(self) -> dict[int, set[float]]:
-        """By iteration: every loss that was written, as exactly as fp32 is."""
+        """Return every loss that was written, as exact as fp32, by iteration."""
         found: dict[int, set[float]] = {}
         for events in (self.folder / "tensorboard").glob("*tfevents*"):
             accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0})
@@ -155,7 +156,7 @@ class Training:
 
 
 def prepare_data(slurm: Slurm, folder: Path) -> dict[str, str]:
-    """A corpus made by prepare_data.sbatch: the variables of pretrain_gpt.sh that name it."""
+    """Make a corpus by prepare_data.sbatch; return the variables of pretrain_gpt.sh that name it."""
     words = (ROOT / "README.md").read_text().split()
     with (folder / "corpus.jsonl").open("w") as corpus:
         for start in range(200):
@@ -210,12 +211,12 @@ def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alo
     assert slurm.job(urgent)["JobState"] == "COMPLETED"
     assert slurm.job(job.number)["Restarts"] == "2"
     assert 5 <= first_stop < second_stop < ITERATIONS
-    # Nothing was trained twice, and nothing left out: each stop saved the iteration that it came in.
+    # No iteration was trained twice or left out: each stop saved the iteration in which it came.
     assert job.log.count(f"iteration {first_stop:8d}/") == 1
     assert job.losses() == alone.losses()
     assert {len(values) for values in job.losses().values()} == {1} and len(job.losses()) == ITERATIONS
 
-    # The other end of the way: what was trained becomes a model of transformers, and has a perplexity, if
+    # The last step of the way: the trained model becomes a model of transformers, and has a perplexity, if
     # scripts/eval/perplexity.sh has fetched lm-evaluation-harness here before.
     held_out = (ROOT / "CHANGELOG.md").read_text()
     (tmp_path / "held_out.txt").write_text(held_out)

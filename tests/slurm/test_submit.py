@@ -1,4 +1,4 @@
-"""What submit.sh refuses and hands to sbatch, and the steps that jobs start; Slurm's programs here only print."""
+"""submit.sh: its refusals, its calls of sbatch, and the steps that jobs start; Slurm's programs here only print."""
 
 import itertools
 import shlex
@@ -17,7 +17,7 @@ PROGRAMS = {
     "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
     "podman": 'echo podman "$@"', "jq": "exit 0", "mksquashfs": "exit 0",
     "apptainer": 'test "$1" != build || { cat "$3"; echo new > "$2"; }; echo apptainer "$@"',
-    # As Enroot does.
+    # Enroot refuses in the same way.
     "enroot": 'test ! -e "$3" || { echo "File already exists: $3" >&2; exit 1; }; echo new > "$3"; echo enroot "$@"',
 }  # fmt: skip
 JOB = {
@@ -31,7 +31,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A script of scripts/slurm in a folder of its own, with `programs` of one's own ahead on PATH."""
+    """Run a script of scripts/slurm in a folder of its own, with the stand-ins `programs` first on PATH."""
     programs = tmp_path / "bin"
     folder = tmp_path / "work"
     programs.mkdir()
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def submit(run: Run, *words: str, **env: str) -> Ended:
-    """As a person writes it: `submit.sh JOB ...`."""
+    """Call submit.sh as a person does: `submit.sh JOB ...`."""
     return run("submit.sh", *words, **env)
 
 
@@ -120,7 +120,7 @@ def test_a_dry_run_prints_the_lines_of_sbatch_srun_and_torchrun_and_submits_noth
     looked_at = submit(run, *job.split(), *words.split())
     assert looked_at.code == 0, looked_at.errors
     sbatch, srun, torchrun = map(shlex.split, looked_at.output.splitlines())
-    # One word a line is how this sbatch and this srun print what they are given.
+    # The stand-ins of sbatch and srun print their arguments, one word a line.
     submitted = submit(run, *job.split(), *(word for word in words.split() if word != "--dry-run"))
     assert sorted(sbatch) == sorted(submitted.output.splitlines())
     started = run(
@@ -176,11 +176,11 @@ def test_outside_of_slurm_a_training_job_says_how_it_is_submitted(run: Run) -> N
 
 
 def step(ended: Ended) -> dict[str, str]:
-    """The options of the step that was started, by name, its program under `program`."""
+    """Return the options of the started step by name, with its program under `program`."""
     assert ended.code == 0, ended.errors
     [cpus, _, *words] = ended.output[ended.output.index("cpus per task: ") :].splitlines()
     options = [word for word in words if word.startswith("--")]
-    if "env" in words:  # what an image is spared comes ahead of its program
+    if "env" in words:  # variables that an image must not inherit come before its program
         end = words.index("PYTHONNOUSERSITE=1")
         words[words.index("env") : end + 1] = []
     program = next(word for word in words if not word.startswith("--"))
@@ -355,7 +355,7 @@ def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install
         assert "export EXTRAS='report,wandb'" in inside
         for step_of_install in ("dependencies", "package", "megatron /tmp/checkout"):
             assert f"scripts/image/install.sh {step_of_install}\n" in inside
-    # Nothing but the two images is left.
+    # Only the two images are left.
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif"}
     refused = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sif")
     assert refused.code == 2 and "'optimus-cc.sif' is not what Pyxis saves" in refused.errors

@@ -1,4 +1,4 @@
-"""What a command line does that it does not show is said."""
+"""Advice: a line in the log says what a command line does without showing it."""
 
 import argparse
 import shlex

@@ -8,7 +8,7 @@ from optimus_cc_ext.metrics.report import FACTOR, ErrorAlarm, Report, StageMetri
 
 
 def report(error: float) -> Report:
-    """Of two stages whose gradients lost `error`, relative."""
+    """Make a report of two stages whose gradients have the relative error `error`."""
     quiet = {each.title: TechniqueMetrics() for each in CLASSES}
     stage = StageMetrics(1, quiet | {"SC": TechniqueMetrics(error=error**2, compressed=1.0)}, StatisticsSums())
     return Report({}, (stage, stage), {each.title: "int4" for each in CLASSES})

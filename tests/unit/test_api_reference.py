@@ -1,4 +1,4 @@
-"""docs/api.md is of today: scripts/api_reference.sh was run after the last change of a public name or argument."""
+"""docs/api.md is up to date: scripts/api_reference.sh was run after the last change of a public name or argument."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names of another day: the published artifact's mean what they meant, and what its Megatron had is said to be gone."""
+"""Old names: the published artifact's flags mean what they meant, and flags of its Megatron that are gone are named."""
 
 import argparse
 import shlex
@@ -110,7 +110,7 @@ UNTOUCHED = dict.fromkeys(
 
 
 def parse_gone(line: str) -> tuple[dict[str, Any], list[str]]:
-    """(what Megatron's own fields hold afterwards, the lines to say)."""
+    """Return the values of Megatron's own fields after parsing, and the lines to print."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in UNTOUCHED:
         parser.add_argument(f"--todays-{name}", dest=name, default=None)

@@ -1,4 +1,4 @@
-"""Blocks of values in few bits: what is lost, and what never is."""
+"""Blocks of values in few bits: their errors, and the properties that hold without error."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 SCATTERED = BlockLayout(
     [[(640, 300), (3, 128), (131, 200)], [], [(1000, 1)]], [[(350, 5), (355, 2)], [(600, 30)], [(1010, 3)]]
 )
-"""Ranges that join, short blocks, a message with nothing encoded, and one with a single value. Of 1100 values."""
+"""Layout of 1100 values: ranges that join, short blocks, a message with nothing encoded, and one with a single
+value.
+"""
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -26,7 +28,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def t3(numel: int) -> Tensor:
-    """Student's t with 3 degrees of freedom: heavy tails."""
+    """Draw from Student's t with 3 degrees of freedom, which has heavy tails."""
     return gaussian(numel) / (gaussian(3, numel, seed=1).square().sum(0) / 3).sqrt()
 
 
@@ -42,7 +44,7 @@ def encoded(codec: Codec, values: Tensor, layout: BlockLayout | None = None) -> 
 
 
 def passed(codec: Codec, values: Tensor, layout: BlockLayout | None = None) -> Tensor:
-    """What arrives, and NaN where nothing is sent to."""
+    """Return the decoded values, and NaN in places to which no value is sent."""
     out = torch.full_like(values, torch.nan)
     codec.decode(encoded(codec, values, layout), layout or BlockLayout.of_one(values.numel()), out)
     return out
@@ -114,7 +116,7 @@ def test_several_senders_are_added_up_in_fp32_and_rounded_once(format, rotated, 
 
 
 def test_one_sender_is_decoded_alike_by_itself_and_in_any_piece() -> None:
-    """Which blocks are decoded at once, and beside which, changes nothing: here at once, and one by one."""
+    """Which blocks are decoded together does not matter: here all at once, and one by one."""
     codec, values = codec_of("int8", True), gaussian(5000)
     together = passed(codec, values)
     for start in range(0, 5000, BLOCK):
@@ -128,7 +130,9 @@ def test_one_sender_is_decoded_alike_by_itself_and_in_any_piece() -> None:
 
 
 def outliers() -> tuple[Tensor, Tensor]:
-    """160 rows of 12800 channels, of which every 100th is 30 times as large; which are not."""
+    """Make 160 rows of 12800 channels, every 100th of them 30 times as large; return them, and a mask of the other
+    channels.
+    """
     large = torch.arange(12800) % 100 == 50
     return gaussian(160, 12800) * torch.where(large, 30.0, 1.0), ~large
 
@@ -165,7 +169,9 @@ def test_errors_are_those_that_others_simulated(format, rotated, of_t3, beside_o
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("replicas, reduced, gathered", [(4, 0.074, 0.074), (16, 0.040, 0.041)])
 def test_a_mean_over_replicas_loses_less_than_one_of_them(rotated, replicas, reduced, gathered) -> None:
-    """Half of their variance is shared. By an all-to-all in int4; the mean of it then by an all-gather in int8."""
+    """Replicas share half of their variance. They are reduced by an all-to-all in int4; the mean is gathered in
+    int8.
+    """
     numel = 1 << 18
     shared, layout, codec = gaussian(numel), BlockLayout.of_one(numel), codec_of("int4", rotated)
     gradients = [shared + gaussian(numel, seed=1 + replica) for replica in range(replicas)]

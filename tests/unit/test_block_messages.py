@@ -1,4 +1,4 @@
-"""Both ends of a direction between stages, joined by hand: nothing is remembered, and lengths agree."""
+"""Both ends of a direction between stages, joined by hand: they keep no state, and lengths agree."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from optimus_cc_ext.techniques.transfer import Transfer
 from tests.formats import lossy
 
 SHAPE = (16, 2, 48)
-"""(sequence, micro-batch, hidden): twelve blocks, which end where no row does."""
+"""Shape (sequence, micro-batch, hidden) of twelve blocks, none of which ends at the end of a row."""
 
 GAUSSIAN = {name: row.gaussian_error for name, row in lossy(FORMATS).items()}
-"""Relative errors of Gaussian values."""
+"""Relative errors of Gaussian values, by format."""
 
 
 def tensor(seed: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
@@ -32,7 +32,7 @@ def ends(chosen: str, gauge: Gauge | None = None, **settings: bool) -> tuple[Blo
 
 
 def passed(sending: Transfer, receiving: Transfer) -> None:
-    """Over a wire that copies bytes."""
+    """Pass a message over a wire that copies bytes."""
     assert sending.tensor.shape == receiving.tensor.shape and sending.tensor.dtype == receiving.tensor.dtype
     receiving.tensor.copy_(sending.tensor)
     for transfer in (sending, receiving):
@@ -86,7 +86,7 @@ def test_the_error_is_measured_in_measured_iterations_only() -> None:
 
 
 def session(**fields: object) -> Session:
-    """Placed by hand between two stages, on stage 1 of 3."""
+    """Make a session of stage 1 of 3, placed by hand."""
     made = Session(OptimusConfig(**fields))  # type: ignore[arg-type]
     made.backprop.connect_to(0, 1, rank=1, peer_rank=0)
     return made
@@ -127,7 +127,9 @@ def test_a_warmup_sends_gradients_dense_and_epilogue_may_be_asked_for() -> None:
 
 
 def test_exact_blocks_put_the_pass_through_format_in_the_place_of_the_chosen_one() -> None:
-    """`--exact-blocks` is how tests find what a run computes beside the rounding; four bytes a value and one scale."""
+    """Tests use `--exact-blocks` to see all that a run computes except the rounding; it takes four bytes a value and
+    one scale.
+    """
     made = session(pipeline_forward_format="fp8", compressed_backprop_format="int4", exact_blocks=True)
     schedule, scales = NonInterleaved(2, 1), 32
     with made.iteration(schedule):

@@ -1,4 +1,4 @@
-"""Plans of gradient buckets from plain records: who is compressed, who stays dense, which bytes, without Megatron."""
+"""Plans of gradient buckets from plain records, without Megatron: compressed and dense parameters, and bytes."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,7 +22,7 @@ WORDS: Sequence[dict[str, Any]] = ({"shape": (512, 128), "embedding": True},)
 
 
 def bucket(*parameters: dict[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> BucketRecord:
-    """Parameters one after the other, filled up so that every number of ranks here divides it."""
+    """Make a record of parameters one after the other, padded so that every number of ranks here divides it."""
     sizes = [torch.Size(parameter["shape"]).numel() for parameter in parameters]
     ends = list(accumulate(sizes))
     records = [ParameterRecord(**p, start=end - n) for p, end, n in zip(parameters, ends, sizes, strict=True)]
@@ -34,7 +34,7 @@ def plan(*records: BucketRecord, **rules: Any) -> GroupPlan:
 
 
 def ways(found: GroupPlan) -> list[tuple[Any, Any]]:
-    """By bucket, the kinds of its reductions in the warm-up and after it."""
+    """Return the kinds of each bucket's reductions, in the warm-up and after it."""
     return [(kind(each.warmup), kind(each.compressed)) for each in found.buckets]
 
 

@@ -1,4 +1,4 @@
-"""The table of the classes of traffic: every list of classes follows from it or is compared with it here."""
+"""Table of the classes of traffic: every list of classes is derived from it, or compared with it here."""
 
 import copy
 import dataclasses
@@ -36,13 +36,13 @@ SEEN = {
     "fused_embedding_sync": ("FE", "embedding", "fused embedding sync"),
     "param_gather": ("gather", "parameter gather", "compressed parameter gather"),
 }
-"""Names that logs, event files, checkpoints and messages of earlier versions have: by name title, tag and phrase."""
+"""Names in logs, event files, checkpoints and messages of earlier versions: title, tag and phrase, by class."""
 
 every_class = pytest.mark.parametrize("traffic", CLASSES, ids=lambda traffic: traffic.name)
 
 
 def compressed() -> Iterator[tuple[TrafficClass, str]]:
-    """Each class of traffic in each format but dense."""
+    """Yield each class of traffic in each format but dense."""
     yield from ((traffic, format) for traffic in CLASSES for format in traffic.formats if format != "dense")
 
 
@@ -99,7 +99,9 @@ def _switch(traffic: TrafficClass, *, on: bool) -> dict[str, object]:
     given_format=st.sampled_from([None, "low-rank", "int8", "int4", "dense"]),
 )  # fmt: skip
 def test_a_format_is_the_only_switch(switch: bool | None, given_format: str | None) -> None:
-    """The boolean stands for the default format, and says nothing beside another one, in whatever order they come."""
+    """The boolean stands for the default format, and has no effect beside another format, in whatever order they
+    come.
+    """
     for traffic in CLASSES:
         if traffic.switch == traffic.format_field or given_format not in (None, *traffic.formats):
             continue

@@ -1,4 +1,4 @@
-"""`optimus-cc`: what doctor says about this machine (about flags: tests/megatron/test_doctor.py), and the rest."""
+"""`optimus-cc`: doctor's report on this machine (on flags: tests/megatron/test_doctor.py), and the other commands."""
 
 import re
 import subprocess
@@ -54,7 +54,7 @@ def doctor_on_another_megatron() -> int:
 
 
 def test_on_this_machine_everything_holds() -> None:
-    """The one real process: what a person starts."""
+    """This test starts the one real process, as a person does."""
     command = [sys.executable, "-m", "optimus_cc_ext.cli", "doctor"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

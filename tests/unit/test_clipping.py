@@ -1,4 +1,4 @@
-"""What was clipped is remembered clipped: the rule, and what it does to a session's residuals."""
+"""Residuals of a clipped step are scaled by its clipping: the rule, and its effect on a session's residuals."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_an_outlier_shrinks_by_how_much_more_it_was_clipped_and_hardly_moves_wha
     for _ in range(20):
         clipping.shrinkage(usual)
     assert clipping.shrinkage(usual * outlier) == pytest.approx(outlier, rel=1e-6)
-    # However far out, it moves the mean as if it were twice as far from it as usual, a twentieth of the way.
+    # However extreme, a coefficient moves the mean as if it were twice as far from it as usual, a twentieth of the way.
     assert clipping.shrinkage(0.9 * usual) == pytest.approx(0.9 * 2**0.05, rel=1e-6)
 
 
@@ -59,7 +59,9 @@ def test_a_norm_that_is_not_finite_shrinks_nothing_and_is_not_usual(norm):
 
 
 def step(session: Session, number: int, size: float = 1.0, *, applied: bool = True, **clipped: float) -> float:
-    """One announced step, its only gradient `size` times the usual one; returns the norm of the residual after it."""
+    """Take one announced step with a gradient of `size` times the usual one; return the norm of the residual after
+    it.
+    """
     session.begin_step(number)
     with session.iteration(NonInterleaved(2, 1)):
         done(session.backprop.sending.send(size * gradient(number, shape=(8, 2, 16))))

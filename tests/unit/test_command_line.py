@@ -1,4 +1,4 @@
-"""What doctor reads out of a launch line: script, flags and number of processes."""
+"""doctor's reading of a launch line: script, flags and number of processes."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What a compressor starts from: private random numbers, the first Q, and the Q of every later step."""
+"""Inputs of a compressor's steps: private random numbers, the first Q, and the Q of every later step."""
 
 import subprocess
 import sys

@@ -24,11 +24,11 @@ from optimus_cc_ext.compressors.low_rank import (
 from tests.low_rank_steps import BOTH, EPS32, first_q, gaussian, step, with_spectrum, worst_error
 
 SMALL, LARGE = (2, 30, 40, 4), (2, 600, 2048, 16)
-"""(batch, n, m, r)."""
+"""(batch, n, m, r) of small and of large matrices."""
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 WIRE = pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SUM_OF_2048 = 24 * EPS32
-"""An fp32 sum of so many products: its rounding errors add up like a random walk, 45 steps of eps / 2."""
+"""Error of an fp32 sum of 2048 products: rounding errors add up like a random walk, 45 steps of eps / 2."""
 
 
 # --- policy -----------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_sizes_and_ranks_that_are_not_positive_are_refused(n: int, m: int, compr
 
 
 class _CublasPrecision(TorchDispatchMode):
-    """What cuBLAS would be let round to, at each product of fp32."""
+    """Dispatch mode that notes the precision that cuBLAS may use, at each product of fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_warm_started_steps_converge_to_the_best_approximation(compressor: LowRa
 
 
 def worst_at_full_rank(*changing: Tensor) -> float:
-    """Of warm-started steps, one on each batch of matrices."""
+    """Return the worst error of warm-started steps, one on each batch of matrices."""
     fast, (batch, n, m) = FastLowRank(), changing[0].shape
     q = fallback = first_q(batch, m, min(n, m))
     worst = 0.0
@@ -253,7 +253,7 @@ def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
 
 
 def as_in_a_bucket(matrices: Tensor) -> Tensor:
-    """The same values with other parameters' between them: contiguous rows, a batch that is strided."""
+    """Return the same values with other parameters between them: contiguous rows, a batch that is strided."""
     batch, n, m = matrices.shape
     view = matrices.new_full((batch, n * m + 7), torch.nan)[:, : n * m].view(batch, n, m)
     return view.copy_(matrices)
@@ -323,7 +323,9 @@ def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor: LowRank, 
 
 @pytest.mark.parametrize("r", [1, 17, 40, 128, 200])
 def test_what_is_subtracted_is_what_arrives_at_every_compression_rank(r: int) -> None:
-    """MKL makes a product of 200 terms in two parts; added in place, the first would be rounded with what is there."""
+    """MKL computes a product of 200 terms in two parts; added in place, the first would be rounded with the old
+    values.
+    """
     p, q, total = gaussian(1, 1367, r), gaussian(1, 1000, r, seed=1), gaussian(1, 1367, 1000, seed=2)
     fast = FastLowRank()
     expected = total - fast.reconstruct(p, q)

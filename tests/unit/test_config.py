@@ -1,4 +1,4 @@
-"""OptimusConfig by itself: what is out of range is refused by the name of its flag, with reason and cure."""
+"""OptimusConfig by itself: a value out of range is refused by the name of its flag, with reason and cure."""
 
 import dataclasses
 import math

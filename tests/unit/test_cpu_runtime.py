@@ -23,7 +23,7 @@ DTYPES |= {"IntTensor": torch.int32, "ByteTensor": torch.uint8, "BoolTensor": to
 
 
 def in_a_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the test in one forked rank, so that nothing it replaces in torch outlives it."""
+    """Run the test in one forked rank, so that its replacements in torch end with the rank."""
 
     @functools.wraps(test)
     def forked(**parameters: Any) -> None:

@@ -1,4 +1,4 @@
-"""Text -> tokenizer -> indexed dataset: what is written is the text, all of it or nothing."""
+"""Text -> tokenizer -> indexed dataset: the written data are the whole text, or nothing is written."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ WORDS = ["quick", "brown", "", "two\tcolumns\r\n", "naïve", "café", "—", "�
 
 
 def make_text(index: int) -> str:
-    """Some hundred bytes with whatever makes decoding go wrong: white space, accents, emoji."""
+    """Make some hundred bytes with the usual reasons of wrong decoding: white space, accents, emoji."""
     words = [WORDS[(index * 7 + step * step) % len(WORDS)] for step in range(40 + index % 17)]
     return f"  # document {index}\n" + " ".join(words) + " , .\n\n"
 
@@ -33,7 +33,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, texts: list[str]) -> Path:
-    """A directory in which file i holds texts[i], plus files that must be left out."""
+    """Make a directory in which file i holds texts[i], with files that must be left out."""
     root = tmp_path / "input"
     for index, text in enumerate(texts):
         path = root / f"part{index // 10}" / f"file{index:03}.txt"
@@ -52,7 +52,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def read(source: Path, max_bytes: int | None = None) -> list[str]:
-    """The documents of a corpus, before anything is made of them."""
+    """Return the documents of a corpus before they are tokenized."""
     corpus = find_corpus(source, pattern="*.txt", json_key="text", max_bytes=max_bytes, exclude=source.parent / "out")
     return [document.text for document in corpus.documents()]
 
@@ -67,7 +67,7 @@ def load_documents(prefix: Path) -> list[list[int]]:
 
 
 def build_megatron_tokenizer(folder: Path) -> Any:
-    """The tokenizer as Megatron's training loop builds it from its flags."""
+    """Make the tokenizer as Megatron's training loop does from its flags."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     flags = SimpleNamespace(

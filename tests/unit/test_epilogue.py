@@ -1,9 +1,9 @@
-"""Which gradient messages are the epilogue, against 1F1B played out call by call.
+"""The epilogue's gradient messages, compared with 1F1B played out call by call.
 
-The player knows nothing of warm-up lengths. A stage runs forward while it may have another micro-batch in flight
-(at most P - stage of them, which is what bounds 1F1B's memory), else backward; a transfer that can be combined with
-one of the opposite direction over the same link is. The receiver is in its cooldown when a gradient comes in without
-an activation going out: nothing is left that could hide it.
+The player knows nothing of warm-up lengths. A stage runs forward while it may have another micro-batch in flight (at
+most P - stage of them, which bounds 1F1B's memory), otherwise backward; a transfer that can be combined with one of the
+opposite direction over the same link is combined. The receiver is in its cooldown when a gradient comes in without an
+activation going out: no computation is left that could hide the gradient.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from optimus_cc_ext.techniques.schedule import NonInterleaved, is_epilogue
 
 @dataclass(eq=False)
 class Stage:
-    """One pipeline stage, and for each gradient message whether it travelled alone, by its own account."""
+    """Pipeline stage with its own record of each gradient message: did it travel alone?"""
 
     limit: int
     activations: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Stage:
 
 
 def play(stages: int, micro_batches: int) -> list[Stage]:
-    """Every stage after all have run all micro-batches; fails where none of them could go on."""
+    """Run all micro-batches on all stages; return the stages. Fails if no stage can go on."""
     pipeline = [Stage(limit=stages - number) for number in range(stages)]
     pipeline[0].activations = list(range(micro_batches))
     while any(stage.backwards < micro_batches for stage in pipeline):
@@ -40,7 +40,7 @@ def play(stages: int, micro_batches: int) -> list[Stage]:
 
 
 def step(pipeline: list[Stage], number: int, micro_batches: int) -> bool:
-    """One forward or one backward pass of a stage, if what it needs has arrived."""
+    """Run one forward or one backward pass of a stage, if its input has arrived; return whether it ran."""
     stage, last = pipeline[number], number == len(pipeline) - 1
     in_flight = stage.forwards - stage.backwards
     if in_flight < stage.limit and stage.forwards < micro_batches:

@@ -1,4 +1,4 @@
-"""Which models are a GPT-2, what merging ranks means, on a few numbers, and what the harness is called with."""
+"""Evaluation on a few numbers: which models are a GPT-2, how ranks are merged, and the harness's command line."""
 
 import json
 from argparse import Namespace
@@ -77,7 +77,7 @@ def test_another_architecture_is_refused_by_the_flags_that_made_it(changes: dict
 
 
 def test_megatrons_fused_gelu_is_the_tanh_approximation() -> None:
-    """The formulas themselves: Megatron's two, against transformers' activations by the names we give."""
+    """Compares the formulas themselves: Megatron's two, and transformers' activations by our names."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu
     from transformers.activations import ACT2FN
 
@@ -170,7 +170,7 @@ def expected_names(layers: int) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As much of a converted model as is looked at before the harness runs."""
+    """Make the files of a converted model that are read before the harness runs."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"n_positions": 64}')

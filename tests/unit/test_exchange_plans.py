@@ -1,4 +1,6 @@
-"""Plans of exchanges: their layouts against a literal reference, and the steps that making them takes."""
+"""Plans of exchanges: their layouts compared with a literal reference, and the number of steps that making them
+takes.
+"""
 
 import sys
 import time
@@ -27,7 +29,7 @@ def plan_of(numel: int, coded: list[Range], dense: list[Range], ranks: int, shar
 
 
 def cut_literally(ranges: list[Range], ranks: int, sharded: bool, numel: int, unit: int) -> list[list[list[int]]]:
-    """By replica: its runs of elements, none of which crosses the end of a range or of a shard, element by element."""
+    """Return each replica's runs of elements, element by element; none crosses the end of a range or of a shard."""
     if sharded:
         size = numel // ranks
         shards = [range(d * size, (d + 1) * size) for d in range(ranks)]
@@ -44,7 +46,7 @@ def blocks_of(runs: list[list[int]]) -> list[list[int]]:
 
 
 def blocks_in(layout: BlockLayout, message: int) -> list[list[int]]:
-    """The blocks of a message as the layout has them, after checking that they are numbered one after the other."""
+    """Return the blocks of a message in the layout, after checking that they are numbered one after the other."""
     found = []
     for piece in layout.pieces[message]:
         assert piece.block == len(found)
@@ -55,7 +57,7 @@ def blocks_in(layout: BlockLayout, message: int) -> list[list[int]]:
 
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[int, list[Range], list[Range], int]:
-    """The length of a bucket, its encoded and its other parameters in any order, and the number of replicas."""
+    """Draw the length of a bucket, its encoded and its other parameters in any order, and the number of replicas."""
     lengths = draw(st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=8))
     gaps = [draw(st.sampled_from((0, 0, 1, 64))) for _ in lengths]
     ends = list(accumulate(gap + length for gap, length in zip(gaps, lengths, strict=True)))
@@ -93,7 +95,9 @@ def test_layouts_are_those_of_a_literal_walk_over_every_element(bucket, sharded)
 
 
 def bucket_of(parameters: int, ranks: int) -> tuple[int, list[Range], list[Range]]:
-    """A bucket like those of the 8.3B model (Megatron makes them larger with more replicas): matrices and vectors."""
+    """Make a bucket like those of the 8.3B model (Megatron makes them larger with more replicas): matrices and
+    vectors.
+    """
     lengths = [[3072 * 1024, 3072][index % 2] for index in range(parameters)]
     ends = list(accumulate(lengths))
     ranges = [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
@@ -102,7 +106,7 @@ def bucket_of(parameters: int, ranks: int) -> tuple[int, list[Range], list[Range
 
 
 def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
-    """All layouts that a reducer and a gather of one bucket ask of their plans, on either side of the optimizer."""
+    """Make all layouts that a reducer and a gather of one bucket take from their plans."""
     numel, coded, dense = bucket_of(parameters, ranks)
     made = []
     for sharded in (True, False):
@@ -114,7 +118,9 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
 
 
 def lines_run(parameters: int, ranks: int) -> int:
-    """Lines of our modules that making all layouts of a bucket executes, loops in one line counted each time."""
+    """Count the lines of our modules that making all layouts of a bucket executes, each pass of a one-line loop
+    included.
+    """
     count = 0
 
     def noting(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Law: routed experts are recognised by what Megatron does with them, whatever a model calls them."""
+"""Law: routed experts are recognised by Megatron's treatment of them, whatever a model calls them."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from optimus_cc_ext.hooks.distributed_data_parallel import _expert_parameters
 
 
 def _layer(experts: nn.Module | None) -> nn.Module:
-    """Megatron's layer, without the sizes and groups that it would need to compute."""
+    """Make Megatron's layer, without the sizes and groups that it would need to compute."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     layer = MoELayer.__new__(MoELayer)

@@ -1,4 +1,4 @@
-"""The group "Optimus-CC": what can be written, what is read out of it, and that the documents say the same."""
+"""Flags of the group "Optimus-CC": their values, the configuration that they give, and that the documents agree."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is forecast from measurements: gains by technique, what does not pay, and the stages that `auto` chooses."""
+"""Forecast from measurements: gains by technique, classes that do not pay, and the stages that `auto` chooses."""
 
 import gc
 import weakref
@@ -36,7 +36,9 @@ def rank(
     gather: tuple[int, int] = (0, 0),
     code_parameters: float = 0.0,
 ) -> Measured:
-    """PP2 x DP2: a pass of 10 and 20 ms, messages of 1 MB, gradients of 10 MB, an embedding of 1 MB."""
+    """Return a rank of PP2 x DP2: a pass of 10 and 20 ms, messages of 1 MB, gradients of 10 MB, an embedding of 1
+    MB.
+    """
     dense_sum, link = dense_sum or rate, rate if stages > 1 else FREE
     embedding = 1_000_000 if stages > 1 else 0
     classes = (
@@ -73,7 +75,7 @@ def cluster(bytes_per_second: float, **changes: Any) -> list[Measured]:
 
 
 def one_stage(*changes: dict[str, Any]) -> list[Measured]:
-    """Two replicas, with nothing but passes and the reduction."""
+    """Return two replicas, with nothing but passes and the reduction."""
     return [rank(0, Rate(0.0, 1e6), stages=1, **each) for each in changes * (3 - len(changes))]
 
 
@@ -212,7 +214,7 @@ def test_a_rank_that_saves_nothing_is_told_as_doctor_tells_it_and_no_gain_is_cre
 
 
 def test_a_session_has_one_forecaster_which_goes_with_it():
-    """Micro-batches ask for it, too, and a process may have many sessions one after the other."""
+    """Micro-batches ask for it as well, and a process may have many sessions one after the other."""
     forecasters, session = _Forecasters(), Session(OptimusConfig())
     made = weakref.ref(forecasters.of(session))
     with patch("optimus_cc_ext.hooks.schedules.Forecaster", side_effect=AssertionError("made once more")):

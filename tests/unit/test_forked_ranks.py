@@ -1,4 +1,4 @@
-"""The harness itself: results, failures, timeouts, and nothing left behind."""
+"""The harness of forked ranks itself: results, failures, timeouts, and no process left behind."""
 
 from __future__ import annotations
 

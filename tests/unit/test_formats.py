@@ -1,4 +1,4 @@
-"""The table of formats, and that nothing that a format needs is missing of any of its rows."""
+"""The table of formats, and checks that every row has all that a format needs."""
 
 import dataclasses
 import subprocess
@@ -18,11 +18,11 @@ from tests.block_reference import ReferenceCodec
 from tests.formats import SIGNS, UNUSED, every, reference_of, with_unused_formats
 
 WIDTHS = [*every({name: row for name, row in FORMATS.items() if row.packing == "integers"}), *every(UNUSED)]
-"""All integers, also of widths that no format has."""
+"""Integer formats, with widths that no row of the table has."""
 
 
 def values() -> torch.Tensor:
-    """A block of the multiples of 2 from -128 to 126, its 3rd value 1.5 larger, and two dense values; fp32."""
+    """Make a block of the multiples of 2 from -128 to 126, its 3rd value 1.5 larger, and two dense values; fp32."""
     ramp = torch.arange(BLOCK + 2, dtype=torch.float32).sub_(64).mul_(2)
     ramp[2] += 1.5
     return ramp
@@ -61,8 +61,9 @@ MESSAGES = {
         0000e0420000e4420000e8420000ec420000f0420000f4420000f8420000fc42
     """,
 }
-"""One message of each format in hexadecimal digits: two dense values in fp32, filled up to 16 bytes; the block's scale
-in bf16, filled up; its codes."""
+"""Message of each format in hexadecimal digits: two dense values in fp32, padded to 16 bytes; the block's scale in
+bf16, padded; its codes.
+"""
 
 
 def test_one_message_of_each_format_is_the_one_that_is_written_here() -> None:

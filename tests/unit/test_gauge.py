@@ -1,4 +1,4 @@
-"""What is measured about compression: errors, times, and the paper's error statistics."""
+"""Measurements of compression: errors, times, and the paper's error statistics."""
 
 import time
 
@@ -73,7 +73,7 @@ def test_each_measured_iteration_starts_from_nothing_and_any_other_counts_nothin
 
 @pytest.mark.parametrize("ahead", [1, 2, 4], ids=lambda n: f"{n} activations ahead")
 def test_an_error_meets_the_difference_of_its_activation_and_the_next(ahead: int) -> None:
-    """As on a stage whose warm-up is `ahead` - 1: activations come that much before gradients go."""
+    """On a stage whose warm-up is `ahead` - 1, activations come so many passes before gradients go."""
     activations = [noise(4, 2, 6, seed=b) for b in range(4)]
     errors = [noise(1, 8, 6, seed=100 + b) for b in range(4)]
     statistics = ErrorStatistics()

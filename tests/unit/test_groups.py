@@ -1,4 +1,4 @@
-"""Law: a process group of ours is run as the one is whose work it takes over, and one function makes all of them."""
+"""Law: a process group of ours runs as the group whose work it takes over, and one function makes all of them."""
 
 import ast
 from datetime import timedelta
@@ -18,7 +18,7 @@ PLACES = [RankPlace(rank=0, stage=0, tensor_rank=0)]
 
 
 def _replicas(wrapped: bool):
-    """Stands in for a data-parallel group that NCCL runs with limits; the options themselves are torch's own."""
+    """Make a stand-in for a data-parallel group that NCCL runs with limits; the options themselves are torch's own."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas, options.config.min_ctas, options.config.cga_cluster_size = 7, 3, 2
     options.config.net_name = "IB"
@@ -29,7 +29,7 @@ def _replicas(wrapped: bool):
 
 
 def _made(monkeypatch, like, timeout=None):
-    """The keyword arguments that torch gets for the group of this rank alone."""
+    """Return the keyword arguments that torch gets for the group of this rank alone."""
     got = {}
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(groups, "names_of", lambda rank, more=0: more)

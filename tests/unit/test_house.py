@@ -1,4 +1,6 @@
-"""The house: who may import what, and how long a file may be. Read from the sources; nothing is imported."""
+"""Rules of the source tree: who may import what, and how long a file may be. The test reads sources and imports
+nothing.
+"""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,28 +12,30 @@ PACKAGE = ROOT / "optimus_cc_ext"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 MOST_LINES = 450
 TINY = 60
-"""Lines that are too few for a file that only one other imports."""
+"""Largest number of lines for which a file that only one other file imports counts as tiny."""
 
 MOST_FLOORS = 9
-"""Rooms that stand on each other, both entry points (`python -m optimus_cc_ext`, `optimus-cc`) included."""
+"""Largest number of folders that import each other in a row, with both entry points."""
 
 LONGEST_CHAIN = 24
-"""Files that import each other in a row."""
+"""Largest number of files that import each other in a row."""
 
 EXTENSION = {"config", "compressors", "techniques", "hooks", "checkpoint", "metrics", "startup.py", "api.py"}
 TOOLS = {"plan", "report", "doctor", "data"}
-"""The tools stand on the extension, never the other way round: that keeps it thin."""
+"""Folders of tools, which import the extension and are not imported by it, so that it stays thin."""
 
 MEGATRON_AT_ONCE = ("pretrain_gpt.py",)
-"""Imported by those only who are about to use Megatron."""
+"""Files that may import Megatron at the top, because only programs that use Megatron import them."""
 
 MEGATRON_WHEN_CALLED = ("hooks/", "devices/", "doctor/", "startup.py", "data/prepare.py")
-"""Inside of functions only: the CPU runtime has to be there before Megatron, and a help text needs none."""
+"""Places that may import Megatron inside functions: the CPU runtime has to be installed first, and --help needs
+none.
+"""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module or name, or a module's name given to importlib."""
+    """Imported module or name, or a module's name given to importlib."""
 
     module: str
     line: int
@@ -146,7 +150,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Arrow:
-    """One import from one file of the package to another."""
+    """Import from one file of the package to another."""
 
     importer: str
     line: int
@@ -161,12 +165,12 @@ class Arrow:
 
 
 def room(name: str) -> str:
-    """The folder of a file, or the file itself where it lies directly in the package."""
+    """Return the folder of a file, or the file itself if it lies directly in the package."""
     return name.partition("/")[0]
 
 
 def arrows() -> list[Arrow]:
-    """All imports between files of the package, those inside of functions and of TYPE_CHECKING included."""
+    """Return all imports between files of the package, also those inside functions and under TYPE_CHECKING."""
     return [
         Arrow(name, item.line, MODULES[module])
         for name, path in SOURCES.items()
@@ -178,7 +182,7 @@ def arrows() -> list[Arrow]:
 
 
 def floors(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, int], list[set[str]]]:
-    """Each node's floor: 1 where it imports nothing, else one above the highest that it imports; and all circles.
+    """Return each node's floor, 1 or one above the highest floor that it imports, and all circles.
 
     The nodes of a circle share one floor.
     """
@@ -199,7 +203,7 @@ def floors(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, int], list[set[s
 
 
 def _reachable(start: str, below: Mapping[str, set[str]]) -> set[str]:
-    """All that `start` imports, directly or not; itself only where it lies on a circle."""
+    """Return all nodes that `start` imports, directly or not; `start` itself only if it lies on a circle."""
     found: set[str] = set()
     waiting = [*below[start]]
     while waiting:

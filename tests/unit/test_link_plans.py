@@ -1,4 +1,4 @@
-"""What both ends of a link know of its messages: their lengths, in every format."""
+"""Both ends of a link know the lengths of its messages beforehand, in every format."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Both ends of a pipeline link, joined by hand: what is remembered is what was sent."""
+"""Both ends of a pipeline link, joined by hand: the residual is the error of the message that was sent."""
 
 import itertools
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.formats import formats_of
 from tests.low_rank_steps import BOTH
 
 SHAPE = (16, 2, 48)
-"""(sequence, micro-batch, hidden): a 32 x 48 matrix."""
+"""Shape (sequence, micro-batch, hidden) of a 32 x 48 matrix."""
 
 
 def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=None, **config):
@@ -39,7 +39,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=N
 
 
 def ends_of(plan, compressor=None):
-    """The sending and the receiving end of a link."""
+    """Return the sending and the receiving end of a link."""
     blocks = block_format(coded_in(plan.config))
     codec = blocks and fast_codec(blocks, seed=plan.config.compression_seed, rotated=plan.config.block_rotation)
     sender, receiver = (CompressedBackprop(plan.config, compressor or FastLowRank(), codec) for _ in range(2))
@@ -48,12 +48,12 @@ def ends_of(plan, compressor=None):
 
 
 def states(sender):
-    """What a link that sends low-rank messages remembers."""
+    """Return the states of a link that sends low-rank messages."""
     return sender.messages.states
 
 
 def commit(sender):
-    """The optimizer applies the step; blocks leave nothing behind that would ask for it."""
+    """Commit a link's states, as for an applied step; block formats have no state."""
     if sender.plan.is_low_rank:
         states(sender).commit({})
 
@@ -74,7 +74,7 @@ def residual_of(keeper):
 
 
 def pass_message(sender, receiver, sent):
-    """One message over a wire that copies bytes; returns what the receiving stage gets."""
+    """Pass one message over a wire that copies bytes; return the gradient that the receiving stage gets."""
     arrived = torch.empty_like(sent)
     sending, receiving = sender.send(sent), receiver.receive(arrived)
     assert receiving.tensor.shape == sending.tensor.shape and receiving.tensor.dtype == sending.tensor.dtype
@@ -85,7 +85,7 @@ def pass_message(sender, receiver, sent):
 
 
 def done(transfer):
-    """Posted, and waited for."""
+    """Post a transfer and wait for it."""
     transfer.after_post()
     transfer.after_wait()
     return transfer.tensor
@@ -150,7 +150,8 @@ def test_what_blocks_leave_out_goes_with_the_next_message_and_is_dropped_with_th
         float(sum(sent.float() - got.float() for sent, got in zip(gradients, arrived, strict=True)).norm())
         for arrived in (first, by_themselves)
     )
-    # What all four lack is what the last of them left out; alone, it is twice that, for errors of four add up.
+    # The error of all four messages together is that of the last one; without LEP it is twice as large, because four
+    # errors add up.
     assert lost == pytest.approx(without / 2, rel=0.2)
     assert all(map(torch.equal, first, second)), "the first iteration left nothing to the second"
     assert torch.equal(first[0], by_themselves[0]) and not torch.equal(first[1], by_themselves[1])
@@ -235,7 +236,7 @@ def test_an_fp16_wire_neither_overflows_nor_loses_small_gradients(size, rtol):
 
 
 def test_residuals_follow_the_loss_scale():
-    """Twice the loss scale, twice the gradients: then the same messages twice as large, to the bit."""
+    """At twice the loss scale, gradients are twice as large, and so are the messages, to the bit."""
     arrived = []
     for scale in (1.0, 2.0):
         ends = link_after_one_message()
@@ -347,7 +348,7 @@ def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
 
 
 class _Recording(FastLowRank):
-    """Notes its calls in `log`, among whatever else is noted there."""
+    """Compressor that notes its calls in `log`, between other events that are noted there."""
 
     def __init__(self, log):
         super().__init__()
@@ -411,7 +412,7 @@ def test_whatever_became_of_the_gradient_once_it_is_posted_the_same_is_remembere
 
 
 def test_the_time_of_both_parts_is_counted(monkeypatch):
-    """With a clock that goes on by one second per look, each timed part takes one."""
+    """The clock goes on by one second per reading, so each timed part takes one second."""
     gauge = Gauge()
     ticks = itertools.count()
     monkeypatch.setattr("optimus_cc_ext.metrics.stopwatch.time.perf_counter", lambda: float(next(ticks)))

@@ -1,4 +1,4 @@
-"""The buffers of messages between stages: few, and none is written while its message is being sent."""
+"""Buffers of messages between stages: there are few, and none is written while its message is being sent."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Nodes are told apart as NCCL does, unless the user names them; a group of ranks adds up in the levels they allow."""
+"""Nodes are distinguished as NCCL does, unless the user names them; groups of ranks sum in the levels that they
+allow.
+"""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Gram-Schmidt and Cholesky QR: bases of what came in, whatever came in."""
+"""Gram-Schmidt and Cholesky QR: orthonormal bases of the input's columns, whatever the input."""
 
 import math
 
@@ -15,15 +15,15 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, gaussian, with_spectrum
 
-# What storing orthonormal columns in fp32 costs: every entry is off by eps/2, P^T P by less than eps.
+# Error of storing orthonormal columns in fp32: every entry is off by eps/2, P^T P by less than eps.
 ROUNDING = 2 * EPS32
-# What fp32 leaves, on a CPU, of large well-conditioned matrices: the rounding of the Gram matrix's sums.
+# Error of fp32 on a CPU for large well-conditioned matrices: the rounding of the Gram matrix's sums.
 IN_FP32 = 12 * EPS32
 BASES = pytest.mark.parametrize("orthogonalize", [cholesky_qr, gram_schmidt])
 
 
 def rounding_of(p: Tensor) -> float:
-    """What a basis of p may be off: more where p is large enough for fp32."""
+    """Return the error that a basis of p may have: larger if p is large enough for fp32."""
     return IN_FP32 if begins_in_fp32(p) else ROUNDING
 
 
@@ -33,7 +33,7 @@ def off_orthonormal(p: Tensor) -> float:
 
 
 def left_outside(a: Tensor, p: Tensor) -> float:
-    """Largest share of a matrix of `a` (Frobenius norm) that its basis in `p` does not span."""
+    """Return the largest share of a matrix of `a` (Frobenius norm) that its basis in `p` does not span."""
     a, p = a.double(), p.double()
     a = a / a.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
     missed = torch.linalg.matrix_norm(a - p @ (p.mT @ a))
@@ -203,13 +203,13 @@ def test_any_shape_rank_and_scale_gives_a_finite_contraction_that_spans_the_inpu
 
 
 def of_condition(condition: float, batch: int = 1) -> Tensor:
-    """(batch, 640, 128) in fp32, in directions that no column has alone."""
+    """Make (batch, 640, 128) in fp32 of this condition, in directions that are not single columns."""
     return with_spectrum(640, 128, -math.log10(condition), batch=batch)
 
 
 @pytest.fixture
 def in_fp64(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with how many matrices were orthogonalised in fp64, call by call."""
+    """Return a list that is filled, call by call, with the number of matrices that are orthogonalised in fp64."""
     seen: list[int] = []
     two_passes = module._two_passes
 

@@ -1,4 +1,4 @@
-"""The wheel: what it needs, and that scripts/ and patches/ are in it and run from where they are installed."""
+"""The wheel: its requirements, and scripts/ and patches/ inside it, which run from where they are installed."""
 
 import os
 import re
@@ -29,10 +29,11 @@ def files_in(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's optimus_cc_ext as pip unpacks it: files that were executable are."""
+    """Return the wheel's optimus_cc_ext as pip unpacks it: executable files stay executable."""
     source: Path = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
-        # Links: nothing is built into the repository, and nothing built there earlier gets in.
+        # Links, so that nothing is built into the repository, and nothing that was built there earlier gets into the
+        # wheel.
         if path.name not in ("build", ".git", ".venv") and not path.name.endswith(".egg-info"):
             (source / path.name).symlink_to(path)
     target: Path = tmp_path_factory.mktemp("site-packages")

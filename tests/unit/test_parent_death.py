@@ -1,4 +1,4 @@
-"""What a killed process started ends with it, whichever way it was started; what asked to live on does."""
+"""Child processes of a killed process end with it, however they were started, unless they asked to live on."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def started(folder: Path, way: str, children: int = 1, install: str = "install") -> Iterator[list[psutil.Process]]:
-    """The running processes: the parent, which leads a group of its own, and its children."""
+    """Start a parent, which leads a group of its own, and its children; yield the running processes."""
     script = folder / "parent.py"
     script.write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": str(Path(parent_death.__file__).parents[2])}
@@ -90,7 +90,7 @@ def started(folder: Path, way: str, children: int = 1, install: str = "install")
 
 
 def left_after_kill(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Kill the first; which of the others are alive so long after it."""
+    """Kill the first process; return the others that are alive `seconds` later."""
     processes[0].kill()
     processes[0].wait()
     _, alive = psutil.wait_procs(processes[1:], timeout=seconds)
@@ -110,7 +110,7 @@ def test_what_a_killed_process_started_ends_with_it(way: str, children: int, tmp
 
 @pytest.mark.parametrize("way", ["new session", "thread, fork", "thread, spawn", "thread, command"])
 def test_what_asked_for_a_new_session_or_came_from_another_thread_lives_on(way: str, tmp_path: Path) -> None:
-    """The kernel would end the child of a thread with that thread; each of these threads is over."""
+    """The kernel would end the child of a thread with that thread; each of these threads has ended."""
     with started(tmp_path, way) as processes:
         assert left_after_kill(processes, 0.3) == processes[1:]
 

@@ -1,6 +1,6 @@
-"""patches/: the files hold insertions of ours and nothing else, and apply.sh knows what it may touch.
+"""patches/: the files contain only insertions of ours, and apply.sh knows which files it may touch.
 
-Nothing here is upstream's: apply.sh is tried on a made-up tag. On real checkouts: megatron/test_patched_checkouts.py.
+Nothing here is upstream's: apply.sh is tried on an invented tag. megatron/test_patched_checkouts.py has real checkouts.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ PATCHED = ORIGINAL.replace("import torch", INSERTED + "import torch")
 
 
 def inserted_lines(tag: str) -> list[str]:
-    """What the tag's patch inserts, after a check that it does nothing else."""
+    """Return the lines that the tag's patch inserts, after checking that it does nothing else."""
     names, (hunk, *body) = (lines := (PATCHES / tag / "pretrain_gpt.patch").read_text().splitlines())[:2], lines[2:]
     assert names == ["--- a/pretrain_gpt.py", "+++ b/pretrain_gpt.py"]
     after, first, count = map(int, re.fullmatch(r"@@ -(\d+),0 \+(\d+),(\d+) @@", hunk).groups())  # type: ignore[union-attr]
@@ -53,7 +53,7 @@ def test_every_patch_inserts_the_same_lines_and_nothing_else(tag: str) -> None:
 
 
 def run_inserted_lines(folder: str, run_name: str) -> bool:
-    """Whether Megatron's parser knows our flags after the lines have run; called in a forked rank."""
+    """Return whether Megatron's parser knows our flags after the lines have run; called in a forked rank."""
     import argparse
 
     from megatron.training import arguments
@@ -94,7 +94,7 @@ def test_without_our_package_they_say_what_to_install(script: Path) -> None:
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> Path:
-    """apply.sh beside the patch of one tag that does not exist."""
+    """Put apply.sh beside the patch of one tag that does not exist."""
     patches = tmp_path / "patches"
     (patches / "made_up").mkdir(parents=True)
     shutil.copy(PATCHES / "apply.sh", patches)

@@ -1,4 +1,4 @@
-"""Attributes that are replaced or wrapped, and put back: of modules, classes and single objects."""
+"""Attributes that are replaced or wrapped, and restored: of modules, classes and single objects."""
 
 import os
 import types

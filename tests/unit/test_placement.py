@@ -1,10 +1,10 @@
-"""Which ranks share a node, held against Megatron's own numbering of ranks."""
+"""Placement of ranks on nodes, compared with Megatron's own numbering of ranks."""
 
 import pytest
 
 from optimus_cc_ext.placement import Placement, placement_line
 
-# Tensor, context, data, pipeline.
+# Sizes of tensor, context, data and pipeline parallelism.
 LAYOUTS = [
     (1, 1, 4, 1), (2, 1, 1, 4), (2, 1, 4, 4), (4, 1, 2, 2), (8, 1, 4, 4), (1, 2, 2, 2), (2, 2, 2, 2), (1, 1, 1, 8),
     (4, 2, 1, 4), (8, 1, 16, 1), (3, 1, 2, 5), (2, 4, 3, 1),

@@ -26,7 +26,7 @@ DATA = PreparedData(Path("corpus"), Path("tokenizer"), 4096, 600, 3_000_000, 10_
 
 
 def outcome_of(raw_bytes: float = 1.0, no_links: str = "") -> Outcome:
-    """30 iterations whose every scalar is 1, but for seconds: 4 and 2 on shaped links, 1 and 1.25 on others."""
+    """Make 30 iterations whose every scalar is 1 but seconds: 4 and 2 on shaped links, 1 and 1.25 on others."""
     scalars = {tag: dict.fromkeys(range(1, 31), 1.0) for tag in REQUIRED}
     settings = replace(Settings(), iterations=30, shaped=not no_links)
     runs = {}

@@ -1,4 +1,4 @@
-"""Seams on a Megatron made for the test: refused by name and version, wrapped all or none, and taken off again."""
+"""Seams on a Megatron made for the test: refused by name and version, wrapped all or none, and unwrapped again."""
 
 import sys
 import types
@@ -24,7 +24,7 @@ INSTALL = f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}"
 
 @pytest.fixture(autouse=True)
 def megatron(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """What the registry imports to learn Megatron's version."""
+    """Make the modules that the registry imports to learn Megatron's version."""
     package_info = types.ModuleType("megatron.core.package_info")
     package_info.__version__ = SUPPORTED_MEGATRON[-1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, package_info.__name__, package_info)
@@ -34,7 +34,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module with a function and a class, as Megatron has them."""
+    """Make a module with a function and a class, as Megatron has them."""
 
     def function(model: str, config: str, *, group: str = "all") -> str:
         return f"{model} {config} {group}"
@@ -138,7 +138,7 @@ def test_a_wrap_is_put_where_the_target_was_imported_by_name_too(
     assert importer.function is module.function is function
 
 
-# A commit is appended where the environment is inside of a git checkout: that checkout's.
+# If the environment is inside a git checkout, that checkout's commit is appended.
 @pytest.mark.parametrize(
     "version", ["0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", f"{SUPPORTED_MEGATRON[-1]}+416f5c1"]
 )

@@ -1,4 +1,4 @@
-"""What reads runs and shows them: event files, logs, tables, pictures and the page."""
+"""Reading and showing runs: event files, logs, tables, pictures and the page."""
 
 import io
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ SENT = RAW | {"pipeline backward": 1_605_632, "DP gradients": 5_000_000, "embedd
 
 
 def write_events(folder: Path, losses: list[float], sent: Mapping[str, int], skip: str = "") -> Path:
-    """Events as Megatron and our hook write them, through the same writer."""
+    """Write events as Megatron and our hook do, through the same writer."""
     writer = SummaryWriter(str(folder))
     points = [("lm loss", loss, iteration) for iteration, loss in enumerate(losses, start=1)]
     for _, loss, iteration in list(points):
@@ -56,7 +56,7 @@ def comparison(tmp_path: Path) -> Comparison:
 
 
 def with_scalar(comparison: Comparison, tag: str, value: float) -> Comparison:
-    """The compressed run with another value at every iteration."""
+    """Return the comparison with another value of the compressed run at every iteration."""
     record = comparison.last
     scalars = record.scalars | {tag: dict.fromkeys(record.scalars[tag], value)}
     return replace(comparison, runs=comparison.runs | {"compressed": replace(record, scalars=scalars)})

@@ -1,4 +1,4 @@
-"""`optimus-cc report`: one run, two runs, runs of Megatron alone, and what is no run."""
+"""`optimus-cc report` on one run, on two runs, on runs of Megatron alone, and on folders without a run."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ CLASSES = {"DP gradients": (4e6, 1e6), "pipeline forward": (1e6, 5e5)}
 
 
 def write_run(folder: Path, *, ours: bool = True, first: int = 1, last: int = 6, loss: float = 8.0) -> Path:
-    """Events as Megatron and our hook write them, through the same writer; the file."""
+    """Write events as Megatron and our hook do, through the same writer; return the file."""
     before = set(folder.glob("*"))
     writer = SummaryWriter(str(folder))
     for iteration in range(first, last + 1):

@@ -1,4 +1,6 @@
-"""From flags and a layout to what is done: the preset, what wins over it, what is refused, what is clamped."""
+"""Resolution of flags on a layout: the preset, flags that override it, flags that are refused, values that are
+clamped.
+"""
 
 import argparse
 import math
@@ -199,7 +201,7 @@ def test_a_warmup_without_a_number_of_iterations_is_refused(technique: str) -> N
 
 
 def others(notes: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the line about inherited defaults (tests/unit/test_advice.py)."""
+    """Return the notes without the line about inherited defaults (tests/unit/test_advice.py)."""
     return tuple(note for note in notes if not note.startswith("the published artifact's defaults: "))
 
 

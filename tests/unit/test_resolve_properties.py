@@ -1,4 +1,4 @@
-"""Whatever a command line asks for on whatever layout: a valid configuration that holds it, or a refusal by name."""
+"""Any command line on any layout gives a valid configuration that holds its values, or a refusal by name."""
 
 import argparse
 import dataclasses
@@ -47,7 +47,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression_forecast": st.booleans(),
     "compression_error_statistics": st.booleans(),
 }
-"""Every field that has a flag, with values in and out of range."""
+"""Values in and out of range, for every field that has a flag."""
 
 
 GIVEN = st.fixed_dictionaries({}, optional=VALUES)
@@ -67,11 +67,11 @@ ARTIFACT = {
     for flag in ARTIFACT_FLAGS
     if flag.fields != ("dp_compression_stages",)
 }
-"""The artifact's flags but for those whose value is clamped, and not refused as ours is."""
+"""Flags of the artifact without those whose value is clamped where our flag would be refused."""
 
 
 def written(fields: dict[str, Any]) -> list[str]:
-    """The command line that gives these fields one by one, in our spelling."""
+    """Return the command line that sets these fields one by one, in our spelling."""
     line = []
     for name, value in fields.items():
         flag = name.replace("_", "-")
@@ -83,7 +83,7 @@ def written(fields: dict[str, Any]) -> list[str]:
 
 
 def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
-    """What the line resolves to; a refusal is checked, and returned."""
+    """Resolve a line; check a refusal, and return the resolution or the refusal."""
     try:
         return resolve(request_from(PARSER.parse_args(line)), layout)
     except FlagError as error:
@@ -96,7 +96,7 @@ def test_every_field_with_a_flag_has_values_here() -> None:
 
 
 def wanted(before: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """The configuration `before` with these fields given, and with what follows from the formats among them."""
+    """Return the configuration `before` with these fields set, and with the consequences of the formats among them."""
     config = before | fields
     for technique in TECHNIQUES:
         default = OptimusConfig.__dataclass_fields__[f"{technique}_format"].default

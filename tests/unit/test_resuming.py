@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it starts afresh and says so."""
+"""State from which a resumed run goes on, and state that it starts afresh with a log line."""
 
 from typing import Any
 

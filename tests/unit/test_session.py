@@ -1,4 +1,4 @@
-"""Law: state follows the step. What a repeated or skipped step left behind reaches no later one."""
+"""Law: state follows the step. Changes by a repeated or skipped step do not reach a later step."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ MICRO_BATCHES = 2
 
 
 def new_session(train_iters=8, **changes):
-    """The sending stage of two."""
+    """Make the session of the sending stage of two."""
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
         residual_across_iterations="carry", dp_compression=True, dp_compression_warmup=0.5,
@@ -48,7 +48,7 @@ def forward_backward(session, seed):
 
 
 def announced_step(session, iteration, seeds, applied=True):
-    """Returns the messages, pass by pass."""
+    """Take an announced step; return its messages, pass by pass."""
     session.begin_step(iteration)
     messages = [forward_backward(session, seed) for seed in seeds]
     session.end_step(applied=applied)
@@ -60,7 +60,7 @@ def test_a_repeated_step_sends_the_same_and_counts_once(session):
     (expected,) = announced_step(session, 1, [2])
     twin = new_session()
     announced_step(twin, 0, [1])
-    # Three passes that were thrown away, and the one that counted.
+    # Three passes that are discarded, and the one that counts.
     first, *_, last = announced_step(twin, 1, [2, 7, 8, 2])
     for messages in (first, last):
         assert all(torch.equal(one, other) for one, other in zip(messages, expected, strict=True))

@@ -7,7 +7,7 @@ from optimus_cc_ext.hooks.sessions import Sessions
 
 
 def _session(pipeline: str) -> Any:
-    """A session with a place in the grid, whose pipeline group is known by a name."""
+    """Make a session with a place in the grid, whose pipeline group is known by a name."""
     return SimpleNamespace(grid=SimpleNamespace(is_pipeline=lambda group: group == pipeline))
 
 

@@ -1,7 +1,7 @@
-"""scripts/setup_env.sh: which Python it takes, and when it takes .venv for finished.
+"""scripts/setup_env.sh: which Python it takes, and when it considers .venv finished.
 
-Nothing is downloaded here: the interpreter that is found writes down how it was called. The real one is set up by
-the run that these tests belong to.
+Nothing is downloaded: the interpreter that the script finds records its calls. The session that runs these tests has
+set up the real environment.
 """
 
 import os
@@ -35,7 +35,9 @@ esac
 
 
 class Setup:
-    """As much of the repository as the set-up reads, a PATH with a shell's tools and no Python, and an empty home."""
+    """The parts of the repository that the set-up reads, a PATH with a shell's tools and no Python, and an empty
+    home.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clone = folder, folder / "clone"
@@ -97,7 +99,7 @@ def setup(tmp_path: Path) -> Setup:
 
 @pytest.fixture
 def ready(setup: Setup) -> Setup:
-    """One that has been run."""
+    """Run the set-up once; return it."""
     setup.python()
     result = setup.run()
     assert result.code == 0, result.errors

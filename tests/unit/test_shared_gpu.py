@@ -1,4 +1,4 @@
-"""Which device ranks get, and what several ranks on one GPU are refused; the backend itself: tests/distributed."""
+"""Devices that ranks get, and refusals for several ranks on one GPU; tests/distributed tests the backend itself."""
 
 import os
 

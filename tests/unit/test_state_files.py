@@ -1,4 +1,4 @@
-"""The files of a checkpoint: whole or not at all, and a damaged one is an error with file, reason and cure."""
+"""Files of a checkpoint: complete or absent; a damaged file gives an error with file, reason and cure."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def state(rank: int, iteration: int = 4) -> dict:
 
 
 def save(folder: Path, iteration: int = 4) -> Path:
-    """What a run of two ranks does; the folder of the iteration."""
+    """Save as a run of two ranks does; return the folder of the iteration."""
     start_staging(folder)
     staging = staging_folder(folder)
     files = tuple(write_rank_file(staging, rank, iteration, state(rank, iteration)) for rank in range(RANKS))
@@ -120,7 +120,7 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
 
 
 def swap_for_another_iteration(files: Path) -> None:
-    """A whole file of the same run, two iterations later, described as if it belonged here."""
+    """Swap in a complete file of the same run, two iterations later, described as if it belonged to this iteration."""
     later = save(files.parent.parent, 6) / FOLDER
     (later / "rank_00001.pt").replace(files / "rank_00001.pt")
     of_later = read_manifest(later.parent)
@@ -137,7 +137,7 @@ def flip_a_byte(files: Path) -> None:
 
 
 def edit_manifest(files: Path, **changes: object) -> None:
-    """Fields by name; a field that becomes None is taken out."""
+    """Change fields of the manifest by name; a field that becomes None is removed."""
     described = json.loads((files / "topology.json").read_text()) | changes
     kept = {name: value for name, value in described.items() if value is not None}
     (files / "topology.json").write_text(json.dumps(kept))

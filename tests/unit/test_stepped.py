@@ -1,4 +1,4 @@
-"""SteppedTensor against a model of it in plain Python: what is remembered follows the step."""
+"""SteppedTensor compared with a model of it in plain Python: its value follows applied steps."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_on_a_cpu_a_commit_copies_nothing() -> None:
     assert state.committed.data_ptr() == written
 
 
-# What can happen to it, in any order; a number is a write.
+# Events of a stepped tensor, in any order; a number is a write.
 NAMED = ["commit", "commit non-finite", "rollback", "zero", "begin to write", math.nan, math.inf, -math.inf]
 events = st.lists(st.integers(1, 9) | st.sampled_from(NAMED))
 

@@ -1,4 +1,4 @@
-"""Few progressions cover a bucket's layout, and say what of them lies in a shard."""
+"""Few progressions cover a bucket's layout, and give the part of it that lies in a shard."""
 
 import pytest
 import torch

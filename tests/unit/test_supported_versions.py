@@ -1,4 +1,4 @@
-"""The supported versions of Megatron and torch are the same ones everywhere where they are written down."""
+"""The supported versions of Megatron and torch are the same in all places that name them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.launches import call, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHDRAWN = "0.19.1"
-"""What a checkout of the tag core_v0.19.0 calls itself; nobody installs it from PyPI."""
+"""Version that a checkout of the tag core_v0.19.0 reports; nobody installs it from PyPI."""
 RELEASED = [version for version in SUPPORTED_MEGATRON if version != WITHDRAWN]
 OTHER_RELEASES = ("0.16.1", "0.17.0", "0.18.0", "0.18.1")
 
@@ -47,7 +47,7 @@ def test_help_and_the_table_of_versions_name_them_all() -> None:
 
 OLDEST_TORCH = ".".join(map(str, errors.OLDEST_TORCH))
 NGC_25_08 = "2.8.0a0+34c6371d24.nv25.08"
-"""An older torch as a container brings it, where no requirement of pip's is read."""
+"""Older torch as a container brings it, where no requirement of pip's is read."""
 
 
 def test_the_oldest_torch_is_one_whose_products_in_fp32_can_be_asked_for() -> None:

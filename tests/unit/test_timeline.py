@@ -1,4 +1,4 @@
-"""The simulated iteration: how long the passes take together, what messages delay, and which stages gain anything."""
+"""The simulated iteration: the duration of all passes, the delays by messages, and the stages that gain."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass
 
 
 def alike(stages: int, forward: float = 1.0, backward: float = 2.0, **messages: Sent | float) -> list[StageCost]:
-    """Stages of the same costs; a message's number is its transfer's seconds."""
+    """Make stages with equal costs; a message's number is its transfer's seconds."""
     sent = {name: each if isinstance(each, Sent) else Sent(transfer=each) for name, each in messages.items()}
     return [StageCost(forward=forward, backward=backward, **sent)] * stages
 
@@ -154,7 +154,7 @@ def placed(when: When, link: Link, dense: Sent, compressed: Sent | None = None) 
 
 
 def times(*ranks: RankCost, on: tuple[int, ...] = (), epilogue_only: bool = False, **more: Any) -> IterationTimes:
-    """Two micro-batches on two stages, whose passes take 1 and 2 seconds; the class is compressed on stages `on`."""
+    """Compute the times of two micro-batches on two stages, whose passes take 1 and 2 seconds; stages `on` compress."""
     return iteration(ranks, NonInterleaved(2, 2), Switches({"sixth": frozenset(on)}, epilogue_only), **more)
 
 
@@ -227,7 +227,7 @@ def test_the_second_phases_of_all_buckets_but_the_last_two_are_hidden_by_a_long_
 
 
 def test_stages_are_chosen_by_what_the_whole_iteration_waits_for() -> None:
-    """Both replicate 10 s of reduction; the first stage's ends last, so the other one's fits into its slack of 2 s."""
+    """Both reductions take 10 s; the first stage's ends last, so the other one's fits into its slack of 2 s."""
     for dense, chosen in ((1.5, {0}), (10.0, {0, 1})):
         ranks = both_stages(placed(When.AFTER_BACKWARD, Link.REPLICAS, Sent(transfer=dense)))
         assert useful_stages(ranks, NonInterleaved(2, 2), Switches({}), "sixth") == chosen

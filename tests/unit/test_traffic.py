@@ -1,4 +1,4 @@
-"""The arithmetic of traffic: ring all-reduce, the embedding's two ways, low-rank messages, and the counters."""
+"""Arithmetic of traffic: ring all-reduce, the embedding unfused and fused, low-rank messages, and the counters."""
 
 from fractions import Fraction
 

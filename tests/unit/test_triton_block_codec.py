@@ -1,4 +1,4 @@
-"""Triton's block formats against torch's; in the interpreter or on a GPU, as in test_triton_kernels.py."""
+"""Triton's block formats compared with torch's; in the interpreter or on a GPU, as in test_triton_kernels.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -163,7 +163,7 @@ def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatc
 
 
 class Counted:
-    """A kernel whose launches are noted."""
+    """Kernel whose launches are noted."""
 
     def __init__(self, launched: list[str], name: str, kernel: Any) -> None:
         self.launched, self.name, self.kernel = launched, name, kernel

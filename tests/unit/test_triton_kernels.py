@@ -38,7 +38,7 @@ CASES = pytest.mark.parametrize(
     "n, m, r, dtype", [(5, 7, 1, torch.float16), (70, 131, 3, torch.float32), (81, 65, 40, torch.bfloat16)]
 )
 SHARED_KIB = {80: 163, 90: 227, 100: 227, 120: 99}
-"""Shared memory that a program can have, by compute capability."""
+"""Shared memory that a program can have, in KiB, by compute capability."""
 needs_triton = pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
@@ -48,19 +48,19 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def strided(t: Tensor, *, space: float = float("nan")) -> Tensor:
-    """The same values as every second matrix of a batch, every second row, from the third column on."""
+    """Return the same values as every second matrix of a batch, every second row, from the third column on."""
     batch, n, m = t.shape
     whole = torch.full((2 * batch, 2 * n, m + 5), space, dtype=t.dtype, device=t.device)
     return whole[::2, ::2, 3 : 3 + m].copy_(t)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What storing a number costs, relative to it."""
+    """Return the relative error of storing a number."""
     return torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
 
 
 def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
-    """`found` is left @ right but for fp32 products and its own rounding."""
+    """Assert that `found` is left @ right up to the rounding of fp32 products and of storing it."""
     left, right = left.double(), right.double()
     exact = left @ right
     allowed = PRODUCT * (left.abs() @ right.abs()) + rounding(found.dtype) * exact.abs()
@@ -91,7 +91,7 @@ def test_without_a_gpu_it_is_the_parent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
-    """What the kernels do not take: here float64, on a CPU without the interpreter all."""
+    """Covers tensors that the kernels do not take: here float64, and on a CPU without the interpreter all tensors."""
     compressor = TritonLowRank()
     matrices, residual, q = gaussian(2, 9, 12, dtype=dtype), gaussian(2, 9, 12, seed=1), gaussian(2, 12, 3, seed=2)
     total, p = torch.empty_like(residual), torch.empty(2, 9, 3, device=DEVICE)
@@ -112,7 +112,7 @@ def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("r", [16, pytest.param(40, marks=pytest.mark.full), pytest.param(128, marks=pytest.mark.full)])
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.full) for other in (80, 100, 120))])
 def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
-    """On a machine without one: what the interpreter takes, the compiler may refuse."""
+    """Compiles on a machine without a GPU, because the compiler may refuse code that the interpreter runs."""
     matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
     p, q = gaussian(1, 128, r), gaussian(1, 256, r)
     with compiling(capability, tmp_path) as compiled:

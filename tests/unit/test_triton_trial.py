@@ -1,4 +1,4 @@
-"""What is compiled when a run starts is all that its steps launch; in the interpreter, as in test_triton_kernels.py."""
+"""The trial at a run's start compiles all kernels that its steps launch; interpreted, as in test_triton_kernels.py."""
 
 import inspect
 import re
@@ -35,8 +35,9 @@ def test_what_is_tried_holds_in_tritons_interpreter() -> None:
 
 
 class Launched:
-    """What Triton compiles anew when it changes: of each kernel launched meanwhile (and not run) dtypes, constants, and
-    whether numbers and addresses are multiples of 16."""
+    """Properties by which Triton compiles a kernel anew, of each kernel launched (and not run) in the meantime: dtypes,
+    constants, and whether numbers and addresses are multiples of 16.
+    """
 
     def __init__(self, monkeypatch) -> None:
         self.keys: set = set()
