@@ -85,3 +85,12 @@ def test_links_to_a_section_lead_to_its_heading(document: Path) -> None:
         if "://" not in page and anchor not in anchors(document.parent / page if page else document)
     ]
     assert dead == [] or document.name == "api.md", "griffe2md's anchors keep the dots that GitHub removes"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_each_row_of_a_table_has_as_many_cells_as_its_header(document: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, *rows = table.splitlines()
+        cells = len(re.findall(r"(?<!\\)\|", header))  # also inside of code a bar ends a cell, unless it is escaped
+        assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != cells] == []
