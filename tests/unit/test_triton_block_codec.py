@@ -17,7 +17,7 @@ from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from scripts.bench.compressors.compiled import compiling
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
-from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, with_unused_formats
+from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, reference_of, with_unused_formats
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
 GPU = torch.cuda.is_available()
@@ -207,6 +207,28 @@ class TestBlockKernels:
             assert torch.equal(scales, expected_scales)
             apart = torchs.numbers(codes, "one") - torchs.numbers(expected_codes, "other")
             assert apart.abs().max() <= 1 and apart.abs().mean() < 1e-3
+
+    @LOSSY
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: 0 / 0
+    def test_values_of_any_size_become_the_codes_of_the_literal_reference(self, format, rotated) -> None:
+        # From the smallest subnormal numbers on; a tensor core may take those for 0.
+        sizes = 10.0 ** torch.tensor([*((-44.0, -42.0, -40.0) if launches.INTERPRETED else ()), -37, -30, -8, 0, 8, 30])
+        values = (gaussian(sizes.numel(), BLOCK) * sizes.to(DEVICE)[:, None]).flatten()
+        layout, ours, reference = (
+            BlockLayout.of_one(values.numel()),
+            both(format, rotated)[0],
+            reference_of(format, rotated),
+        )
+        message = encoded(ours, values, layout)[0].cpu()
+        expected = torch.zeros(1, message.numel(), dtype=torch.uint8)
+        reference.encode(values.cpu(), layout, expected)
+        (_, scales, codes), (_, expected_scales, expected_codes) = (
+            ours._split(each, layout, torch.float32) for each in (message, expected[0])
+        )
+        # bf16 of peaks whose last bits differ, as fp32 rounds the sums of a rotation.
+        assert (scales.view(torch.int16) - expected_scales.view(torch.int16)).abs().max() <= (1 if rotated else 0)
+        apart = (ours.numbers(codes, "one") - ours.numbers(expected_codes, "other")).abs().amax(1)
+        assert apart[scales != 0].max() <= (1 if rotated else 0)
 
     @pytest.mark.parametrize("format, rotated", every(UNUSED))
     def test_integers_of_widths_that_no_format_has_are_packed_as_torch_packs_them(

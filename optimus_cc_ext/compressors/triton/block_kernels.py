@@ -1,11 +1,14 @@
 """Triton kernels of the block formats; `blocks` calls them. Needs triton to be imported.
 
-Conventions of all kernels: a block is a row of a tile, in two halves of 64 columns, `low` and `high`. `table` has
-for each block of each message, (N, blocks), the place of its values: start * 256 + length, both divisible by ALIGN; 0
-where there is no such block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements
-from one message to the next. Equal inputs give equal bits: no atomics, one order of sums.
+Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. `table` has for each block of
+each message, (N, blocks), the place of its values: start * 256 + length, both divisible by ALIGN; 0 where there is no
+such block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements from one message
+to the next. WIDEN: triton's interpreter neither multiplies bf16 nor rounds to it, so that it takes other ways to the
+same bits. Equal inputs give equal bits: no atomics, one order of sums. E4M3 is made of integers, so that every GPU
+rounds alike.
 
-E4M3 and bf16 are made of integers, so that every GPU, and triton's interpreter, round alike.
+A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by additions of the four results, because
+128 x 128 = (4 x 4) x (32 x 32): a fourth of the products, and a matrix that fits the registers.
 """
 
 import triton
@@ -14,7 +17,6 @@ import triton.language as tl
 __all__ = ["add_up_blocks", "add_up_values", "copy_values", "encode_blocks"]
 
 BLOCK = tl.constexpr(128)
-HALF = tl.constexpr(64)
 QUARTER = tl.constexpr(32)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """fp32 numbers of this size are integers: a number added to it is rounded to the nearest one, of two to the even."""
@@ -35,22 +37,20 @@ def _bf16_bits(x):
 
 
 @triton.jit
-def _store(pointers, x, mask, BF16: tl.constexpr, ONTO: tl.constexpr):
-    """Store x in the dtype of the pointers; with BF16 they point to int16, which stand for bf16.
+def _rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """Round fp32 to the nearest number of `dtype`, of two to the even."""
+    if WIDEN and dtype == tl.bfloat16:
+        x = _bf16_bits(x).to(tl.int16).to(dtype, bitcast=True)
+    return x.to(dtype)
 
-    ONTO: add x, rounded to that dtype, to what is there.
-    """
+
+@triton.jit
+def _store(pointers, x, mask, ONTO: tl.constexpr, WIDEN: tl.constexpr):
+    """Store x in the dtype of the pointers. ONTO: add x, rounded to that dtype, to what is there."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
     if ONTO:
-        if BF16:
-            there = (tl.load(pointers, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-            x = there + (_bf16_bits(x) << 16).to(tl.float32, bitcast=True)
-        else:
-            there = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-            x = there + x.to(pointers.dtype.element_ty).to(tl.float32)
-    if BF16:
-        tl.store(pointers, _bf16_bits(x).to(tl.int16), mask=mask)
-    else:
-        tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+        x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + _rounded(x, dtype, WIDEN).to(tl.float32)
+    tl.store(pointers, _rounded(x, dtype, WIDEN), mask=mask)
 
 
 @triton.jit
@@ -61,27 +61,33 @@ def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _hadamard(x, PARTS: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr):
-    """Return X H, (rows, 64), for the Hadamard matrix of 64 x 64, of entries (-1)^(bits that i and j have in common).
+def _times(x, matrices, WHICH: tl.constexpr, WIDEN: tl.constexpr):
+    """Return X M, (rows, 32) in fp32, for matrix WHICH of `matrices` (4, 32, 32), whose entries are 1 and -1.
 
-    Tensor cores multiply 16-bit numbers: X is the sum of PARTS tensors of dtype PART, here exactly, and products with
-    1 and -1 are exact. WIDEN: multiply them in fp32, for triton's interpreter cannot multiply bf16.
+    Tensor cores multiply in the dtype of the matrices. 16 bits must hold X exactly. TF32 has 11 of fp32's 24 bits: X is
+    the sum of its upper 11 bits and the rest, of which a product loses the last two at most, 2^-21 of X. Products with
+    1 and -1 are exact. A tensor core that takes TF32's subnormal numbers for 0 loses values below 2^-126.
     """
-    i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
-    common = i & j
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    matrix = (1 - 2 * (common & 1)).to(tl.float32)
-    if not WIDEN:
-        matrix = matrix.to(PART)
-    product = tl.zeros(x.shape, tl.float32)
-    for _ in tl.static_range(PARTS):
-        part = x.to(PART)
-        widened = part.to(tl.float32)
-        x -= widened
-        product = tl.dot(widened if WIDEN else part, matrix, product, input_precision="ieee")
+    i, j = tl.arange(0, QUARTER)[:, None], tl.arange(0, QUARTER)[None, :]
+    matrix = tl.load(matrices + WHICH * QUARTER * QUARTER + i * QUARTER + j)
+    if matrix.dtype == tl.float32:
+        upper = _upper_bits(x)
+        rest = x - upper
+        if WIDEN:
+            rest = _upper_bits(rest)
+        product = tl.dot(upper, matrix, tl.dot(rest, matrix, input_precision="tf32"), input_precision="tf32")
+    else:
+        x = x.to(matrix.dtype)
+        if WIDEN:
+            x, matrix = x.to(tl.float32), matrix.to(tl.float32)
+        product = tl.dot(x, matrix)
     return product
+
+
+@triton.jit
+def _upper_bits(x):
+    """Return the bits of fp32 that TF32 has as well."""
+    return (_bits(x) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -105,14 +111,24 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _code(x, PACKING: tl.constexpr, LARGEST: tl.constexpr):
-    """Return the codes of values in units of their scale, as int32; 0 for a NaN."""
+def _field(x, unit, PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr):
+    """Return the fields of BITS bits, as int32, that stand for values in units of their scale.
+
+    Rotated values are sums that were rounded, so that a reciprocal's last bit matters no more than theirs. A rotated
+    block's unit is 0 or 2^-126 at least, 128 times a bf16, so that its reciprocal is finite.
+    """
     tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
-    x = tl.where(x == x, x, 0.0)
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    if ROTATED:
+        x *= tl.where(unit > 0, tl.div_rn(1.0, unit), 0.0)
+    else:
+        x = tl.div_rn(x, unit)
+        x = tl.where(x == x, x, 0.0)
+    x = tl.maximum(tl.minimum(x, LARGEST), -LARGEST)
     if PACKING == "e4m3":
         return _to_e4m3(x)
-    return _bits(x + ROUNDER) - ROUNDER_BITS
+    # A field that is not a whole byte has no sign.
+    offset: tl.constexpr = 0 if BITS == 8 else 1 << (BITS - 1)
+    return _bits(x + (ROUNDER + offset)) - ROUNDER_BITS
 
 
 @triton.jit
@@ -121,107 +137,124 @@ def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
     tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
     if PACKING == "e4m3":
         return _from_e4m3(code)
-    if BITS == 8:
-        return ((code ^ 128) - 128).to(tl.float32)
-    return (code - (1 << (BITS - 1))).to(tl.float32)
+    offset: tl.constexpr = 1 << (BITS - 1)
+    if BITS == 8:  # Two's complement.
+        code ^= offset
+    # Not converted: of such small integers the compiler makes eight times as many instructions.
+    return (code | ROUNDER_BITS).to(tl.float32, bitcast=True) - (ROUNDER + offset)
 
 
 @triton.jit
-def _pair(low, high, BITS: tl.constexpr):
-    """Put two codes of fewer than 8 bits, or two such pairs, into one field; each becomes positive by its offset."""
-    return low + (1 << (BITS - 1)) + ((high + (1 << (BITS - 1))) << BITS)
+def _butterflies(a, b, c, d):
+    """Return the sums of four tensors with the signs that H has in each of its four rows of four quarters."""
+    a, b, c, d = a + b, a - b, c + d, c - d
+    return a + c, b + d, a - c, b - d
 
 
 @triton.jit
-def _halves(x):
-    """Split (rows, 64) into its columns below 32 and the others."""
-    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
-    return tl.split(tl.permute(halves, (0, 2, 1)))
+def _quarter(start, length, WHICH: tl.constexpr):
+    """Return the places of a quarter of each block in the tensor, and which of them are there."""
+    columns = WHICH * QUARTER + tl.arange(0, QUARTER)
+    return start[:, None] + columns[None, :], columns[None, :] < length[:, None]
 
 
 @triton.jit
-def _whole(low, high):
-    """Join two of (rows, 32) to (rows, 64)."""
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (low.shape[0], 2 * low.shape[1]))
+def _at_byte(codes, rows, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """Point to 32 bytes of the codes of the blocks `rows`, from byte 32 times FIRST on."""
+    return codes + rows[:, None] * (BLOCK // 8 * BITS) + (FIRST * QUARTER + tl.arange(0, QUARTER)[None, :])
 
 
 @triton.jit
-def _at_byte(codes, rows, BYTE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
-    """Point to byte BYTE, and WORDS - 1 following ones, of the codes of the blocks `rows`."""
-    return codes + rows[:, None] * (BLOCK // 8 * BITS) + (BYTE + tl.arange(0, WORDS)[None, :])
-
-
-@triton.jit
-def _store_codes(codes, rows, low, high, used, BITS: tl.constexpr):
-    """Write the codes (rows, 64) of columns below 64 and above, int32, as integers of BITS bits; see `formats`."""
+def _store_codes(codes, rows, a, b, c, d, used, BITS: tl.constexpr):
+    """Write the fields of four quarters, (rows, 32) int32 each, as integers of BITS bits; see `formats`."""
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
-        tl.store(_at_byte(codes, rows, 0, BITS, HALF), low.to(tl.uint8), mask=used)
-        tl.store(_at_byte(codes, rows, HALF, BITS, HALF), high.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 0, BITS), a.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 1, BITS), b.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 2, BITS), c.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 3, BITS), d.to(tl.uint8), mask=used)
     if BITS == 4:
-        tl.store(_at_byte(codes, rows, 0, BITS, HALF), _pair(low, high, BITS).to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 0, BITS), (a + (c << 4)).to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, rows, 1, BITS), (b + (d << 4)).to(tl.uint8), mask=used)
     if BITS == 2 or BITS == 6:
-        first, second = _halves(low)
-        third, fourth = _halves(high)
-        words = _pair(first, second, BITS) + (_pair(third, fourth, BITS) << (2 * BITS))
+        words = a + (b << BITS) + (c << (2 * BITS)) + (d << (3 * BITS))
         for byte in tl.static_range(BITS // 2):
-            at = _at_byte(codes, rows, byte * QUARTER, BITS, QUARTER)
-            tl.store(at, (words >> (8 * byte)).to(tl.uint8), mask=used)
+            tl.store(_at_byte(codes, rows, byte, BITS), (words >> (8 * byte)).to(tl.uint8), mask=used)
 
 
 @triton.jit
 def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers of the blocks `rows` of a message in units of their scales: two of (rows, 64)."""
+    """Return the numbers of the blocks `rows` of a message in units of their scales: four of (rows, 32)."""
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
-        low = tl.load(_at_byte(codes, rows, 0, BITS, HALF), mask=used, other=0).to(tl.int32)
-        high = tl.load(_at_byte(codes, rows, HALF, BITS, HALF), mask=used, other=0).to(tl.int32)
+        a, b = _load_byte(codes, rows, 0, used, BITS), _load_byte(codes, rows, 1, used, BITS)
+        c, d = _load_byte(codes, rows, 2, used, BITS), _load_byte(codes, rows, 3, used, BITS)
     if BITS == 4:
-        both = tl.load(_at_byte(codes, rows, 0, BITS, HALF), mask=used, other=0).to(tl.int32)
-        low, high = both & 15, both >> 4
+        first, second = _load_byte(codes, rows, 0, used, BITS), _load_byte(codes, rows, 1, used, BITS)
+        a, b, c, d = first & 15, second & 15, first >> 4, second >> 4
     if BITS == 2 or BITS == 6:
-        words = tl.zeros((rows.shape[0], QUARTER), tl.int32)
-        for byte in tl.static_range(BITS // 2):
-            at = _at_byte(codes, rows, byte * QUARTER, BITS, QUARTER)
-            words |= tl.load(at, mask=used, other=0).to(tl.int32) << (8 * byte)
+        words = _load_byte(codes, rows, 0, used, BITS)
+        for byte in tl.static_range(1, BITS // 2):
+            words |= _load_byte(codes, rows, byte, used, BITS) << (8 * byte)
         mask: tl.constexpr = (1 << BITS) - 1
-        low = _whole(words & mask, (words >> BITS) & mask)
-        high = _whole((words >> (2 * BITS)) & mask, words >> (3 * BITS))
-    return _number(low, PACKING, BITS), _number(high, PACKING, BITS)
+        a, b, c, d = words & mask, (words >> BITS) & mask, (words >> (2 * BITS)) & mask, words >> (3 * BITS)
+    return (
+        _number(a, PACKING, BITS), _number(b, PACKING, BITS), _number(c, PACKING, BITS), _number(d, PACKING, BITS)
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_byte(codes, rows, FIRST: tl.constexpr, used, BITS: tl.constexpr):
+    return tl.load(_at_byte(codes, rows, FIRST, BITS), mask=used, other=0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["blocks", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def encode_blocks(
-    values, table, signs, scales, codes, scales_stride, codes_stride, blocks,
+    values, table, rotations, scales, codes, scales_stride, codes_stride, blocks,
     PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
-    GAIN: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
+    GAIN: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N).
 
-    The largest is found among bits: those of a NaN are above those of infinity. INVERSE: 1 over GAIN times the largest
-    code; GAIN: the factor by which the rotation, which is not normalised, lengthens a block.
+    INVERSE: 1 over GAIN times the largest code; GAIN: the factor by which the rotation, which is not normalised,
+    lengthens a block. `rotations`: see `_times`; matrix h is that of rows 32 h to 32 h + 31 of diag(s) H.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     start, length = _place(table, message, rows, blocks, ALIGN)
-    low_columns, high_columns = tl.arange(0, HALF), tl.arange(0, HALF) + HALF
-    low_at, high_at = start[:, None] + low_columns[None, :], start[:, None] + high_columns[None, :]
-    low = tl.load(values + low_at, mask=low_columns[None, :] < length[:, None], other=0.0).to(tl.float32)
-    high = tl.load(values + high_at, mask=high_columns[None, :] < length[:, None], other=0.0).to(tl.float32)
+    a, b = _load_quarter(values, start, length, 0), _load_quarter(values, start, length, 1)
+    c, d = _load_quarter(values, start, length, 2), _load_quarter(values, start, length, 3)
     if ROTATED:
-        # Of 128 columns: the sum and the difference of what 64 make of each half.
-        low = _hadamard(low * tl.load(signs + low_columns)[None, :], PARTS, PART, WIDEN)
-        high = _hadamard(high * tl.load(signs + high_columns)[None, :], PARTS, PART, WIDEN)
-        low, high = low + high, low - high
-    low_peak, high_peak = tl.max(_bits(low) & 0x7FFFFFFF, axis=1), tl.max(_bits(high) & 0x7FFFFFFF, axis=1)
-    peak = tl.maximum(low_peak, high_peak).to(tl.float32, bitcast=True)
-    scale = _bf16_bits(peak * INVERSE)
+        a, b = _times(a, rotations, 0, WIDEN), _times(b, rotations, 1, WIDEN)
+        c, d = _times(c, rotations, 2, WIDEN), _times(d, rotations, 3, WIDEN)
+        a, b, c, d = _butterflies(a, b, c, d)
+    else:
+        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+    scale = _bf16_bits(_peak(a, b, c, d, ROTATED) * INVERSE)
     tl.store(scales + message.to(tl.int64) * scales_stride + rows, scale.to(tl.int16), mask=length > 0)
     unit = (scale << 16).to(tl.float32, bitcast=True)[:, None] * GAIN
-    low_code = _code(tl.div_rn(low, unit), PACKING, LARGEST)
-    high_code = _code(tl.div_rn(high, unit), PACKING, LARGEST)
     first = codes + message.to(tl.int64) * codes_stride
-    _store_codes(first, rows.to(tl.int64), low_code, high_code, length[:, None] > 0, BITS)
+    a, b = _field(a, unit, PACKING, BITS, LARGEST, ROTATED), _field(b, unit, PACKING, BITS, LARGEST, ROTATED)
+    c, d = _field(c, unit, PACKING, BITS, LARGEST, ROTATED), _field(d, unit, PACKING, BITS, LARGEST, ROTATED)
+    _store_codes(first, rows.to(tl.int64), a, b, c, d, length[:, None] > 0, BITS)
+
+
+@triton.jit
+def _load_quarter(values, start, length, WHICH: tl.constexpr):
+    at, mask = _quarter(start, length, WHICH)
+    return tl.load(values + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _peak(a, b, c, d, ROTATED: tl.constexpr):
+    """Return the largest absolute value of each row, a NaN or an infinity where there is one."""
+    if ROTATED:  # A maximum passes over NaNs, but the rotation makes NaNs of all values of a block that has one.
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        return tl.max(largest, axis=1)
+    else:
+        # As bits: those of a NaN are above those of infinity.
+        first = tl.maximum(_bits(a) & 0x7FFFFFFF, _bits(b) & 0x7FFFFFFF)
+        second = tl.maximum(_bits(c) & 0x7FFFFFFF, _bits(d) & 0x7FFFFFFF)
+        return tl.max(tl.maximum(first, second), axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -232,9 +265,9 @@ def _scale(scales, rows, used):
 
 @triton.jit(do_not_specialize=["blocks", "senders", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def add_up_blocks(
-    scales, codes, table, signs, out, scales_stride, codes_stride, blocks, senders,
+    scales, codes, table, rotations, out, scales_stride, codes_stride, blocks, senders,
     PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
-    BF16: tl.constexpr, ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write to `out` the sum of the values of `senders`. Grid: (blocks / ROWS, 1); ALONE, of one: (blocks / ROWS, N).
 
@@ -246,33 +279,40 @@ def add_up_blocks(
     start, length = _place(table, message, rows, blocks, ALIGN)
     rows = rows.to(tl.int64)
     used = length > 0
-    low_columns, high_columns = tl.arange(0, HALF), tl.arange(0, HALF) + HALF
     if ALONE:
-        low, high = _load_numbers(codes + message.to(tl.int64) * codes_stride, rows, used[:, None], PACKING, BITS)
+        scale = _scale(scales + message.to(tl.int64) * scales_stride, rows, used)
+        a, b, c, d = _load_numbers(codes + message.to(tl.int64) * codes_stride, rows, used[:, None], PACKING, BITS)
     else:
-        low, high = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+        a, b = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
+        c, d = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
         for _ in range(0, senders):
-            sent_low, sent_high = _load_numbers(codes, rows, used[:, None], PACKING, BITS)
+            sent_a, sent_b, sent_c, sent_d = _load_numbers(codes, rows, used[:, None], PACKING, BITS)
             scale = _scale(scales, rows, used)
-            low += sent_low * scale
-            high += sent_high * scale
+            a += sent_a * scale
+            b += sent_b * scale
+            c += sent_c * scale
+            d += sent_d * scale
             codes += codes_stride
             scales += scales_stride
     if ROTATED:
-        if ALONE:
-            low, high = _hadamard(low, 1, tl.float16, WIDEN), _hadamard(high, 1, tl.float16, WIDEN)
-        else:
-            low, high = _hadamard(low, 3, tl.bfloat16, WIDEN), _hadamard(high, 3, tl.bfloat16, WIDEN)
-        total = low + high
-        high = (low - high) * tl.load(signs + high_columns)[None, :]
-        low = total * tl.load(signs + low_columns)[None, :]
+        a, b, c, d = _butterflies(a, b, c, d)
+        a, b = _times(a, rotations, 0, WIDEN), _times(b, rotations, 1, WIDEN)
+        c, d = _times(c, rotations, 2, WIDEN), _times(d, rotations, 3, WIDEN)
     if ALONE:
-        scale = _scale(scales + message.to(tl.int64) * scales_stride, rows, used)
-        low *= scale
-        high *= scale
-    low_at, high_at = start[:, None] + low_columns[None, :], start[:, None] + high_columns[None, :]
-    _store(out + low_at, low, low_columns[None, :] < length[:, None], BF16, ONTO)
-    _store(out + high_at, high, high_columns[None, :] < length[:, None], BF16, ONTO)
+        a *= scale
+        b *= scale
+        c *= scale
+        d *= scale
+    _store_quarter(out, start, length, 0, a, ONTO, WIDEN)
+    _store_quarter(out, start, length, 1, b, ONTO, WIDEN)
+    _store_quarter(out, start, length, 2, c, ONTO, WIDEN)
+    _store_quarter(out, start, length, 3, d, ONTO, WIDEN)
+
+
+@triton.jit
+def _store_quarter(out, start, length, WHICH: tl.constexpr, x, ONTO: tl.constexpr, WIDEN: tl.constexpr):
+    at, mask = _quarter(start, length, WHICH)
+    _store(out + at, x, mask, ONTO, WIDEN)
 
 
 @triton.jit
@@ -295,7 +335,7 @@ def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["chunks", "senders", "stride"], do_not_specialize_on_alignment=["table", "slots"])
 def add_up_values(
-    dense, table, slots, out, stride, chunks, senders, BF16: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr
+    dense, table, slots, out, stride, chunks, senders, WIDEN: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr
 ):
     """Write to `out`, or add ONTO it, sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one (.., N)."""
     message = tl.program_id(1)
@@ -305,4 +345,4 @@ def add_up_values(
     for _ in range(1, senders):
         sent += stride
         total += tl.load(sent, mask=mask, other=0.0).to(tl.float32)
-    _store(out + at, total, mask, BF16, ONTO)
+    _store(out + at, total, mask, ONTO, WIDEN)

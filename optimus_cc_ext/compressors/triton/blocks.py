@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, hadamard
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
@@ -17,7 +17,6 @@ from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
 
 if launches.AVAILABLE:
     import triton
-    import triton.language as tl
 
     from optimus_cc_ext.compressors.triton import block_kernels
 
@@ -26,8 +25,9 @@ __all__ = ["TritonCodec"]
 PACKINGS = ("integers", "e4m3")
 """The packings that the kernels know; messages of others go the parent's way."""
 
-ROWS = 32
-"""Blocks that one program works on at a time: as many as fit the registers, and two tiles of tensor cores."""
+ROWS = 64
+"""Blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at once, and
+as many as fit the registers."""
 
 DENSE_ROWS = 16
 """Runs of 128 dense values, likewise."""
@@ -64,7 +64,7 @@ class TritonCodec(Codec):
         super().__init__(format, signs=signs)
         self._has_kernels = self.format.packing in PACKINGS
         self._tables: WeakKeyDictionary[BlockLayout, dict[torch.device, Tables]] = WeakKeyDictionary()
-        self._signs_on: dict[torch.device, Tensor] = {}
+        self._matrices: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
 
     @torch.no_grad()
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
@@ -82,13 +82,12 @@ class TritonCodec(Codec):
             largest = self.format.largest
             assert largest is not None  # such a format has no kernels
             block_kernels.encode_blocks[_grid(tables.blocks, ROWS)](
-                values, tables.blocks, self._signs_at(values.device), scales, codes,
+                values, tables.blocks, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
                 scales.stride(0), codes.stride(0), layout.blocks,
                 PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
                 INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
-                PARTS=3 if values.dtype == torch.float32 else 1,
-                PART=tl.float16 if values.dtype == torch.float16 else tl.bfloat16,
                 WIDEN=INTERPRETED, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+                maxnreg=128,  # four programs on a multiprocessor; nothing spills
             )  # fmt: skip
 
     @torch.no_grad()
@@ -120,21 +119,21 @@ class TritonCodec(Codec):
     ) -> None:
         """Decode all messages of one sender, or one message of several; `onto`: add them to what is there."""
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
-        bf16 = out.dtype == torch.bfloat16
-        to = out.detach().view(torch.int16) if bf16 else out
         if tables.chunks.numel():
             chunks = tables.chunks[which]
             block_kernels.add_up_values[_grid(chunks, DENSE_ROWS)](
-                dense, chunks, tables.slots[which], to, dense.stride(0), chunks.shape[1], senders,
-                BF16=bf16, ONTO=onto, ROWS=DENSE_ROWS,
+                dense, chunks, tables.slots[which], out, dense.stride(0), chunks.shape[1], senders,
+                WIDEN=INTERPRETED, ONTO=onto, ROWS=DENSE_ROWS,
             )  # fmt: skip
         if tables.blocks.numel():
             blocks = tables.blocks[which]
+            # Sums of four codes are integers below 2^9, which 16 bits hold; those of senders are any numbers.
+            dtype = torch.float16 if senders == 1 else torch.float32
             block_kernels.add_up_blocks[_grid(blocks, ROWS)](
-                scales, codes, blocks, self._signs_at(out.device), to,
+                scales, codes, blocks, self._rotations_in(dtype, out.device, back=True), out,
                 scales.stride(0), codes.stride(0), layout.blocks, senders,
                 PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
-                WIDEN=INTERPRETED, BF16=bf16, ONTO=onto, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
+                WIDEN=INTERPRETED, ONTO=onto, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,10 +151,19 @@ class TritonCodec(Codec):
             of[device] = _tables(layout, device)
         return of[device]
 
-    def _signs_at(self, device: torch.device) -> Tensor | None:
-        if self._signs is not None and device not in self._signs_on:
-            self._signs_on[device] = self._signs.to(device)
-        return self._signs_on.get(device)
+    def _rotations_in(self, dtype: torch.dtype, device: torch.device, *, back: bool) -> Tensor | None:
+        """Return the matrices by which kernels multiply the quarters of blocks, (4, 32, 32), or None without rotation.
+
+        Matrix k is that of columns 32 k to 32 k + 31 in the first 32 rows of H diag(s), if not `back` transposed; in
+        other rows of H the entries are the same, or all have the other sign.
+        """
+        if self._signs is None:
+            return None
+        key = dtype, device, back
+        if key not in self._matrices:
+            rows = hadamard(BLOCK // 4) * self._signs.view(4, 1, -1)
+            self._matrices[key] = (rows if back else rows.mT).to(device, dtype).contiguous()
+        return self._matrices[key]
 
 
 def _tables(layout: BlockLayout, device: torch.device) -> Tables:
