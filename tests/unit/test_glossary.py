@@ -23,6 +23,7 @@ LONG_FORMS = {
     "DP": "data-parallel",
     "CP": "context-parallel size",
     "EP": "expert-parallel size",
+    "MTP": "multi-token prediction",
     "D": "data-parallel size|replicas",
     "E": "residual",
     "G": "gradient",
