@@ -1,5 +1,6 @@
 """The documents name what there is: every flag, every refusal, and files and modules that exist."""
 
+import ast
 import importlib.util
 import re
 from dataclasses import fields
@@ -94,3 +95,20 @@ def test_each_row_of_a_table_has_as_many_cells_as_its_header(document: Path) -> 
         header, *rows = table.splitlines()
         cells = len(re.findall(r"(?<!\\)\|", header))  # also inside of code a bar ends a cell, unless it is escaped
         assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != cells] == []
+
+
+def test_messages_that_the_pages_quote_are_those_of_the_code() -> None:
+    troubleshooting, gpu = ((ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "gpu.md"))
+    causes = "\n".join(line for line in troubleshooting.splitlines() if not line.startswith("|"))
+    quoted = re.findall(r"^(?:- \*\*)?`([^`]{15,})`", causes, re.MULTILINE)
+    quoted += re.findall(r"^\| (.+?) \|", gpu.partition("| message | cure |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert len(quoted) >= 10
+    said = set()
+    for path in (ROOT / "optimus_cc_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            said |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+    for message in quoted:
+        # Values are digits, capitals or dots in the document, and expressions of an f-string in the code.
+        parts = [part for part in re.split(r"\.\.\.|[\d.]*\d|\b[A-Z]+\b|\[", message) if len(part) > 8]
+        others = message.startswith(("Watchdog", "OPTIMUS_CC_"))  # PyTorch's words, and variables
+        assert others or [part for part in parts if not any(part.strip() in text for text in said)] == [], message
