@@ -29,7 +29,7 @@ _UNSUPPORTED = (
     ("checkpoint.non_persistent_save_interval", lambda c: getattr(c.checkpoint, "non_persistent_save_interval", None)),
     ("checkpoint.async_save", lambda c: getattr(c.checkpoint, "async_save", False)),
 )
-"""Settings of a ConfigContainer that do not work with compression, or with the compressors' state in checkpoints."""
+"""Settings of a ConfigContainer that do not work with compression, or with the compression state in checkpoints."""
 
 
 class Compression:
@@ -64,7 +64,7 @@ class Compression:
         self._session = current_session()
 
     def on_train_start(self, context: Any) -> None:
-        """Load the compressors' state from beside the checkpoint, once Bridge has loaded the model from it."""
+        """Load the compression state from beside the checkpoint, once Bridge has loaded the model from it."""
         from optimus_cc_ext.checkpoint.beside import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
@@ -102,7 +102,7 @@ class Compression:
         uninstall()
 
     def on_checkpoint_save(self, context: Any) -> None:
-        """Save the compressors' state beside the checkpoint that Bridge has just completed."""
+        """Save the compression state beside the checkpoint that Bridge has just completed."""
         from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step

@@ -55,7 +55,7 @@ class Step:
     weights: str
     """sha256 of all weights."""
     memory: list[str]
-    """sha256 of each tensor of the compressors' state, with residuals in units of unscaled gradients."""
+    """sha256 of each tensor of the compression state, with residuals in units of unscaled gradients."""
     memory_norms: list[float]
 
 

@@ -1,4 +1,5 @@
-"""The compression of one model: attached to its buckets, its optimizer and its passes, and to nothing else.
+"""Handle of one model's compression: attached to the model's buckets, its optimizer and its passes, and to nothing
+else.
 
 Megatron's functions belong to the process. They are wrapped while there is a session (`shared_sessions`), and the wraps
 look the session up by the model; a model without a session stays vanilla.
@@ -33,17 +34,19 @@ from optimus_cc_ext.techniques.session import Session
 __all__ = ["Handle", "Step", "close_unless_used", "compress", "shared_sessions", "shared_wraps"]
 
 _MADE_BY = "made_by"
-"""The part of a state that says which rank of which run saved it."""
+"""Key of a state dict for the rank and the settings of the run that saved it."""
 
 _shared: tuple[Sessions, AppliedWraps] | None = None
-"""The sessions of this process and the wraps that ask for them: Megatron's functions are the process's, too."""
+"""Sessions of this process and the wraps that look them up; shared, because Megatron's functions belong to the
+process.
+"""
 
 
 def shared_sessions() -> Sessions:
-    """Return the sessions of this process; Megatron is wrapped where there were none.
+    """Return the sessions of this process; wrap Megatron if there were none.
 
     Raises:
-        UnsupportedMegatron: of another version, or with a seam that does not hold.
+        UnsupportedMegatron: the version is not supported, or a seam does not hold.
     """
     global _shared
     if _shared is None:
@@ -55,7 +58,10 @@ def shared_sessions() -> Sessions:
 
 
 def close_unless_used() -> None:
-    """Take the wraps off Megatron where no session is left. What others wrapped meanwhile stays, and asks in vain."""
+    """Remove the wraps from Megatron if no session is left.
+
+    A wrap that other code has wrapped in the meantime stays, and finds no session.
+    """
     global _shared
     if _shared is not None and not _shared[0].in_use:
         _shared[1].close()
@@ -63,7 +69,7 @@ def close_unless_used() -> None:
 
 
 def shared_wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seams that models of all kinds share, with what wraps them."""
+    """Return the seams that models of all kinds share, with their wraps."""
     return [
         *p2p_communication.wraps(sessions),
         *schedules.wraps(sessions),
@@ -80,7 +86,7 @@ def compress(
     train_iters: int | None,
     measure_every: int,
 ) -> "Handle":
-    """See `optimus_cc_ext.compress`."""
+    """Compress a model (`optimus_cc_ext.compress`)."""
     chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
     wrapped = [_wrapped(chunk) for chunk in chunks]
     layout = layout_of(
@@ -129,7 +135,7 @@ def _preset(name: str, layout: Layout) -> OptimusConfig:
 
 
 class Handle:
-    """The compression of one model on this rank; `optimus_cc_ext.compress` makes it. A context manager: see `remove`.
+    """Compression of one model on this rank, made by `optimus_cc_ext.compress`. As a context manager it calls `remove`.
 
     Args:
         session: the state of the compression.
@@ -149,10 +155,11 @@ class Handle:
         self._models.append(model)
 
     def follow_steps(self, optimizer: Any, measure_every: int) -> None:
-        """Begin a step where gradients are zeroed, and end a step with the optimizer's; None: `step` announces steps.
+        """Begin a step when the gradients are zeroed, and end it after the optimizer's step; None: `step` announces
+        steps.
 
         Args:
-            measure_every: errors and times are measured in each step whose number this divides; 0: in none.
+            measure_every: errors and times are measured in steps whose number is a multiple of this; 0: in no step.
         """
         session = self._compressing
         session.follows_zeroing = True
@@ -165,28 +172,28 @@ class Handle:
             self._patches.wrap(optimizer, "step", partial(_step, session, optimizer))
 
     def metrics(self) -> dict[str, float]:
-        """Return the traffic per step since the last call, and errors and times if the last step was measured.
+        """Return the bytes per step since the last call, and errors and times if the last step was measured.
 
-        Collective over all ranks of the model, with the same result on each. Bytes are of all these ranks together;
+        Collective over all ranks of the model, with the same result on each. Bytes are summed over these ranks; the
         names begin with "optimus-cc/".
         """
         return self._compressing.report(training_device()).scalars()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on from here: residuals, factors, counters. Tensors are not copies.
+        """Return the state that this rank needs to resume: residuals, factors, counters. Tensors are not copies.
 
-        In a step that is not ended, it is the state before the step.
+        In a step that has not ended, the result is the state before the step.
         """
         return self._compressing.state_dict() | {_MADE_BY: self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank. Collective over all ranks of the model.
+        """Resume from the state that `state_dict` returned on this rank. Collective over all ranks of the model.
 
-        A technique that is missing in the state keeps what it has.
+        A technique that is missing in the state keeps its present state.
 
         Raises:
             UnfitState: on all ranks, and nothing is changed: on one of them the state is another rank's, or does not
-                fit what is switched on here.
+                fit the techniques that are switched on here.
         """
         session, reason = self._compressing, None
         try:
@@ -198,13 +205,13 @@ class Handle:
         session.load_state_dict(state)
 
     def _misfit(self, session: Session, state: Mapping[str, Any]) -> str | None:
-        """Return why this rank cannot go on from `state`; None: it can."""
+        """Return why this rank cannot resume from `state`; None if it can."""
         if session.active or session.is_announced:
             return "a step is open. Load between two steps"
         if "iteration" not in state:
             return "it has no `iteration`: give what a handle's state_dict() returned on this rank"
         here = self._identity
-        # States of earlier versions say nothing about who made them.
+        # States of earlier versions do not name the rank and settings that made them.
         for part, saved in state.get(_MADE_BY, {}).items():
             for name, value in here.get(part, {}).items():
                 if saved.get(name) != value:
@@ -213,7 +220,7 @@ class Handle:
 
     @property
     def _identity(self) -> dict[str, dict[str, Any]]:
-        """The facts that a state depends on: this rank's place in the layout, and by technique the settings."""
+        """Settings on which a state depends: this rank's place in the layout, and the settings of each technique."""
         config, grid = self._compressing.config, self._compressing.grid
         assert grid is not None, "no model was attached"
         replicas, tensor = grid.replica_group, grid.tensor_group
@@ -228,20 +235,20 @@ class Handle:
             "the hidden size": getattr(self._models[0].config, "hidden_size", None),
         }
         settings = {
-            technique: {flag.removeprefix("--").replace("-", "_"): value for flag, value in of_technique.items()}
-            for technique, of_technique in settings_of(config, {}).items()
+            technique: {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
+            for technique, flags in settings_of(config, {}).items()
         }
         return {"place": place} | settings
 
     @contextmanager
     def step(self, iteration: int | None = None, *, measured: bool = False) -> Iterator["Step"]:
-        """Announce a training step, whose end the training loop tells by `Step.done`; no optimizer ends it.
+        """Announce a training step, which the training loop ends by `Step.done` instead of the optimizer.
 
-        An exception inside, or no call of `done`, and the step leaves no trace.
+        After an exception inside, or without a call of `done`, the step's changes of the state are discarded.
 
         Args:
-            iteration: the number of completed steps; None: it is counted here.
-            measured: whether `metrics` will be asked for errors and times of this step.
+            iteration: the number of completed steps; None: count them here.
+            measured: True if `metrics` will be asked for errors and times of this step.
         """
         session = self._compressing
         session.begin_step(iteration, measured=measured)
@@ -269,9 +276,9 @@ class Handle:
         self.detach()
 
     def detach(self) -> None:
-        """End compression without other ranks: what is under way is left to its own."""
+        """End compression without the other ranks: transfers that are under way are left to themselves."""
         self._session.end_step(applied=False)
-        self._session.follows_zeroing = False  # others may have wrapped our wraps, which then stay, and do nothing
+        self._session.follows_zeroing = False  # if other code has wrapped our wraps, they stay, and do nothing
         self._removed = True
         self._patches.close()
         if self._session.new_groups is not None:
@@ -286,7 +293,7 @@ class Handle:
         if error is None:
             self.remove()
         else:
-            self.detach()  # other ranks may not come, so nothing is waited for
+            self.detach()  # nothing is waited for, because other ranks may not come here
 
     @property
     def _compressing(self) -> Session:
@@ -296,7 +303,7 @@ class Handle:
 
 
 class Step:
-    """A training step that the training loop announced."""
+    """Training step that the training loop has announced."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -305,9 +312,9 @@ class Step:
         """End the step. Collective over all ranks of the model.
 
         Args:
-            applied: whether the optimizer's update counted; False: it was skipped, and leaves no trace.
-            grad_norm: the norm of all gradients, before clipping.
-            clip_grad: the norm that gradients were clipped to; 0: they were not.
+            applied: False if the optimizer skipped its update; the step's changes of the state are then discarded.
+            grad_norm: global gradient norm before clipping.
+            clip_grad: the norm to which the gradients were clipped; 0: they were not clipped.
 
         Raises:
             OptimusError: no forward-backward pass has run in this step.
@@ -349,10 +356,10 @@ def _end_step(
 
 
 def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, float | None], clip_grad: float) -> None:
-    """End a step, once all ranks of the model agree on it. Collective over these ranks.
+    """End a step once all ranks of the model agree on it. Collective over these ranks.
 
-    The update counts where it was made on all ranks, and a norm is the largest: ranks without trainable parameters
-    know neither, as in Megatron's `train_step`.
+    The step counts as applied if the update was made on all ranks, and the norm is the largest of all, because ranks
+    without trainable parameters know neither, as in Megatron's `train_step`.
     """
     from megatron.core.optimizer import optimizer
 
@@ -367,5 +374,5 @@ def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, float | 
 
 
 def _number(norm: float | None) -> float:
-    """Return a norm as a number whose maximum can be taken: below all norms where it is not known."""
+    """Return a norm as a number whose maximum can be taken: an unknown norm is below all others."""
     return -1.0 if norm is None else float(norm)

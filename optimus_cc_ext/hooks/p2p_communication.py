@@ -1,11 +1,12 @@
-"""Wraps megatron/core/pipeline_parallel/p2p_communication.py: what passes between stages travels compressed.
+"""Wraps megatron/core/pipeline_parallel/p2p_communication.py: compresses the messages between pipeline stages.
 
-`_batched_p2p_ops` returns a list of requests that are waited for in order, `_p2p_ops` a dict of them by role. Both are
-given other tensors in place of some (`Transfer`); what is to be done once these have travelled becomes a request.
+`_batched_p2p_ops` returns a list of requests that are waited for in order, `_p2p_ops` a dict of requests by role. Both
+get other tensors in place of some of their own (`Transfer`); the work that has to follow the transfer becomes a
+request.
 
 Megatron's schedules wait for a send before they free the tensor that is sent. A compressed message lies in a buffer of
-ours instead, so that nothing has to wait: its request is parked with the buffer (`Transfer.park`), and what Megatron
-waits for returns at once.
+ours instead, so that nothing has to wait: its request is parked with the buffer (`Transfer.park`), and Megatron gets a
+request that is complete at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ class _Request(Protocol):
 
 
 class _Then:
-    """A request whose first wait takes these steps; without any, Megatron has nothing to wait for."""
+    """Request whose first wait runs these steps; without steps, Megatron has nothing to wait for."""
 
     def __init__(self, *steps: Callable[[], Any]) -> None:
         self._steps = steps
@@ -46,7 +47,7 @@ class _Then:
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seams of this file, with what wraps them."""
+    """Return the seams of this file, with their wraps."""
     parameters = (*(f"tensor_{role}" for role in _ROLES), "group", "prev_pipeline_rank", "next_pipeline_rank")
     return [
         (Seam(f"{_MODULE}:{name}", parameters), around(_communicate, sessions))
@@ -57,7 +58,7 @@ def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
 def _communicate(
     sessions: Sessions, original: Callable[..., Any], *, group: torch.distributed.ProcessGroup, **rest: Any
 ) -> Any:
-    """Post what passes between two stages, compressed where it belongs to an open pass of a session."""
+    """Post the messages of one call between two stages, compressed if they belong to an open pass of a session."""
     session = sessions.with_pipeline(group)
     if session is None:
         return original(group=group, **rest)
@@ -73,14 +74,15 @@ def _communicate(
         return {role: _then(request, transfers.get(role), peers.get(role)) for role, request in requests.items()}
     roles = [role for role in _ROLES if tensors[role] is not None]
     if len(roles) != 1:
-        # NCCL makes one request of all that a batched call posts: it is waited for, and then all is finished.
+        # NCCL makes one request for all messages that a batched call posts: after waiting for it, all of them are
+        # finished.
         return [*requests, *(_Then(transfer.after_wait) for transfer in transfers.values())]
     (role,) = roles
     return [_then(request, transfers.get(role), peers.get(role)) for request in requests]
 
 
 def _then(request: _Request, transfer: Transfer | None, receiver: int | None) -> _Request:
-    """What Megatron is given to wait for in place of `request`."""
+    """Return the request for which Megatron waits in place of `request`."""
     if transfer is None:
         return request
     if transfer.park is None or receiver is None:
@@ -93,7 +95,7 @@ def _wait_for(request: _Request, receiver: int) -> None:
     """Wait until a parked message has left.
 
     Raises:
-        OptimusError: it cannot; the message names both ranks.
+        OptimusError: the message could not be sent; the error names both ranks.
     """
     try:
         request.wait()
@@ -106,8 +108,8 @@ def _wait_for(request: _Request, receiver: int) -> None:
 def without_device_synchronisation(session: Session, model_config: Any) -> Iterator[None]:
     """Switch `batch_p2p_sync` off for an iteration in which messages between stages are compressed.
 
-    After each batched call Megatron stops the host until the device has done everything, because of a fault in
-    `batch_isend_irecv` that all supported versions of torch have mended. It would undo what parking a send gains.
+    With it, Megatron stops the host after each batched call until the device has done all its work, because of a fault
+    in `batch_isend_irecv` that is mended in all supported versions of torch. That would undo the gain of parked sends.
     """
     before = model_config.batch_p2p_sync
     model_config.batch_p2p_sync = before and not session.compresses_between_stages

@@ -1,7 +1,7 @@
-"""Which attributes of Megatron are wrapped, whether they are still what they were, and how to take the wraps off.
+"""Registry of the attributes of Megatron that are wrapped: it checks that they are as expected, and undoes the wraps.
 
-A seam is one attribute of one Megatron module. Wraps are registered first and applied together: either every seam
-holds and all are wrapped, or nothing is touched.
+A seam is one attribute of one Megatron module. Wraps are registered first and applied together: either every seam holds
+and all are wrapped, or nothing is touched.
 """
 
 import importlib
@@ -27,22 +27,23 @@ __all__ = [
 ]
 
 SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
-"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.0 is the wheel
-that Megatron-Bridge 0.6 takes; 0.19.1 is what Megatron-LM calls itself at the tag core_v0.19.0, and its wheel was
-withdrawn."""
+"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.0 is the wheel that
+Megatron-Bridge 0.6 uses; 0.19.1 is the version that Megatron-LM reports at the tag core_v0.19.0, and its wheel was
+withdrawn.
+"""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One attribute of Megatron that is wrapped.
+    """Attribute of Megatron that is wrapped.
 
     Attributes:
         target: "package.module:name" or "package.module:Class.name".
-        parameters: parameters that the target must have, by name; it may have more.
+        parameters: names of parameters that the target must have; it may have more.
         imported_by: modules that import the target by name, in one of the supported versions. They keep what they
-            imported, so the wrap is put there too.
+            imported, so the wrap is put there, too.
     """
 
     target: str
@@ -50,7 +51,7 @@ class Seam:
     imported_by: tuple[str, ...] = ()
 
     def resolve(self) -> tuple[Any, str, Any]:
-        """(owner, attribute name, current value).
+        """Return (owner, attribute name, current value).
 
         Raises:
             UnsupportedMegatron: the target is missing, or lacks a parameter.
@@ -58,8 +59,8 @@ class Seam:
         module_name, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         try:
-            # Not through the package's attributes: megatron.core.distributed.finalize_model_grads, for one, names a
-            # function there, and a module here.
+            # Imported by its full name, because the package's attribute can be another object: for example,
+            # megatron.core.distributed.finalize_model_grads is a function there, and the module is needed here.
             owner: Any = importlib.import_module(module_name)
             for attribute in outer:
                 owner = getattr(owner, attribute)
@@ -78,16 +79,16 @@ class Seam:
         return owner, name, value
 
     def importers(self, name: str, value: Any) -> list[Any]:
-        """The modules in `imported_by` that hold `value` by this name: those that did not will import the wrap."""
+        """Return the modules in `imported_by` that hold `value` by this name; the others will import the wrap."""
         modules = (sys.modules.get(module) for module in self.imported_by)
         return [module for module in modules if getattr(module, name, None) is value]
 
 
 class AppliedWraps(Patches):
-    """The wraps that are on Megatron, so that `close` takes them off again."""
+    """Wraps that are applied to Megatron; `close` removes them."""
 
     def apply(self, wraps: Iterable[tuple[Seam, Callable[[Any], Any]]]) -> None:
-        """Wrap every seam: each gets what its factory makes of the current value.
+        """Wrap every seam: replace its current value by the result of calling its factory with that value.
 
         Raises:
             UnsupportedMegatron: a seam does not hold; then none is wrapped.
@@ -107,13 +108,13 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def megatron_version() -> str:
-    """The release of the megatron-core that would be imported, such as "0.19.2".
+    """Return the release of the megatron-core that would be imported, such as "0.19.2".
 
-    Megatron appends the commit of the git repository that it lies in, which for an environment inside a checkout of
-    something else is that other project's: what follows a "+" says nothing about Megatron.
+    Megatron appends the commit of the git repository that contains it. For an environment inside another project's
+    checkout that is the other project's commit, so the part after a "+" says nothing about Megatron.
 
     Raises:
-        UnsupportedMegatron: there is none.
+        UnsupportedMegatron: there is no megatron-core.
     """
     try:
         return str(importlib.import_module("megatron.core.package_info").__version__).split("+")[0]
@@ -124,16 +125,16 @@ def megatron_version() -> str:
 
 
 def check_version() -> None:
-    """Refuse a Megatron that was not tested, unless the environment says to go on.
+    """Refuse a version of Megatron that was not tested, unless the environment variable allows it.
 
     Raises:
-        UnsupportedMegatron: naming the version, the supported ones, and the variable.
+        UnsupportedMegatron: the version is not supported; the message names the supported ones and the variable.
     """
     version = megatron_version()
     if version not in SUPPORTED_MEGATRON and os.environ.get(UNSUPPORTED_MEGATRON_VARIABLE) != "1":
         raise UnsupportedMegatron(
             f"megatron-core {version} is not supported (supported: {', '.join(SUPPORTED_MEGATRON)}). {_cure()}, "
-            f"or set {UNSUPPORTED_MEGATRON_VARIABLE}=1 to try it without any promise"
+            f"or set {UNSUPPORTED_MEGATRON_VARIABLE}=1 to try it untested"
         )
 
 

@@ -1,4 +1,6 @@
-"""Wraps megatron/core/pipeline_parallel/schedules.py: an iteration begins and ends with a forward-backward pass."""
+"""Wraps megatron/core/pipeline_parallel/schedules.py: each forward-backward pass is an iteration of the model's
+session.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -29,7 +31,9 @@ _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_
 
 
 class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
-    """Forecasters by session. A forecaster is made at the first pass of its session, and goes with the session."""
+    """Forecasters by session. A forecaster is made at the first pass of its session, and is dropped with the
+    session.
+    """
 
     def of(self, session: Session) -> Forecaster:
         """Return the forecaster of `session`."""
@@ -39,7 +43,7 @@ class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seams of this file, with what wraps them. Evaluation is forward only and passes through untouched."""
+    """Return the seams of this file, with their wraps. Evaluation is forward only and passes through untouched."""
     forecasters = _Forecasters()
     return [
         *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")),
@@ -74,7 +78,7 @@ def forward_backward(
 
 
 def _trained(sessions: Sessions, chunks: list[Any]) -> tuple[Session, ...]:
-    """Return the sessions that own these model chunks; chunks that no session owns belong to the one of `install`."""
+    """Return the sessions that own these model chunks; chunks without a session belong to the session of `install`."""
     found, of_every_model = sessions.of(chunks), sessions.of_every_model
     if of_every_model is None or (found and of_every_model not in found):
         return found
@@ -117,7 +121,9 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: int) -> Schedule:
-    """The order of a pass through the pipeline: interleaved over so many model chunks per stage, or not (None)."""
+    """Return the order of a pass through the pipeline, interleaved over `chunks` model chunks per stage, or not
+    (None).
+    """
     assert session.grid is not None, "the session has no place in the grid yet"
     stages = session.grid.stages
     if chunks is None:
@@ -126,18 +132,20 @@ def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: 
 
 
 def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradient: torch.Tensor | None) -> None:
-    """Allocate before the first pass, measure and decide before the third, and say what memory that takes."""
+    """Allocate before the first pass, measure and decide before the third; log the memory that this takes."""
     if session.preallocate(schedule, gradient):
         _announce_memory(session)
         _announce_without_gain(session, gradient)
     undecided = session.gradients.stages_are_open
     forecaster.before_pass(session, schedule, gradient, training_device())
     if undecided and session.gradients.compressed_stages:
-        _announce_memory(session)  # what was said first knew nothing of the stages just chosen
+        _announce_memory(session)  # the first log line did not include the stages that were just chosen
 
 
 def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor | None:
-    """A tensor like the gradients that will pass between stages, where that is known before the first one does."""
+    """Return a tensor like the activation gradients, if their shape is known before the first one is sent; else
+    None.
+    """
     sequence, micro_batch = (schedule_arguments.get(name) for name in ("seq_length", "micro_batch_size"))
     if config.variable_seq_lengths or sequence is None or micro_batch is None:
         return None
@@ -147,14 +155,16 @@ def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor |
 
 
 def _loss_scale(config: Any) -> torch.Tensor | None:
-    """What this iteration's loss is multiplied by, 0-dim, still on the device; None without loss scaling."""
+    """Return the factor by which this iteration's loss is multiplied, 0-dim, still on the device; None without
+    scaling.
+    """
     if not config.fp16 or config.grad_scale_func is None:
         return None
     return config.grad_scale_func(torch.ones((), device=training_device())).reshape(())
 
 
 def _announce_memory(session: Session) -> None:
-    """Say what residuals, factors and messages take, on the rank where they take most.
+    """Log the memory of residuals, factors and messages, on the rank where they are largest.
 
     Collective over all ranks of the model.
     """
@@ -182,14 +192,14 @@ def _announce_memory(session: Session) -> None:
         print(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank", flush=True)
     if any(later):
         print(
-            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, where there "
-            "is room for it",
+            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, on "
+            "stages whose GPUs have that much memory",
             flush=True,
         )
     if session.new_groups is not None and (line := session.new_groups.line) is not None:
         print(f"optimus-cc: {line}", flush=True)
     if None not in free:
-        print(f"optimus-cc: GPU memory that is left, at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
+        print(f"optimus-cc: free GPU memory: at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
 
 
 def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> None:
@@ -203,7 +213,7 @@ def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> N
 
 
 def _free_bytes() -> int | None:
-    """Of this rank's GPU, without what PyTorch's allocator holds unused; None on a CPU."""
+    """Return the free bytes of this rank's GPU, with memory that PyTorch's allocator holds unused; None on a CPU."""
     device = training_device()
     if device.type != "cuda":
         return None
@@ -213,13 +223,13 @@ def _free_bytes() -> int | None:
 
 @functools.lru_cache
 def interleaved_schedule(stages: int, chunks: int, micro_batches: int, group_size: int) -> Interleaved:
-    """Megatron's interleaved schedule for these numbers, asked from Megatron itself.
+    """Return Megatron's interleaved schedule for these numbers, from Megatron's own functions.
 
     Args:
-        stages: pipeline stages P.
-        chunks: model chunks per stage V.
-        micro_batches: M.
-        group_size: micro-batches that a stage runs through one chunk before it turns to the next one.
+        stages: number of pipeline stages.
+        chunks: number of model chunks per stage.
+        micro_batches: number of micro-batches.
+        group_size: number of micro-batches that a stage runs through one chunk before it turns to the next chunk.
     """
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
@@ -235,7 +245,7 @@ def interleaved_schedule(stages: int, chunks: int, micro_batches: int, group_siz
 
 @dataclass(frozen=True)
 class _Place:
-    """What Megatron asks of a pipeline group, for a stage that is not this rank's."""
+    """Stand-in for a pipeline group, as a stage that need not be this rank's sees it."""
 
     stages: int
     stage: int
@@ -249,7 +259,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _AtStage:
-    """What Megatron asks of a communicator to compute a stage's warm-up."""
+    """Stand-in for the communicator from which Megatron computes a stage's warm-up."""
 
     pp_group: _Place
     virtual_pipeline_model_parallel_size: int

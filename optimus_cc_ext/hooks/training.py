@@ -1,4 +1,4 @@
-"""Wraps megatron/training/training.py: which steps count, and what is logged."""
+"""Wraps megatron/training/training.py: tells the session which steps are applied, and writes our log lines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,16 @@ __all__ = ["train_step", "training_device", "training_log", "wraps"]
 
 _MODULE = "megatron.training.training"
 _SKIPPED = 1
-"""Where `train_step` returns whether the update was skipped, or left undone for an early exit."""
+"""Index of `skipped_iter` in `train_step`'s return tuple: true if the update was skipped, or left out for an early
+exit.
+"""
 
 _GRADIENT_NORM = 5
-"""Where it returns the norm before clipping, on the host; None where there was no update."""
+"""Index of the norm before clipping in the same tuple, a number on the host; None if there was no update."""
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seams of this file, with what wraps them."""
+    """Return the seams of this file, with their wraps."""
     seams = [(Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), around(train_step, session))]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration", "is_first_iteration"))
@@ -32,7 +34,7 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
 
 
 def train_step(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tell the session where a step of Megatron's begins, and how it ended."""
+    """Tell the session that a step of Megatron's begins, and how it ended."""
     given = arguments_of(original, args, kwargs)
     iteration = given.get("iteration")
     measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
@@ -43,14 +45,14 @@ def train_step(session: Session, original: Callable[..., Any], *args: Any, **kwa
 
 
 def training_log(reporter: "_Reporter", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write our lines after Megatron's."""
+    """Write our log lines after Megatron's."""
     result = original(*args, **kwargs)
     reporter.log(arguments_of(original, args, kwargs)["iteration"])
     return result
 
 
 def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
-    """By gradient-norm group, what Megatron's optimizer multiplied this step's gradients by."""
+    """Return the factor by which Megatron's optimizer multiplied this step's gradients, by gradient-norm group."""
     from megatron.training import get_args
 
     norms = {MAIN_NORM_GROUP: norm, **getattr(optimizer, "grad_norms_by_group", {})}
@@ -58,10 +60,10 @@ def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
 
 
 def _due(iteration: int) -> bool:
-    """Whether Megatron writes its log's line after this iteration (the first is 1).
+    """Return whether Megatron writes its log line after this iteration (the first is 1).
 
-    TensorBoard and W&B have every iteration by default: each would pay for copies of all that is compressed, a
-    collective of all ranks and reads from the device.
+    Our metrics follow the log, although TensorBoard and W&B have every iteration by default: every measured iteration
+    takes copies of all compressed tensors, a collective of all ranks and reads from the device.
     """
     from megatron.training import get_args
 
@@ -69,7 +71,9 @@ def _due(iteration: int) -> bool:
 
 
 class _Reporter:
-    """Collects what all ranks measured, at the logging intervals only, and writes it where Megatron writes."""
+    """Collects the metrics of all ranks, at the logging intervals only, and writes them where Megatron writes its
+    own.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session, self._alarm = session, ErrorAlarm()
@@ -97,6 +101,6 @@ class _Reporter:
 
 
 def training_device() -> torch.device:
-    """Where this rank's model is, and so the tensors of its collectives, whatever their backend is called."""
+    """Return the device of this rank's model, and so of its collectives' tensors, whatever their backend is called."""
     on_gpu = not cpu_runtime.is_active() and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -46,7 +46,7 @@ def residuals(session: Session) -> list[torch.Tensor]:
 
 
 def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
-    """Yield the compressors' state: residuals, in units of unscaled gradients, and warm starts."""
+    """Yield the compression state: residuals, in units of unscaled gradients, and warm starts."""
     for technique in session.techniques:
         for state in technique.states:
             yield state.residual.value.double() / loss_scale  # exact: a loss scale is a power of two
