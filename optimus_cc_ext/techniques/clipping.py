@@ -1,7 +1,7 @@
-"""What was clipped is remembered clipped: an outlier must not live on in the residuals at the size that it came with.
+"""Scale residuals by the step's clip factor, so that an outlier gradient does not dominate them for many steps.
 
-Residuals take gradients before they are clipped. A step whose gradients clipping shrank more than usual leaves
-residuals that are shrunk by the same factor.
+Residuals contain gradients from before clipping. If clipping scales a step's gradients down more than usual, the
+residuals of that step are scaled by the same factor relative to the usual one.
 """
 
 import math
@@ -11,14 +11,16 @@ from typing import Any
 __all__ = ["MAIN_NORM_GROUP", "UsualClipping", "clip_coefficient"]
 
 MAIN_NORM_GROUP = "main"
-"""The parameters that Megatron clips by the norm that it logs; others have a `grad_norm_group`."""
+"""Name of the parameters that Megatron clips by the norm in its log; other parameters have a `grad_norm_group`."""
 
 _WEIGHT = 0.05
 _BOUND = math.log(2.0)
 
 
 def clip_coefficient(clip_grad: float, norm: float | None) -> float:
-    """What Megatron multiplies gradients of this norm by, under `--clip-grad clip_grad` (0: it does not clip)."""
+    """Return the factor by which Megatron scales gradients of this norm under `--clip-grad clip_grad` (0: 1, no
+    clipping).
+    """
     if clip_grad <= 0.0 or norm is None:
         return 1.0
     if math.isnan(norm):
@@ -27,14 +29,16 @@ def clip_coefficient(clip_grad: float, norm: float | None) -> float:
 
 
 class UsualClipping:
-    """The usual clip coefficient: a running mean of logarithms, in which no step counts as further out than twice."""
+    """Running mean of log(clip coefficient). One step contributes at most a factor of two."""
 
     def __init__(self) -> None:
         self._log: float | None = None
 
     def shrinkage(self, coefficient: float) -> float:
-        """By what the residuals of a step with this clip coefficient are multiplied; the step counts from now on."""
-        if coefficient == 0.0:  # the norm was not finite: nothing of that step is kept anyway
+        """Return the factor for the residuals of a step with this clip coefficient, and include the step in the
+        mean.
+        """
+        if coefficient == 0.0:  # the norm was not finite, and such a step leaves no residuals
             return 1.0
         log = math.log(coefficient)
         if self._log is None:
@@ -45,12 +49,12 @@ class UsualClipping:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """State for checkpoints."""
         return {"log": self._log}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "UsualClipping":
-        """What `state` was of."""
+        """Rebuild the mean from a checkpointed `state`."""
         usual = cls()
         usual._log = state["log"]
         return usual

@@ -1,20 +1,21 @@
-"""Kinds of messages between pipeline stages: tensors as they are, as blocks in few bits, and as low-rank factors.
+"""Messages between pipeline stages, in three kinds: dense tensors, blocks in few bits, and low-rank factors.
 
-Each end of a link has one object for its kind of message. It makes what is posted in place of a tensor (`Transfer`),
-and writes the tensor from what has arrived. Both ends know a message's length from the tensor's shape and dtype.
+Each end of a link has one object for its kind of message. It makes the buffer that is posted in place of a tensor
+(`Transfer`), and writes the tensor from the buffer that has arrived. Both ends know a message's length from the
+tensor's shape and dtype.
 
-As low-rank, the gradient of a stage's output is an n x m matrix (n = sequence x micro-batch rows, m = hidden). Instead
-of it go P (n x r) and Q (m x r) of one step of power iteration, packed into one message; the residual is added to the
-link's next compressed message.
+In low rank, the gradient of a stage's output is an n x m matrix (n = sequence x micro-batch rows, m = hidden). It is
+replaced by P (n x r) and Q (m x r) of one step of power iteration, packed into one message; the residual is added to
+the link's next compressed message.
 
     1. M = G + E                          before the message is posted
     2. P = orth(M Q)
     3. Q' = M^T P, and [P | Q'] is posted
-    4. E = M - P Q'^T                     while it travels
+    4. E = M - P Q'^T                     during the transfer
     5. Q = orth(Q')                       for the next message
 
-The kinds compose: with `--low-rank-wire int8`, low rank hands [P | Q'] to a block message, and both ends go on from the
-P and Q' that its blocks decode to.
+The kinds compose: with `--low-rank-wire int8`, low rank hands [P | Q'] to a block message, and both ends use the P and
+Q' that are decoded from the blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -39,23 +40,25 @@ __all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "cod
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What both ends of a link know: enough to agree on every message without asking each other.
+    """Facts that both ends of a link know, which are enough to agree on every message without communication.
 
-    It holds names of formats and numbers, no codec and no tensor, so that a run on paper can be asked about its bytes.
+    It holds names of formats and numbers, no codec and no tensor, so that the planner can compute the bytes of a run.
     """
 
     config: OptimusConfig
     sending_stage: int
     receiving_stage: int
-    """The stage before, or with interleaving the last one for messages of stage 0."""
+    """Receiver of the link's messages: the stage before, or with interleaving the last stage for messages of stage
+    0.
+    """
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether compressed messages are factors."""
+        """True if compressed messages are low-rank factors."""
         return self.config.compressed_backprop_format == "low-rank"
 
     def compresses(self, message: Message, shape: torch.Size) -> bool:
-        """Whether this message travels compressed once the warm-up is over."""
+        """Return whether this message is compressed, once the warm-up is over."""
         if not message.epilogue and self.config.compressed_backprop_messages == "epilogue":
             return False
         pays_off = not self.is_low_rank or pays(*_matrix_shape(shape), self.config.compressed_backprop_rank)
@@ -73,13 +76,13 @@ class LinkPlan:
 
 
 def coded_in(config: OptimusConfig) -> str:
-    """Return the format of blocks of gradients, or of the factors of low-rank messages; dense: neither is in blocks."""
+    """Return the block format of gradients, or of the factors of low-rank messages; dense if neither is in blocks."""
     low_rank = config.compressed_backprop_format == "low-rank"
     return config.low_rank_wire if low_rank else config.compressed_backprop_format
 
 
 def message_bytes(format: str, numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a message of `numel` values of this dtype, in a format of blocks or dense."""
+    """Return the bytes of a message of `numel` values of this dtype, in a block format or dense."""
     blocks = block_format(format)
     if blocks is None:
         return numel * dtype.itemsize
@@ -87,22 +90,24 @@ def message_bytes(format: str, numel: int, dtype: torch.dtype) -> int:
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return (rows, columns) of the matrix that a (sequence, micro-batch, hidden) tensor is: all rows by hidden."""
+    """Return (rows, columns) of a (sequence, micro-batch, hidden) tensor as a matrix: all rows by hidden."""
     columns = shape[-1]
     return shape.numel() // columns, columns
 
 
 class DenseMessages:
-    """Tensors that travel as they are; and what all kinds of message have in common."""
+    """Messages that are dense tensors; also the base class of all kinds of messages."""
 
     def __init__(self, statistics: ErrorStatistics) -> None:
         self._buffers, self._statistics = MessageBuffers(), statistics
 
     def begin(self) -> None:
-        """Start an iteration: forget residuals that do not outlive one."""
+        """Start an iteration: zero residuals that last for one iteration only."""
 
     def end(self) -> None:
-        """End an iteration: wait for the messages that are still being sent. OptimusError where one could not be."""
+        """End an iteration: wait for the messages that are still being sent. Raises OptimusError if one could not
+        be sent.
+        """
         self._buffers.settle()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
@@ -111,12 +116,12 @@ class DenseMessages:
     def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
         """Make the transfer that sends `tensor`, which is not changed.
 
-        A tensor that is compressed is not needed after this, for its owner may free it; scratch memory is, until
-        `after_post` was called, which has to be before the next `send`.
+        A compressed tensor is not needed after this call, because its owner may free it. Scratch memory is needed until
+        `after_post` has been called, which has to be before the next `send`.
 
         Args:
-            chunk: the model chunk that it belongs to; each has a residual of its own.
-            number: its place among the messages of the iteration.
+            chunk: the model chunk of the tensor; each chunk has a residual of its own.
+            number: index of the message in the iteration.
         """
         self._statistics.no_error(number)
         return Transfer(tensor)
@@ -127,36 +132,36 @@ class DenseMessages:
 
 
 class BlockMessages(DenseMessages):
-    """Tensors as blocks in few bits.
+    """Messages of tensors as blocks in few bits.
 
-    A tensor of any shape is encoded as one flat run of blocks, which lie along the hidden dimension where that is a
-    multiple of 128. Residuals last for one iteration, so that neither checkpoints nor repeated steps know of them.
+    A tensor of any shape is encoded as one flat run of blocks, which lie along the hidden dimension if its size is a
+    multiple of 128. Residuals last for one iteration, so that they concern neither checkpoints nor repeated steps.
 
     Args:
-        residual: add what a message leaves out to the next message of the same chunk, length and dtype.
+        residual: add the compression error of a message to the next message of the same chunk, length and dtype.
     """
 
     def __init__(self, codec: Codec, gauge: Gauge, *, residual: bool = False) -> None:
         super().__init__(ErrorStatistics())
         self._codec, self._gauge, self._has_residuals = codec, gauge, residual
         self._layouts: dict[tuple[int, torch.dtype], tuple[BlockLayout, int]] = {}
-        """For tensors of a length and dtype: the layout and the bytes of their message."""
+        """Layout and bytes of the message for each (length, dtype) of tensors."""
 
         self._residuals: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        """One flat tensor for each (model chunk, length, dtype)."""
+        """Residuals: one flat tensor for each (model chunk, length, dtype)."""
 
     def begin(self) -> None:
-        """See `DenseMessages.begin`."""
+        """Zero the residuals."""
         for residual in self._residuals.values():
             residual.zero_()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
-        """See `DenseMessages.preallocate`."""
+        """Allocate the residual."""
         self._residual(like, chunk)
 
     @torch.no_grad()
     def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
-        """See `DenseMessages.send`."""
+        """Make the transfer of the encoded tensor; `DenseMessages.send` has the arguments."""
         (layout, message), values = self._message(tensor), tensor.detach().reshape(-1)
         residual = self._residual(tensor, chunk) if self._has_residuals else None
         with self._gauge.timed(tensor.device):
@@ -172,7 +177,7 @@ class BlockMessages(DenseMessages):
 
     @torch.no_grad()
     def _remember(self, message: torch.Tensor, layout: BlockLayout, residual: torch.Tensor) -> None:
-        """Subtract what the receiver decodes from what was encoded."""
+        """Subtract the values that the receiver decodes from the encoded ones, in the residual."""
         arrives = self._buffers.take(residual.numel(), residual.dtype, residual.device)
         with self._gauge.timed(residual.device):
             self._codec.decode(message, layout, arrives)
@@ -180,7 +185,7 @@ class BlockMessages(DenseMessages):
         self._buffers.give_back(arrives)
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
-        """See `DenseMessages.receive`."""
+        """Make the transfer that decodes a message into `tensor`."""
         layout, message = self._message(tensor)
         return Transfer(message, after_wait=partial(self._arrived, message, layout, tensor))
 
@@ -191,7 +196,7 @@ class BlockMessages(DenseMessages):
         self._buffers.give_back(message)
 
     def read(self, message: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `message` decodes to into `values`, flat."""
+        """Decode `message` into `values`, flat."""
         self._codec.decode(message, self._layout(values)[0], values)
 
     def _layout(self, tensor: torch.Tensor) -> tuple[BlockLayout, int]:
@@ -213,12 +218,12 @@ class BlockMessages(DenseMessages):
 
 
 class LowRankMessages(DenseMessages):
-    """Gradients as P and Q; see above. Residuals and warm starts outlive an iteration.
+    """Messages of gradients as P and Q. Residuals and warm starts outlive an iteration.
 
     Args:
-        codec: encodes P and Q in the format `coded_in`; None: they travel in the gradient's dtype.
-        states: holds residuals and warm starts; a receiving end makes none.
-        scratch: memory for what is needed until `after_post` or within `after_wait`.
+        codec: encodes P and Q in the format `coded_in`; None: they are sent in the gradient's dtype.
+        states: holds residuals and warm starts; a receiving end has none.
+        scratch: memory for values that are needed until `after_post`, or within `after_wait`.
     """
 
     def __init__(
@@ -228,22 +233,25 @@ class LowRankMessages(DenseMessages):
         super().__init__(statistics)
         self._plan, self._compressor, self._scratch, self._gauge = plan, compressor, scratch, gauge
         self.states, self._has_residuals = states, plan.config.lazy_error_propagation
-        # With a gauge of their own: what these blocks leave out is part of low rank's error, which is noted as a whole.
+        # These blocks have a gauge of their own, because their error is part of low rank's error, which is measured as
+        # a whole.
         self._wire = None if codec is None else BlockMessages(codec, Gauge())
 
     def end(self) -> None:
-        """See `DenseMessages.end`."""
+        """Wait for the messages that are still being sent."""
         super().end()
         if self._wire is not None:
             self._wire.end()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
-        """See `DenseMessages.preallocate`."""
+        """Make the state of the chunk."""
         self._state(like, chunk)
 
     @torch.no_grad()
     def send(self, tensor: torch.Tensor, chunk: int = 0, number: int = 0) -> Transfer:
-        """See `DenseMessages.send`. Computes the message, and no more than that, for the wire waits."""
+        """Make the transfer of [P | Q']. Only the message is computed before posting; residual and warm start follow
+        after it.
+        """
         state, layout = self._state(tensor, chunk), self._plan.factors(tensor.shape, tensor.dtype)
         factors, p_wire, q_wire = self._factors(layout, tensor.device)
         matrix = state.residual.workspace(self._scratch)
@@ -257,18 +265,19 @@ class LowRankMessages(DenseMessages):
             torch.mul(p, layout.scale, out=p_wire)
             state.note_finite(p_wire, self._scratch)
             self._compressor.back_project(matrix, p_wire, out=q)
-            # From P as it travels, rounded and scaled: so the scale is in Q once, and has to be taken out twice.
+            # Q' is computed from P in its wire format, rounded and scaled, so it contains the scale once, and is
+            # divided by it twice.
             torch.mul(q, layout.scale**-2, out=q_wire)
             sent = self._buffers.sending(factors) if self._wire is None else self._wire.send(factors)
 
         def remember() -> None:
-            """Take residual and warm start from P and Q as they travel."""
+            """Compute residual and warm start from P and Q in their wire format."""
             with self._gauge.timed(matrix.device):
                 if self._wire is not None:
                     self._wire.read(sent.tensor, factors)
                 if self._has_residuals or self._gauge.on:
                     self._gauge.note_compressed(matrix)
-                    # What the receiver makes of the message, to the bit.
+                    # The reconstruction equals the receiver's, to the bit.
                     self._compressor.subtract_reconstruction(matrix, p_wire, q_wire)
                     self._gauge.note_error(matrix)
                     self._statistics.error(number, matrix)
@@ -279,7 +288,7 @@ class LowRankMessages(DenseMessages):
         return replace(sent, after_post=remember)
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
-        """See `DenseMessages.receive`."""
+        """Make the transfer that reconstructs `tensor` from P and Q."""
         layout = self._plan.factors(tensor.shape, tensor.dtype)
         factors, p_wire, q_wire = self._factors(layout, tensor.device)
 
@@ -294,7 +303,7 @@ class LowRankMessages(DenseMessages):
     def _factors(self, layout: PackedFactors, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return memory for [P | Q], and P (1, n, r) and Q (1, m, r) in it.
 
-        It is the message itself, or scratch memory where a message of blocks is made from it.
+        The memory is the message itself, or scratch memory if the factors are encoded into a message of blocks.
         """
         if self._wire is None:
             factors = self._buffers.take(layout.numel, layout.dtype, device)
@@ -306,9 +315,8 @@ class LowRankMessages(DenseMessages):
     def _state(self, like: torch.Tensor, chunk: int) -> FactorState:
         def new_state() -> FactorState:
             plan, (rows, columns) = self._plan, _matrix_shape(like.shape)
-            # Neither the tensor-parallel nor the data-parallel rank goes into the seed: without sequence parallelism
-            # all tensor-parallel ranks of a stage send the same gradient, and must go on sending the same
-            # approximation.
+            # The seed contains neither the tensor-parallel nor the data-parallel rank: without sequence parallelism all
+            # tensor-parallel ranks of a stage send the same gradient, and must keep sending the same approximation.
             generator = private_generator(
                 plan.config.compression_seed, "compressed-backprop", plan.sending_stage, chunk, rows, columns,
                 device=like.device,
@@ -318,6 +326,6 @@ class LowRankMessages(DenseMessages):
                 dtype=state_dtype(plan.config.compression_state_dtype), device=like.device,
             )  # fmt: skip
 
-        # Chunks are different places of the model: the error of one says nothing about another's gradient.
+        # Chunks are different parts of the model, and the residual of one has no relation to another's gradient.
         sizes, dtype = "x".join(map(str, like.shape)), str(like.dtype).removeprefix("torch.")
         return self.states.get(f"chunk {chunk}: {sizes} {dtype}", new_state)

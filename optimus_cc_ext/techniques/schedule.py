@@ -1,7 +1,7 @@
-"""What happens in one iteration, in order, for both of Megatron's 1F1B schedules: passes and gradient messages.
+"""Order of passes and gradient messages in one iteration, for both of Megatron's 1F1B schedules.
 
-Both ends of a link derive the same list from the same numbers, so that they agree on every message without asking
-each other. A message belongs to the epilogue if it arrives in the *receiver's* cooldown: the receiver then has no
+Both ends of a link derive the same list from the same numbers, so that they agree on every message without
+communication. A message belongs to the epilogue if it arrives in the *receiver's* cooldown: the receiver then has no
 forward pass left whose computation could hide the transfer.
 """
 
@@ -15,17 +15,17 @@ __all__ = ["Interleaved", "Message", "NonInterleaved", "Pass", "Schedule", "is_e
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One activation gradient on its way from a stage to the one before it."""
+    """Activation gradient that a stage sends to the stage before it."""
 
     chunk: int
-    """Model chunk of the receiver whose output it is the gradient of; 0 without interleaving."""
+    """Model chunk of the receiver whose output the gradient belongs to; 0 without interleaving."""
 
     epilogue: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch's way through one model chunk of a stage, forward or backward."""
+    """Forward or backward pass of one micro-batch through one model chunk of a stage."""
 
     forward: bool
     chunk: int
@@ -33,57 +33,59 @@ class Pass:
 
 
 class Schedule(Protocol):
-    """An iteration's schedule."""
+    """Schedule of an iteration."""
 
     @property
     def stages(self) -> int:
-        """Pipeline stages P."""
+        """Number of pipeline stages."""
         ...
 
     @property
     def chunks(self) -> int:
-        """Model chunks per stage."""
+        """Number of model chunks per stage."""
         ...
 
     def passes(self, stage: int) -> Sequence[Pass]:
-        """What `stage` computes, in its order."""
+        """Return the passes of `stage`, in the order in which it computes them."""
         ...
 
     def messages(self, receiving_stage: int) -> Sequence[Message]:
-        """What the stage `receiving_stage` receives from the next one, in the order of sending and receiving."""
+        """Return the messages that `receiving_stage` gets from the next stage, in the order of sending and
+        receiving.
+        """
         ...
 
 
 def is_epilogue(stages: int, micro_batches: int, sending_stage: int, message: int) -> bool:
-    """Whether a gradient message of non-interleaved 1F1B falls into the receiver's cooldown.
+    """Return whether a gradient message of non-interleaved 1F1B arrives in the receiver's cooldown.
 
     The cooldown is as long as the warm-up: min(stages - 1 - receiving stage, micro_batches) messages, and the receiving
     stage is the one before the sending stage.
 
     Args:
-        stages: pipeline stages P.
-        micro_batches: M of this iteration.
+        stages: number of pipeline stages.
+        micro_batches: number of micro-batches of this iteration.
         sending_stage: stage s >= 1 that sends the gradient to s - 1.
-        message: index 0 .. M - 1 of the message on that link.
+        message: index of the message on that link, from 0 to micro_batches - 1.
     """
     return message >= micro_batches - min(stages - sending_stage, micro_batches)
 
 
 @dataclass(frozen=True)
 class NonInterleaved:
-    """1F1B with one model chunk a stage: one message per micro-batch and link, in their order."""
+    """1F1B with one model chunk per stage: one message per micro-batch and link, in the order of the micro-batches."""
 
     stages: int
     micro_batches: int
     chunks: int = 1
 
     def passes(self, stage: int) -> tuple[Pass, ...]:
-        """See `Schedule.passes`."""
+        """Return the passes of `stage`: warm-up, one forward and one backward by turns, cooldown."""
         warmups = min(self.stages - 1 - stage, self.micro_batches)
         return tuple(_one_forward_one_backward((0,) * self.micro_batches, (0,) * self.micro_batches, warmups))
 
     def messages(self, receiving_stage: int) -> tuple[Message, ...]:
-        """See `Schedule.messages`."""
+        """Return the messages to `receiving_stage`, one for each micro-batch."""
         return tuple(
             Message(0, is_epilogue(self.stages, self.micro_batches, receiving_stage + 1, message))
             for message in range(self.micro_batches)
@@ -92,7 +94,7 @@ class NonInterleaved:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Interleaved 1F1B: `chunks` model chunks a stage, and a wrap link from stage 0 back to the last stage.
+    """Interleaved 1F1B: `chunks` model chunks per stage, and a wrap link from stage 0 back to the last stage.
 
     Every stage runs its backward passes in the same order of (micro-batch, chunk). A pass of the last stage's last
     chunk starts from the loss and receives nothing; every other pass receives one message.
@@ -101,17 +103,19 @@ class Interleaved:
     stages: int
     chunks: int
     forward_order: tuple[int, ...]
-    """The model chunk of each forward pass, from Megatron's `get_schedule_table`."""
+    """Model chunk of each forward pass, from Megatron's `get_schedule_table`."""
 
     warmups: tuple[int, ...]
-    """Forward passes before the first backward pass, by stage: the numbers that Megatron computes."""
+    """Number of forward passes before the first backward pass, by stage, as Megatron computes it."""
 
     def passes(self, stage: int) -> tuple[Pass, ...]:
-        """See `Schedule.passes`."""
+        """Return the passes of `stage`: warm-up, one forward and one backward by turns, cooldown."""
         return tuple(_one_forward_one_backward(self.forward_order, self.backward_order(), self.warmups[stage]))
 
     def messages(self, receiving_stage: int) -> tuple[Message, ...]:
-        """See `Schedule.messages`."""
+        """Return the messages to `receiving_stage`, one for each of its backward passes that does not start from
+        the loss.
+        """
         steady_ends = len(self.forward_order) - self.warmups[receiving_stage]
         from_the_loss = self.chunks - 1 if receiving_stage == self.stages - 1 else None
         return tuple(
@@ -121,17 +125,17 @@ class Interleaved:
         )
 
     def backward_order(self) -> tuple[int, ...]:
-        """The model chunk of each backward pass: the forward order, from the last chunk to the first."""
+        """Return the model chunk of each backward pass: the forward order, from the last chunk to the first."""
         return tuple(self.chunks - 1 - chunk for chunk in self.forward_order)
 
 
 def _one_forward_one_backward(forward: Sequence[int], backward: Sequence[int], warmups: int) -> Iterator[Pass]:
-    """`warmups` forward passes, then a forward and a backward one by turns, then the backward passes that are left.
+    """Yield `warmups` forward passes, then a forward and a backward pass by turns, then the remaining backward passes.
 
     Args:
         forward: the model chunk of each forward pass; a chunk takes its micro-batches in their order.
-        backward: the same of the backward passes.
-        warmups: how many forward passes come first.
+        backward: the model chunk of each backward pass.
+        warmups: number of forward passes at the beginning.
     """
     forwards, backwards = _numbered(forward, forward=True), _numbered(backward, forward=False)
     for _ in range(warmups):

@@ -1,7 +1,7 @@
-"""Many equal tensors of one buffer as few strided views: so the number of kernels does not grow with the layers.
+"""Equal tensors of one buffer as few strided views, so that the number of kernels does not grow with the layers.
 
-Megatron lays a bucket's parameters out one after the other, so that what belongs to one layer lies at a constant
-distance from what belongs to the next: `as_strided` makes one batch of it, and one kernel reads or writes it all.
+Megatron lays a bucket's parameters out one after the other, so that tensors of one layer lie at a constant distance
+from those of the next: `as_strided` makes one batch of them, which one kernel reads or writes.
 """
 
 from bisect import bisect_left
@@ -13,31 +13,32 @@ import torch
 __all__ = ["Progression", "Shared", "progressions"]
 
 PERIOD = 16
-"""Tensors of one shape that a layer may have before its progressions are cut into shorter ones."""
+"""Largest number of tensors of one shape in a layer for which progressions span all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progression:
-    """Equal tensors at equal distances in one flat buffer, counted in elements."""
+    """Progression: equal tensors at equal distances in one flat buffer, counted in elements."""
 
     first: int
-    """The place where the first of them begins."""
+    """Offset of the first tensor."""
 
     stride: int
-    """From the beginning of one to the beginning of the next."""
+    """Distance between the beginnings of two successive tensors."""
 
     count: int
 
     def batch(self, flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return (count, *shape), a view into `flat`, each tensor contiguous in itself."""
+        """Return (count, *shape), a view into `flat`, in which each tensor is contiguous."""
         inner = torch.empty(shape, device="meta").stride()
         at = int(flat.storage_offset()) + self.first
         return flat.as_strided((self.count, *shape), (self.stride, *inner), at)
 
     def shared_with(self, start: int, stop: int, numel: int) -> list["Shared"]:
-        """Find the parts of these tensors, of `numel` elements each, that lie between `start` and `stop` in the buffer.
+        """Return the parts of these tensors, of `numel` elements each, that lie between `start` and `stop` in the
+        buffer.
 
-        At most three answers: the whole tensors, and the ones that are cut at either end.
+        There are at most three: the whole tensors, and a tensor that is cut at either end.
         """
         pieces: list[Shared] = []
         for index in range(self.count):
@@ -55,7 +56,7 @@ class Progression:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The elements from `low` to `high` of each of `count` tensors of a progression, from `index` on."""
+    """Shared elements: those from `low` to `high` of each of `count` tensors of a progression, from `index` on."""
 
     index: int
     count: int
@@ -64,13 +65,13 @@ class Shared:
 
 
 def progressions(offsets: Iterable[int]) -> list[Progression]:
-    """Cover distinct `offsets`, in elements, by few arithmetic progressions, each as long as it gets.
+    """Cover distinct `offsets`, in elements, by few arithmetic progressions, each as long as possible.
 
-    Tensors of one shape that a layer has k of, k <= `PERIOD`, make k progressions, however many layers there are;
-    what stands alone at either end of the bucket makes one of its own.
+    If a layer has k tensors of one shape, k <= `PERIOD`, there are k progressions, however many layers there are; a
+    tensor without equally spaced neighbours becomes a progression of length 1.
 
     Raises:
-        ValueError: two of them are the same.
+        ValueError: two of the offsets are equal.
     """
     remaining = sorted(offsets)
     if len(set(remaining)) < len(remaining):

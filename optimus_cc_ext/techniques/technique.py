@@ -1,4 +1,4 @@
-"""The technique as the session knows it: one protocol, so that the session loops over all of them alike."""
+"""Base class of compression techniques, through which the session steps all of them alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,89 +19,89 @@ __all__ = ["Iteration", "Technique"]
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One forward-backward pass: a training iteration, or a repetition of one."""
+    """Forward-backward pass: a training iteration, or a repetition of one."""
 
     schedule: Schedule
     number: int
-    """How many iterations were completed before it."""
+    """Number of iterations that were completed before this one."""
 
     train_iters: int | None = None
-    """How many there will be; None: nobody knows."""
+    """Number of iterations of the whole run; None if it is unknown."""
 
     measured: bool = False
-    """Whether errors and times of it will be reported."""
+    """True if errors and times of this iteration will be reported."""
 
     def is_among_the_first(self, fraction: float) -> bool:
-        """Whether this iteration belongs to the first `fraction` of the training."""
-        # Rounded: 0.29 of 100 is a little less than 29 in floating point.
+        """Return whether this iteration belongs to the first `fraction` of the training."""
+        # Rounded, because 0.29 * 100 is a little less than 29 in floating point.
         return self.number < round(fraction * (self.train_iters or 0))
 
 
 class Technique:
-    """A technique on this rank.
+    """Technique on this rank.
 
     Args:
-        name: in checkpoints.
-        on: whether it remembers anything in this run. Where it does not it has no part in checkpoints.
-        states: what it remembers.
-        gauge: measures what it leaves out and costs.
+        name: its name in checkpoints.
+        on: True if it has compression state in this run. Without state it has no part in checkpoints.
+        states: its residuals and warm starts.
+        gauge: measures its compression error and its seconds.
     """
 
     def __init__(self, name: str, *, on: bool, states: FactorStates, gauge: Gauge) -> None:
         self.name, self.on, self.states, self.gauge = name, on, states, gauge
 
         self.alone: dist.ProcessGroup | None = None
-        """The group of this rank only, which Megatron's collective is lent where the technique replaces it."""
+        """Single-rank process group, which Megatron's collective gets while the technique replaces it."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """Take this rank's place, and make the process groups that the technique needs; nothing where it is off.
+        """Take this rank's place, and make the process groups that the technique needs; do nothing if it is off.
 
         Called on all ranks of the model in the same order, because making groups is collective over their members.
         """
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
-        """Make room for passes by `schedule`.
+        """Allocate memory for passes by `schedule`.
 
         Args:
-            like: has the shape, dtype and device of the gradients between stages.
+            like: has the shape, dtype and device of the activation gradients.
         """
 
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
-        """Return whether anything of this rank's traffic would be compressed into fewer bytes; None: nobody can tell.
+        """Return whether any of this rank's traffic would be compressed into fewer bytes; None if that is unknown.
 
         Args:
-            like: has the shape and dtype of the gradients between stages; None: they are not known beforehand.
+            like: has the shape and dtype of the activation gradients; None: these are not known beforehand.
         """
         return None
 
     @property
     def message_bytes(self) -> int:
-        """Memory that is kept for messages of gradients and parameters."""
+        """Bytes of memory for messages of gradients and parameters."""
         return 0
 
     def begin(self, this: Iteration) -> None:
-        """A forward-backward pass begins."""
+        """Begin a forward-backward pass."""
         self.gauge.begin(this.measured)
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
-        """The step counted; see `FactorState.commit`. What that takes is part of what the technique costs."""
+        """Commit an applied step (`FactorState.commit`). Its seconds count as seconds of the technique."""
         if (device := self.states.device) is not None:
             with self.gauge.timed(device):
                 self.states.commit(shrinkage)
 
     def end(self) -> None:
-        """It has ended; raises RanksDisagree if what passed is not what its schedule has."""
+        """End the pass. Raises RanksDisagree if the number of messages does not match the schedule."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: tensors (not copies), numbers and strings."""
+        """Return the state for a checkpoint: tensors (not copies), numbers and strings."""
         return {"states": self.states.state_dict()}
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Why `load_state_dict` would refuse, or None."""
+        """Return why `load_state_dict` would refuse; None if it would not."""
         if not isinstance(state_dict.get("states"), Mapping):
             return "it was saved by a version that did not name its states: leave it out, and residuals start empty"
         return self.states.mismatch(state_dict["states"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; ValueError where `mismatch` has a reason."""
+        """Restore the state that `state_dict` returned; raises ValueError if `mismatch` has a reason."""
         self.states.load_state_dict(state_dict["states"])

@@ -342,7 +342,7 @@ def test_a_link_goes_on_from_its_state_dict_as_if_nothing_had_happened():
 def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
     (sender, _), (other, _) = link_after_one_message(), link_after_one_message(compressed_backprop_rank=2)
     before = residual_of(other)
-    with pytest.raises(ValueError, match="are remembered"):
+    with pytest.raises(ValueError, match="are needed here"):
         states(other).load_state_dict(states(sender).state_dict())
     assert torch.equal(residual_of(other), before)
 
