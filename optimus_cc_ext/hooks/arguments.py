@@ -19,13 +19,13 @@ __all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
-"""In 0.17, where `pretrain()` initializes Megatron and parses by itself."""
+"""Modules that import these functions by name: in 0.17, `pretrain()` initializes Megatron and parses by itself."""
 
 
 def wraps(
     on_resolved: Callable[[Resolution, Layout], None],
 ) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seams of this file, with what wraps them; `on_resolved` is called once the flags are valid."""
+    """Return the seams of this file, with their wraps; `on_resolved` is called once the flags are valid."""
     return [
         (Seam(f"{_MODULE}:add_megatron_arguments", ("parser",)), around(_add_arguments)),
         (Seam(f"{_MODULE}:parse_args", imported_by=_IMPORTED_BY), around(_parse)),
@@ -39,7 +39,7 @@ def _add_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser
 
 def _parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv):
-        # Megatron then builds its arguments from the file alone and never calls validate_args.
+        # With this flag Megatron builds its arguments from the file alone and never calls validate_args.
         exit_with(FlagError("--yaml-cfg", "Optimus-CC cannot be set up from a YAML file", "Use flags"))
     return original(*args, **kwargs)
 
@@ -55,7 +55,7 @@ def _validate(
     try:
         result = original(args, *rest, **kwargs)
     except SystemExit as ended:
-        # Megatron leaves with exit() where a flag is no longer valid: status 0, and nothing was trained.
+        # Megatron ends with exit() if a flag is no longer valid: with status 0, although nothing was trained.
         raise SystemExit(ended.code or 2) from None
     try:
         resolution, layout = resolution_from(args)
@@ -69,7 +69,7 @@ def _validate(
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's parser, and the defaults that the device needs."""
+    """Add our flags and the defaults that the device needs to Megatron's parser."""
     if cpu_runtime.is_active():
         cpu_runtime.apply_cpu_defaults(parser)
     elif shared_gpu.is_active():
@@ -92,7 +92,7 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _suggest(parser: argparse.ArgumentParser) -> None:
-    """Let errors of the parser name the nearest flags, and leave out a usage of several hundred lines."""
+    """Let errors of the parser suggest the nearest flags, and omit the usage, which has several hundred lines."""
     original = parser.error
     parser.usage = "%(prog)s <Megatron's flags> <Optimus-CC's flags>; --help lists them"
 
@@ -110,10 +110,10 @@ def _suggest(parser: argparse.ArgumentParser) -> None:
 
 
 def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
-    """What Megatron's validated arguments ask of us.
+    """Resolve our flags among Megatron's validated arguments.
 
     Raises:
-        FlagError: a flag cannot work, by itself, on this layout, or together with another of Megatron's options.
+        FlagError: a flag cannot work by itself, on this layout, or together with one of Megatron's options.
     """
     layout = layout_from(args)
     resolution = resolve(request_from(args), layout)
@@ -122,7 +122,7 @@ def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
 
 
 def layout_from(args: argparse.Namespace) -> Layout:
-    """The facts about the run in Megatron's validated arguments."""
+    """Return the facts about the run in Megatron's validated arguments."""
     return Layout(
         stages=args.pipeline_model_parallel_size,
         data_parallel=args.data_parallel_size,
@@ -135,7 +135,9 @@ def layout_from(args: argparse.Namespace) -> Layout:
 
 
 def _train_iters(args: argparse.Namespace) -> int | None:
-    """Iterations of the run, as Megatron's `update_train_iters` will count them; None: a batch size that grows."""
+    """Return the iterations of the run, as Megatron's `update_train_iters` will count them; None if the batch size
+    grows.
+    """
     grows = getattr(args, "step_batch_size_schedule", None) or getattr(args, "rampup_batch_size", None)
     if args.train_iters or not getattr(args, "train_samples", None) or grows:
         return args.train_iters  # type: ignore[no-any-return]

@@ -1,9 +1,10 @@
-"""Wraps megatron/training/checkpointing.py: what the techniques remember is saved and loaded with every checkpoint.
+"""Wraps megatron/training/checkpointing.py: saves and loads the compression state with every checkpoint.
 
 Saving: each rank writes its state beside the checkpoints before Megatron saves; between Megatron's files and its
-tracker file all of it is moved there. With --async-save training waits for a copy to the host's memory only: a thread
-writes that, and Megatron moves it when every rank's writer is done. Megatron's own files carry a mark of the save that
-ours belong to. Loading: after Megatron's, all ranks agree about what they found before any of them uses it.
+tracker file, the state files are moved into the checkpoint. With --async-save, training waits only for a copy to the
+host's memory: a thread writes the files, and Megatron moves them when every rank's writer is done. Megatron's own files
+carry a mark of the save to which our files belong. Loading: after Megatron's load, all ranks agree about the state that
+they found before any of them uses it.
 """
 
 import re
@@ -31,15 +32,15 @@ _CALLERS = "megatron.training.training"
 _SAVE = ("iteration", "non_persistent_ckpt", "release")
 _LOAD = ("optimizer", "load_arg")
 _MARK = "optimus_cc_checkpoint"
-"""Attribute of Megatron's arguments, which are part of its checkpoints."""
+"""Attribute of Megatron's arguments, which are part of its checkpoints, that holds the mark of a save."""
 
 _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seams of this file, with what wraps them."""
+    """Return the seams of this file, with their wraps."""
     saving, loading = _Saving(session), _Loading(session)
-    # Megatron's training loop has names of its own for the two functions.
+    # Megatron's training loop has imported both functions by name.
     return [
         (Seam(f"{_MODULE}:save_checkpoint", _SAVE), around(saving.save)),
         (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), around(saving.save)),
@@ -53,16 +54,19 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
 
 
 class _Saving:
-    """Megatron's saves, and ours beside them."""
+    """Wraps of Megatron's saves, which save the compression state beside them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._before_tracker: tuple[str, Callable[[], None]] | None = None
-        """On the first rank, while Megatron saves: the folder of checkpoints, and what is to be done before its tracker
-        file is written."""
+        """On the first rank, during a save of Megatron's: the folder of checkpoints, and the function to call before
+        Megatron writes its tracker file.
+        """
 
         self._under_way: tuple[Save, Path] | None = None
-        """With --async-save, a save whose files threads write, and its checkpoint; on all ranks or none."""
+        """With --async-save: a save whose files threads are writing, and its checkpoint; set on all ranks or on
+        none.
+        """
 
         self._thread = ThreadPoolExecutor(1)
 
@@ -70,7 +74,8 @@ class _Saving:
         from megatron.training import get_args
         from megatron.training.checkpointing import get_checkpoint_name
 
-        # Megatron, too, warns of a save before the last one is done. Two copies of the state are one too many.
+        # Megatron, too, warns of a save that begins before the last one is done. There must be only one copy of the
+        # state.
         self._finish()
         given, megatron_args = arguments_of(original, args, kwargs), get_args()
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
@@ -78,7 +83,8 @@ class _Saving:
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
         save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
-        publish = partial(state_files.publish, None, iteration_folder)  # removes what an earlier save left there
+        # removes files that an earlier save has left there
+        publish = partial(state_files.publish, None, iteration_folder)
         if save is not None:
             setattr(megatron_args, _MARK, save.mark)
             publish = partial(save.publish, iteration_folder)
@@ -90,7 +96,7 @@ class _Saving:
             result = original(*args, **kwargs)
         finally:
             self._before_tracker = None
-        if save and in_background:  # now, because Megatron may just have forked
+        if save and in_background:  # only now, because Megatron may just have forked
             save.start_writing(self._thread)
             self._under_way = save, iteration_folder
         return result
@@ -98,25 +104,26 @@ class _Saving:
     def schedule(self, original: Callable[..., Any], async_request: Any) -> Any:
         from megatron.training import get_args
 
-        # All ranks call what is in there once their writers are done; the last of it writes the tracker file.
+        # All ranks call these functions once their writers are done; the last function writes the tracker file.
         async_request.finalize_fns.insert(0, partial(self._finish, getattr(get_args(), _MARK, None)))
         return original(async_request)
 
     def finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         blocking = arguments_of(original, args, kwargs)["blocking"]
         if self._under_way and not blocking and not self._under_way[0].is_written():
-            return None  # the loop asks again after each iteration
+            return None  # the training loop asks again after each iteration
         return original(*args, **kwargs)
 
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
-        # The first rank asks for the tracker file's name when every rank's part of the checkpoint is written.
+        # The first rank asks for the tracker file's name when every rank's part of the checkpoint has been written.
         if self._before_tracker is not None and str(checkpoints_path) == self._before_tracker[0]:
             self._before_tracker[1]()
             self._before_tracker = None
         return original(checkpoints_path)
 
     def _finish(self, mark: str | None = None) -> None:
-        """Put what threads write into its checkpoint: of the save with this mark, or of any. Collective.
+        """Put the files that threads write into their checkpoint: of the save with this mark, or of any save.
+        Collective.
 
         Raises:
             OptimusError: on all ranks, if one of them could not write.
@@ -129,13 +136,14 @@ class _Saving:
 
 
 class _Loading:
-    """Megatron's loads, and ours after them."""
+    """Wraps of Megatron's loads, which load the compression state after them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._found: list[tuple[FoundCheckpoint, bool]] = []
-        """The checkpoints that the current load found, and whether each is a release; the last one counts, the ones
-        before only looked."""
+        """Checkpoints that the current load has found, and whether each is a release. Only the last one is loaded;
+        Megatron merely looked at the others.
+        """
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -143,7 +151,7 @@ class _Loading:
         self._found.clear()
         result = original(*args, **kwargs)
         given = arguments_of(original, args, kwargs)
-        # Others are loaded too: a teacher to distil, a model to compare with.
+        # Other models are loaded, too: a teacher to distil, or a model to compare with.
         if self._found and given["load_arg"] == "load" and given["optimizer"] is not None:
             found, release = self._found[-1]
             try:

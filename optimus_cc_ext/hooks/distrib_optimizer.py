@@ -1,4 +1,4 @@
-"""Wraps megatron/core/optimizer/distrib_optimizer.py: what a step changed in a replica's shard becomes a message."""
+"""Wraps megatron/core/optimizer/distrib_optimizer.py: a step's change of this replica's shard becomes a message."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,17 +15,19 @@ _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seam of this file, with what wraps it."""
+    """Return the seam of this file, with its wrap."""
     return [(Seam(_TARGET, ("self",)), around(copy_parameters, sessions))]
 
 
 def copy_parameters(sessions: Sessions, original: Callable[..., None], optimizer: Any) -> None:
-    """Make messages of what a step changes in this replica's shards, in place of the gather of whole parameters."""
+    """Encode a step's changes of this replica's shards as messages, in place of Megatron's gather of whole
+    parameters.
+    """
     buckets = [bucket for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets]
     gathers = [session.parameters for session in sessions if session.parameters.holds(buckets)]
     if gathers and optimizer.config.use_precision_aware_optimizer:
-        # In a custom training loop: nobody has seen its optimizer's configuration before.
-        reason = "a precision-aware optimizer writes parameters by itself, and nobody could tell what changed"
+        # Only a custom training loop comes here: its optimizer's configuration was not known before.
+        reason = "a precision-aware optimizer writes parameters by itself, so that their change is unknown"
         raise FlagError("--param-gather-format", reason, "Leave out one of the two")
     with ExitStack() as updates:
         for parameters in gathers:

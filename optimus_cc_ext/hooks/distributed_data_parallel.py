@@ -1,7 +1,7 @@
 """Wraps megatron/core/distributed/distributed_data_parallel.py: a model's gradient buckets join its session.
 
-The process groups of the first model give the session its place. They are those that DDP holds, whether Megatron's
-`parallel_state` made them or the user, who passes a `ProcessGroupCollection`.
+The process groups of the first model give the session its place. They are the groups that DDP holds, whether made by
+Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataPa
 
 
 def wraps(attach: Callable[[Any], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seam of this file, with what wraps it; `attach` is called with every model that is wrapped in DDP."""
+    """Return the seam of this file, with its wrap; `attach` is called with every model that is wrapped in DDP."""
     return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, attach))]
 
 
@@ -44,10 +44,10 @@ def wrap_model(
 
 
 def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> None:
-    """Let a model that is wrapped in DistributedDataParallel join a session: its gradient buckets are attached.
+    """Let a model in DistributedDataParallel join a session: attach its gradient buckets.
 
     Args:
-        patches: keeps what is replaced on the model.
+        patches: holds the replaced attributes of the model.
     """
     refuse_unsupported(_facts(model), session.config)
     place(session, model)
@@ -58,7 +58,7 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
 
 
 def place(session: Session, model: Any) -> None:
-    """Give the session the place that this rank has in the process groups of `model`, once.
+    """Give the session this rank's place in the process groups of `model`, once.
 
     Raises:
         FlagError: a technique is on that needs a process group which the model lacks.
@@ -68,7 +68,7 @@ def place(session: Session, model: Any) -> None:
     grid = grid_of(model)
     if session.config.any_technique:
         _refuse_missing_groups(session.config, grid)
-    # Of several models in one session, nothing says whether their embeddings are tied.
+    # With several models in one session, nothing says whether their embeddings are tied.
     layout = session.layout or layout_of(model, grid, session.train_iters, tied=True)
     needs_pair = session.config.fused_embedding_sync and layout.distributed_optimizer
     if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
@@ -82,9 +82,9 @@ def place(session: Session, model: Any) -> None:
 
 
 def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
-    """Refuse to train a model that did not join the session of `install`, where a technique is on.
+    """Refuse to train a model that did not join the session of `install`, if a technique is on.
 
-    Its buckets would reduce a tied embedding which finalisation then sums over the replicas once more.
+    Its buckets would reduce a tied embedding, which finalisation would then sum over the replicas once more.
     """
     session = sessions.of_every_model
     for chunk in chunks if session is not None and session.config.any_technique else ():
@@ -98,7 +98,7 @@ def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
 
 
 def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, precision_aware: bool = False) -> Layout:
-    """Return the facts about a run that decide which techniques can work, as the model tells them."""
+    """Return the facts about a run on which the techniques depend, as far as the model knows them."""
     ddp_config = getattr(model, "ddp_config", None)
     return Layout(
         stages=grid.stages,
@@ -111,7 +111,9 @@ def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, pr
 
 
 def grid_of(model: Any) -> Grid:
-    """Return this rank's place in the process groups of `model`. A group is None where there is not just one."""
+    """Return this rank's place in the process groups of `model`. A group is None if the model has several of its
+    kind.
+    """
     from megatron.core import parallel_state
 
     config = model.config
@@ -158,19 +160,21 @@ def _refuse_missing_groups(config: OptimusConfig, grid: Grid) -> None:
             raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
 
 
-def _group(model: Any, attribute: str, of_parallel_state: Callable[[], Any]) -> Any:
-    """The process group that a model or what it wraps holds by this name; else Megatron's own, or None."""
+def _group(model: Any, attribute: str, default: Callable[[], Any]) -> Any:
+    """Return the process group that the model, or a module inside it, holds by this name; else Megatron's own, or
+    None.
+    """
     from megatron.core import parallel_state
 
-    # DDP's own groups come first; the embedding group is the language model's, somewhere inside of it.
+    # DDP's own groups come first; the language model inside it holds the embedding group.
     for layer in model.modules():
         if hasattr(layer, attribute):
             return getattr(layer, attribute)
-    return of_parallel_state() if parallel_state.model_parallel_is_initialized() else None
+    return default() if parallel_state.model_parallel_is_initialized() else None
 
 
 def _only(group: Any) -> dist.ProcessGroup | None:
-    """The group itself, or the only one in Megatron's list of pipeline groups; None where there are several."""
+    """Return the group itself, or the only one in Megatron's list of pipeline groups; None if the list has several."""
     if isinstance(group, list):
         return group[0] if len(group) == 1 else None
     return group  # type: ignore[no-any-return]
@@ -182,7 +186,7 @@ def _missing(flag: str, name: str, attribute: str) -> FlagError:
 
 
 def _timeout() -> timedelta | None:
-    """Megatron's own limit on every wait, where it has arguments."""
+    """Return Megatron's own limit on every wait; None if there are no Megatron arguments."""
     if importlib.util.find_spec("megatron.training") is None:
         return None
     from megatron.training.global_vars import get_args
@@ -194,13 +198,13 @@ def _timeout() -> timedelta | None:
 
 
 def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
-    """The weights of a mixture's routed experts: low rank leaves them dense, whatever the expert parallelism.
+    """Return the weights of a mixture's routed experts: low rank leaves them dense, whatever the expert parallelism.
 
-    An expert's gradient comes from the few tokens that were routed to it, on some replicas from none: what one step
-    leaves out is not what a later step lacks. Megatron marks a parameter that not every replica holds (`allreduce` is
-    False), and gives it a bucket and a group of ranks of its own. Without expert parallelism it marks none, and experts
-    lie among the others: they are what its `MoELayer` holds as `experts`, by whatever name the model holds the layer.
-    Shared experts and routers see every token.
+    An expert's gradient comes from the few tokens that were routed to it, on some replicas from none, so the
+    compression error of one step is unrelated to the gradient of a later one. Megatron marks a parameter that not every
+    replica holds (`allreduce` is False), and gives it a bucket and a group of ranks of its own. Without expert
+    parallelism it marks no parameter, and experts lie among the others: they are the `experts` of Megatron's
+    `MoELayer`, by whatever name the model holds the layer. Shared experts and routers see every token.
     """
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
@@ -212,7 +216,7 @@ def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
 
 
 def _facts(ddp: Any) -> argparse.Namespace:
-    """What a wrapped model says about the run, in the names of Megatron's flags: custom training loops have none."""
+    """Return the facts about the run that a wrapped model holds, by the names of Megatron's flags."""
     facts = vars(ddp.ddp_config) | {
         "ddp_reduce_scatter_with_fp32_accumulation": ddp.ddp_config.reduce_scatter_with_fp32_accumulation,
         "ddp_param_name_patterns_for_fp32_local_accumulation": getattr(

@@ -20,7 +20,7 @@ _MODULE = "megatron.core.distributed.finalize_model_grads"
 
 
 def tied_embedding(module: torch.nn.Module) -> Any:
-    """The word embedding parameter that this stage shares with another one, or None where it holds none.
+    """Return the word embedding parameter that this stage shares with another stage; None if it holds none.
 
     Megatron marks it in `LanguageModule.setup_embeddings_and_output_layer`
     (megatron/core/models/common/language_module/language_module.py).
@@ -32,7 +32,7 @@ def tied_embedding(module: torch.nn.Module) -> Any:
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """The seam of this file, with what wraps it."""
+    """Return the seam of this file, with its wrap."""
     seam = Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config"))
     return [(seam, around(all_reduce_word_embedding, sessions))]
 
@@ -40,7 +40,7 @@ def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
 def all_reduce_word_embedding(
     sessions: Sessions, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count what Megatron does."""
+    """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count Megatron's sum."""
     chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
     session = next(iter(sessions.of(model if chunk is None else [chunk])), None)
     if session is None:
@@ -63,7 +63,7 @@ def all_reduce_word_embedding(
 
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:
-    """The embedding's gradient, or the part of it that this rank's optimizer will read."""
+    """Return the embedding's gradient, or the part of it that this rank's optimizer will read."""
     if not technique.sharded or chunk.force_all_reduce:
         return embedding.main_grad
     bucket_group = chunk.param_to_bucket_group[embedding]
@@ -77,7 +77,7 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
 
 
 def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) -> None:
-    """The embedding's whole way: over the replicas (else a part of its bucket) and over the pair of stages."""
+    """Count the embedding's bytes: over the replicas, in its bucket or with ours, and over the pair of stages."""
     assert session.grid is not None
     nbytes, replicas = gradient.nbytes, session.grid.data_parallel
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)

@@ -1,7 +1,7 @@
-"""One handle for all models of the process: every DistributedDataParallel that is made joins the handle.
+"""Installation of one handle for all models of the process: every new DistributedDataParallel joins the handle.
 
-`Installation.start` wraps the argument parser (or, where a configuration is given, goes on at once);
-`Installation.activate` wraps the training loop, once it is known what was asked for.
+`Installation.start` wraps the argument parser (or, with a given configuration, activates at once);
+`Installation.activate` wraps the training loop, once the configuration is known.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _Wraps = list[tuple[Seam, Callable[[Any], Any]]]
 
 
 class Installation:
-    """One installation on one process; `session` is None until the configuration is known."""
+    """Installation on one process; `session` is None until the configuration is known."""
 
     def __init__(self) -> None:
         self._applied = AppliedWraps()
@@ -34,11 +34,11 @@ class Installation:
         """Check Megatron, and wrap what is needed first.
 
         Args:
-            config: what to do; None: read it from Megatron's command line.
-            train_iters: iterations of the run, where no command line says it.
+            config: the configuration; None: read it from Megatron's command line.
+            train_iters: iterations of the run, if there is no command line.
 
         Raises:
-            UnsupportedMegatron: of another version, or with a seam that does not hold.
+            UnsupportedMegatron: the version is not supported, or a seam does not hold.
         """
         check_version()
         if config is None:
@@ -47,7 +47,7 @@ class Installation:
             self.activate(config, None, train_iters)
 
     def activate(self, config: OptimusConfig, layout: Layout | None, train_iters: int | None = None) -> None:
-        """Wrap what `config` needs: nothing at all where it asks for nothing."""
+        """Wrap the functions that `config` needs; none if it switches nothing on."""
         if self.session is not None:
             return
         self.session = Session(config, layout, train_iters)
@@ -57,7 +57,7 @@ class Installation:
             self._applied.apply(_loop_wraps(self._handle.attach, self.session))
 
     def remove(self) -> None:
-        """Take every wrap off. Models that were built meanwhile are vanilla from now on; see `Handle.remove`."""
+        """Remove every wrap. Models that were built in the meantime train on as vanilla (`Handle.remove`)."""
         if self._handle is not None:
             self._handle.remove()
         self._applied.close()
@@ -70,7 +70,7 @@ class Installation:
 
 
 def all_seams() -> list[Seam]:
-    """Every seam that some configuration wraps, for `optimus-cc doctor`."""
+    """Return every seam that some configuration wraps, for `optimus-cc doctor`."""
     everything = Session(OptimusConfig())
     wraps = [*arguments.wraps(lambda *_: None), *shared_wraps(Sessions()), *_loop_wraps(print, everything)]
     return [seam for seam, _ in wraps if _importable(seam)]
@@ -82,6 +82,6 @@ def _loop_wraps(attach: Callable[[Any], None], session: Session) -> _Wraps:
 
 
 def _importable(seam: Seam) -> bool:
-    """megatron.training is not part of every installation of megatron.core; custom training loops do without it."""
+    """Return whether the seam's package is installed: custom training loops work without megatron.training."""
     package = ".".join(seam.target.split(":")[0].split(".")[:2])
     return importlib.util.find_spec(package) is not None

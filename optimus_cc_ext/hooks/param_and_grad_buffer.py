@@ -1,12 +1,12 @@
-"""Wraps bucket groups of megatron/core/distributed/param_and_grad_buffer.py: gradient reductions and gathers are ours.
+"""Wraps bucket groups of megatron/core/distributed/param_and_grad_buffer.py, to replace their reductions and gathers.
 
-`start_grad_sync` is reached through the instance everywhere, so it is replaced on the instances that need it. Before
-its collective it drains, waits, copies extra main gradients, checks for NaN and scales; after it nothing is left to
-do. All that is kept, and only the collective replaced, by lending the original a data-parallel group of this rank
-alone: its all-reduce then changes nothing, and ours follows. The same goes for `start_param_sync` and its gather.
+Megatron calls `start_grad_sync` through the instance, so it is replaced on the instances that need it. Before its
+collective, the method drains hooks, waits, copies extra main gradients, checks for NaN and scales; after the collective
+it does nothing. We keep everything but the collective: the original runs with a single-rank process group, for which
+its all-reduce is a no-op, and then ours runs. The same goes for `start_param_sync` and its gather.
 
-Ours is always a sum. Megatron scales by 1/D before it, except that with --ddp-average-in-collective it leaves the
-division to the collective, and with --calculate-per-token-loss divides by the number of tokens after everything.
+Our reduction is always a sum. Megatron scales by 1/D before it, except that with --ddp-average-in-collective it leaves
+the division to the collective, and with --calculate-per-token-loss divides by the number of tokens at the end.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -35,7 +35,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     """Take over, or at least count, the reductions and gathers of one `_ParamAndGradBucketGroup`.
 
     Args:
-        patches: keeps what is replaced on the bucket group.
+        patches: holds the replaced attributes of the bucket group.
         experts: the weights of routed experts, whose gradients low rank does not compress.
     """
     config, gradients = bucket_group.ddp_config, session.gradients
@@ -70,7 +70,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
 
 
 def finish(session: Session, bucket_group: Any) -> None:
-    """Finish a reduction and a gather of the session's that are under way, before the bucket group leaves the session.
+    """Finish a reduction and a gather of the session that are under way, before the bucket group leaves the session.
 
     Collective over the replicas.
     """
@@ -82,7 +82,7 @@ def finish(session: Session, bucket_group: Any) -> None:
 
 
 class _Done:
-    """The handle of a reduction that is finished, for Megatron to wait for."""
+    """Handle of a finished reduction, for Megatron to wait for."""
 
     def wait(self) -> None:
         pass
@@ -135,7 +135,7 @@ def _start_grad_sync(
     with _single_rank_group(session, bucket_group, buckets.plan):
         original(force_all_reduce)
     if bucket_group.grad_reduce_handle is not None:
-        # Alone as it is, the collective may still write what it read; ours must not run beside it.
+        # Even over one rank, the collective may still write the buffer that it read; ours must not run beside it.
         bucket_group.grad_reduce_handle.wait()
     whole = bool(force_all_reduce)
     handle = buckets.start(reducers, whole=whole)
@@ -157,10 +157,10 @@ def _start_param_sync(
 ) -> None:
     """Gather the parameters of a bucket group, in place of `_ParamAndGradBucketGroup.start_param_sync`.
 
-    The optimizer's step starts the gather, or the forward pass that needs the parameters.
+    The gather starts with the optimizer's step, or with the forward pass that needs the parameters.
     """
     if force_sync and bucket_group.param_gather_handle is not None:
-        original(force_sync)  # it waits for the one that is under way
+        original(force_sync)  # the original waits for the gather that is under way
         return
     # The first gather, and one after a skipped step, carry no update: leave them to Megatron.
     ours = bool(shards) and all(shard.updated for shard in shards)
@@ -182,7 +182,7 @@ def _start_param_sync(
 
 @contextmanager
 def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> Iterator[None]:
-    """Let this rank alone be the replicas for a moment, and the whole buffer the only shard."""
+    """Lend the bucket group a single-rank process group, in which this rank's only shard is the whole buffer."""
     assert session.alone is not None, "the session was placed without a group of its own"
     lent: dict[str, Any] = {replaced_group(plan.rules.sharded): session.alone}
     if plan.rules.sharded:
@@ -196,7 +196,8 @@ def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> 
     scales = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
     vars(bucket_group).update(lent)
     if bucket_group.ddp_config.average_in_collective:
-        # An average over one rank divides by nothing, so what is left to the collective has to happen before it.
+        # An average over one rank divides by 1, so the division that Megatron leaves to the collective is done before
+        # it.
         for bucket, scale in zip(bucket_group.buckets, scales, strict=True):
             bucket.gradient_scaling_factor = scale / plan.rules.ranks
     try:

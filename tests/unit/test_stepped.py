@@ -76,7 +76,7 @@ def test_what_is_restored_replaces_what_was_written_and_has_its_shape() -> None:
     write(state, 7.0)
     state.restore(torch.ones(3))
     assert state.value.tolist() == state.committed.tolist() == [1.0] * 3
-    with pytest.raises(ValueError, match=r"\(2,\) where \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\) does not fit the state's \(3,\)"):
         state.restore(torch.zeros(2))
 
 
