@@ -1,7 +1,7 @@
-"""The plan of a low-rank reduction: which matrices are factored together, and what travels in which collective.
+"""Plan of a low-rank reduction: the matrices that are factored together, and the contents of each collective.
 
 Equally shaped matrices are one batch, so a bucket costs the same number of kernels at any number of layers. The shapes
-are cut into a few packs (one where the model is small): while the P of a pack are summed, the next pack is projected;
+are cut into a few packs (one if the model is small): while the P of a pack are summed, the next pack is projected;
 while its Q are summed, the next P is orthogonalised, and so on.
 """
 
@@ -24,42 +24,42 @@ from optimus_cc_ext.techniques.strided import Progression, progressions
 __all__ = ["DenseRuns", "EqualMatrices", "LowRankPlan", "PackPlan"]
 
 PACKED_UP_TO_BYTES = 1 << 20
-"""Dense runs of a bucket up to this size travel with P in one collective; longer ones are reduced in place."""
+"""Largest size of dense runs of a bucket that are sent with P in one collective; longer runs are reduced in place."""
 
 PACK_AT_LEAST_BYTES = 256 << 10
-"""Bytes that a collective has to carry to be worth its latency; P and Q of a small model travel in one each."""
+"""Bytes that a collective has to carry to be worth its latency. P and Q of a small model each fit in one collective."""
 
 MOST_PACKS = 4
-"""Into how many collectives per phase the matrices are cut at most, so that the next ones are projected meanwhile."""
+"""Largest number of packs, so of collectives per phase: with several, the next matrices are projected during a sum."""
 
 
 @dataclass(frozen=True)
 class EqualMatrices:
-    """Matrices of one shape and one gradient-norm group: what clipping shrinks together is remembered together."""
+    """Matrices of one shape and one gradient-norm group, because clipping scales the residuals of a group together."""
 
     rows: int
     columns: int
     norm_group: str
     starts: tuple[int, ...]
-    """The places where they begin in the flat bucket, in the order of the bucket."""
+    """Offsets of the matrices in the flat bucket, in the order of the bucket."""
 
     r: int
-    """Columns of their factors."""
+    """Columns of their factors, r."""
 
     @property
     def name(self) -> str:
-        """Their name in checkpoints."""
+        """Name of their state in checkpoints."""
         apart = "" if self.norm_group == MAIN_NORM_GROUP else f" {self.norm_group}"
         return f"{self.rows}x{self.columns}{apart}"
 
     @property
     def p_numel(self) -> int:
-        """Values of all their P."""
+        """Number of values of all their P."""
         return len(self.starts) * self.rows * self.r
 
     @property
     def q_numel(self) -> int:
-        """Values of all their Q."""
+        """Number of values of all their Q."""
         return len(self.starts) * self.columns * self.r
 
 
@@ -72,17 +72,17 @@ class DenseRuns:
 
     @property
     def numel(self) -> int:
-        """Values of all runs."""
+        """Number of values of all runs."""
         return self.where.count * self.length
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
+    """Pack of matrices of some shapes: one collective sums all their P, and another one all their Q."""
 
     shapes: list[EqualMatrices]
     dense: list[DenseRuns]
-    """Dense runs that travel behind the P."""
+    """Dense runs that are sent after the P, in the same message."""
 
     sum_of_p: DensePlan | ExchangePlan
     sum_of_q: DensePlan | ExchangePlan
@@ -90,15 +90,15 @@ class PackPlan:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LowRankPlan:
-    """The plan of one bucket's reduction as P and Q.
+    """Plan of one bucket's reduction as P and Q.
 
     Args:
-        low_rank: the parameters that are factored, of two dimensions or more; at least one.
-        dense: the ranges that are summed as they are.
-        dtype: of the bucket.
+        low_rank: the parameters that are factored, with two dimensions or more; at least one.
+        dense: the ranges that are summed uncompressed.
+        dtype: dtype of the bucket.
         rank: `--dp-compression-rank`.
-        sharded: whether a rank reads its part of the bucket only.
-        wire: name of the block format that P and Q travel in; None: as they are.
+        sharded: True if a rank needs only its shard of the bucket.
+        wire: name of the block format of P and Q; None: they are sent in `wire_dtype`.
     """
 
     low_rank: Sequence[ParameterRecord]
@@ -116,12 +116,12 @@ class LowRankPlan:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype that P and Q travel in: that of the bucket, if it is bf16 or fp32."""
+        """Dtype of P and Q in messages: that of the bucket, if it is bf16 or fp32."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     @cached_property
     def shapes(self) -> list[EqualMatrices]:
-        """The matrices, by shape."""
+        """Matrices by shape."""
         alike: dict[tuple[int, int, str], list[int]] = defaultdict(list)
         for matrix in self.low_rank:
             alike[matrix.rows, matrix.columns, matrix.norm_group].append(matrix.start)
@@ -132,12 +132,12 @@ class LowRankPlan:
 
     @cached_property
     def runs(self) -> list[Range]:
-        """Dense ranges that a collective reduces each, in place; neighbours are one range."""
+        """Dense ranges that are reduced in place by one collective each; adjacent ranges are joined."""
         return [run for run in joined(self.dense) if run[1] * self.dtype.itemsize > PACKED_UP_TO_BYTES]
 
     @cached_property
     def packs(self) -> list[PackPlan]:
-        """The collectives of both phases; the first one carries the small dense runs, too."""
+        """Collectives of both phases; the first pack carries the small dense runs, too."""
         short = [run for run in joined(self.dense) if run[1] * self.dtype.itemsize <= PACKED_UP_TO_BYTES]
         packs: list[PackPlan] = []
         for shapes in _packs(self.shapes, self.wire_dtype.itemsize):
@@ -149,12 +149,12 @@ class LowRankPlan:
         return packs
 
     def _sum_of(self, factors: list[int], dense: list[int]) -> DensePlan | ExchangePlan:
-        """Plan the sum of a message that holds factors of these sizes, one behind the other, then dense values."""
+        """Plan the sum of a message with factors of these sizes, one after the other, and then dense values."""
         ranges = list(_behind_each_other([*factors, *dense]))
         numel = sum(factors) + sum(dense)
         if self.wire is None:
             return DensePlan(numel=numel, dense=[(0, numel)], dtype=self.wire_dtype, ranks=self.ranks, sharded=False)
-        # A range for each matrix: tensor-parallel ranks may replicate one, and not another.
+        # One range for each matrix, because tensor-parallel ranks may replicate one matrix and not another.
         return ExchangePlan(
             numel=numel, coded=ranges[: len(factors)], dense=ranges[len(factors) :], dtype=self.wire_dtype,
             ranks=self.ranks, sharded=False, formats=Formats(self.wire, self.wire),
@@ -162,12 +162,12 @@ class LowRankPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Memory for messages: all P and Q, and what they are encoded to."""
+        """Bytes of memory for messages: all P and Q, and their encoded form."""
         sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
         return sum(each.numel * self.wire_dtype.itemsize + each.wire_bytes for each in sums)
 
     def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends: the same for a shard and for all."""
+        """Bytes that one rank sends: the same number for a shard and for the whole bucket."""
         dense = sum(length for _, length in self.runs) * self.dtype.itemsize
         sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
         if self.wire is None:
@@ -175,22 +175,22 @@ class LowRankPlan:
         return sum(each.sent_bytes() for each in sums) + all_reduce_bytes(dense, self.ranks)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Memory for residuals, warm starts and fallback directions, kept in `dtype`."""
+        """Bytes of memory for residuals, warm starts and fallback directions, which are kept in `dtype`."""
         return sum(len(s.starts) * state_bytes(s.rows, s.columns, self.rank, dtype) for s in self.shapes)
 
 
 def _packs(shapes: Sequence[EqualMatrices], itemsize: int) -> list[list[EqualMatrices]]:
-    """Put neighbours together, until a pack's two messages are large enough on average, and `MOST_PACKS` suffice.
+    """Cut shapes into packs of neighbours whose two messages are large enough on average; at most `MOST_PACKS` packs.
 
     Args:
-        itemsize: bytes of a value on the wire.
+        itemsize: bytes of a value in messages.
     """
     sizes = [(same.p_numel + same.q_numel) * itemsize for same in shapes]
     least = max(2 * PACK_AT_LEAST_BYTES, -(-sum(sizes) // MOST_PACKS))
     packs: list[list[EqualMatrices]] = []
     room = 0
     for index, (same, size) in enumerate(zip(shapes, sizes, strict=True)):
-        # What is left for a pack of its own has to be worth one.
+        # A further pack is begun only if the rest is large enough for one.
         if not packs or (room >= least and sum(sizes[index:]) >= least):
             packs.append([])
             room = 0

@@ -1,4 +1,4 @@
-"""Reduces one gradient bucket over its replicas: matrices as P and Q, the rest as it is.
+"""Reducer of one gradient bucket over its replicas: matrices as P and Q, the other gradients dense.
 
 PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
 
@@ -9,15 +9,15 @@ PowerSGD (Vogels et al. 2019, algorithm 2) on the gradients M_d of D replicas:
     5. G = P Q^T
     6. E_d = M_d - G / D                finish
 
-The residuals of all replicas together are what the sum lacks: sum_d E_d = sum_d M_d - G. It is always a *sum*: for a
-mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and everything is
-divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
+The residuals of all replicas together are the error of the sum: sum_d E_d = sum_d M_d - G. The result is always a
+*sum*: for a mean over the replicas the gradients come scaled by 1/D. With a per-token loss they come unscaled, and the
+sum is divided by the number of tokens afterwards: a residual then counts per token, as the gradient that it came from.
 
-Which matrices are one batch, and which P and Q share a collective, is in the `low_rank_plan`.
+`low_rank_plan` decides which matrices are one batch, and which P and Q share a collective.
 
 G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
-shard. In a bf16 bucket P and Q travel in bf16; what that rounds away goes into the residual (docs/how-it-works.md). So
-does what blocks of int8 leave out of them (`--low-rank-wire int8`): their sum is then a `BlockReducer`'s.
+shard. In a bf16 bucket P and Q are sent in bf16, and the rounding error goes into the residual (docs/how-it-works.md).
+So does the error of int8 blocks (`--low-rank-wire int8`): a `BlockReducer` then sums P and Q.
 """
 
 from collections.abc import Sequence
@@ -42,28 +42,28 @@ __all__ = ["LowRankReducer"]
 
 @dataclass
 class _Pack:
-    """Matrices of some shapes, whose P travel in one collective, and whose Q in another."""
+    """Pack of matrices of some shapes: one collective sums all their P, and another one all their Q."""
 
     groups: list[ShapeGroup]
     sum_of_p: Reducer
-    """Sums all P, and in the first pack the small dense runs, in place."""
+    """Reducer that sums all P, and in the first pack the small dense runs, in place."""
 
     sum_of_q: Reducer
 
 
 class LowRankReducer(Reducer):
-    """Sums matrices as P and Q; see the module.
+    """Reducer that sums matrices as P and Q, and other gradients dense.
 
     Args:
         flat: the bucket, one dimension, fp32 or bf16.
-        shard: the view into `flat` that this replica's optimizer reads; None: all of it.
-        salt: tells this bucket's random start apart from others of the run; equal on all replicas, and on all
+        shard: the view into `flat` that this replica's optimizer reads; None: the whole bucket.
+        salt: makes this bucket's random start different from others of the run; equal on all replicas, and on all
             tensor-parallel ranks, whose replicated parameters must stay equal.
-        states, name: the place of residuals and warm starts, and the name that their names begin with.
-        state_dtype: the dtype that they are kept in, fp32 or bf16.
-        gauge: measures the compression error, and the time that it takes.
-        wire: codec of the plan's format of P and Q; None: they travel as they are.
-        scratch: memory for intermediate results, that several reducers on one stream can share.
+        states, name: the container of residuals and warm starts, and the prefix of their names.
+        state_dtype: the dtype of residuals and warm starts, fp32 or bf16.
+        gauge: measures the compression error, and the seconds of compression.
+        wire: codec of the plan's format of P and Q; None: they are sent in the plan's `wire_dtype`.
+        scratch: memory for intermediate results, which several reducers on one stream can share.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class LowRankReducer(Reducer):
         self._in_place = [flat[start : start + length] for start, length in plan.runs]
         self._runs: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
-        """The small dense runs, and their places in the first message."""
+        """Slots of the small dense runs in the first message; `_runs` has the runs themselves."""
 
         left = iter(shape_groups)
         self._packs = [self._allocate(pack, [next(left) for _ in pack.shapes], flat) for pack in plan.packs]
         self._whole = False
-        self._outstanding: Sequence[_Pack] = ()  # whose P are being summed
+        self._outstanding: Sequence[_Pack] = ()  # the packs whose P are being summed
         self._dense_sums: list[PendingCollective] = []
 
     def _allocate(self, plan: PackPlan, groups: list[ShapeGroup], flat: torch.Tensor) -> _Pack:
-        """Allocate the messages of a pack, one of its P and dense runs, and one of its Q; both are flat."""
+        """Allocate the messages of a pack, one for its P and dense runs, and one for its Q; both are flat."""
         dtype, device = self.plan.wire_dtype, flat.device
         first, second = (torch.empty(each.numel, dtype=dtype, device=device) for each in (plan.sum_of_p, plan.sum_of_q))
         slots = first.split([*(same.p_numel for same in plan.shapes), *(runs.numel for runs in plan.dense)])
@@ -129,7 +129,9 @@ class LowRankReducer(Reducer):
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
-        """See `Reducer`. With a shard, matrices outside of it keep what they held, unless they are wanted `whole`."""
+        """Project each pack and start the sums of P. With a shard, matrices outside of it are written only if
+        `whole`.
+        """
         self._whole, self._outstanding = whole, self._packs
         self.encoded += self.plan.matrices
         if self._runs:
@@ -140,20 +142,20 @@ class LowRankReducer(Reducer):
                     same.project(self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
             pack.sum_of_p.start()
-        # Behind P, which is waited for first: they travel while Q is computed.
+        # Started after P, which is waited for first, so that they are summed while Q is computed.
         group = self._groups.whole
         self._dense_sums = [start_sum(run, group, "dense gradient reduction") for run in self._in_place]
 
     @torch.no_grad()
     def second_phase(self) -> None:
-        """See `Reducer`: wait for each P and start the sum of the Q that follows from it."""
+        """Wait for each P and start the sum of the Q that is computed from it."""
         packs, self._outstanding = self._outstanding, ()
         for pack in packs:
             pack.sum_of_p.finish()
             with self._gauge.timed(pack.groups[0].p.device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
-                # All shapes at once: on a GPU a factorisation takes as long as many.
+                # All shapes at once, because on a GPU many factorisations take as long as one.
                 self._compressor.orthogonalize_all([s.p_wire for s in pack.groups], [s.p for s in pack.groups])
                 for same in pack.groups:
                     matrices = same.matrices(self._scratch)
@@ -164,7 +166,7 @@ class LowRankReducer(Reducer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `Reducer`."""
+        """Wait for all sums, and write the gradients into the bucket."""
         self.second_phase()
         for pack in self._packs:
             pack.sum_of_q.finish()
@@ -179,5 +181,5 @@ class LowRankReducer(Reducer):
 
 
 def _batch(dense: DenseRuns, flat: torch.Tensor) -> torch.Tensor:
-    """Return (runs, length), a view into `flat`."""
+    """Return the runs as one batch (runs, length), a view into `flat`."""
     return dense.where.batch(flat, (dense.length,))

@@ -1,17 +1,17 @@
 """The distributed optimizer's gather of the parameters, as differences in blocks of few bits.
 
-Every replica holds all parameters W, in bf16 or fp16, and one of them, their owner, a master copy in fp32 of its shard:
+Every replica holds all parameters W, in bf16 or fp16; one replica, the owner of a shard, holds its master copy in fp32:
 
     1. D = (the master copy, rounded) - W, of the own shard
-    2. W stays as it was; D becomes a message              updating: matrices in few bits, vectors as they are
-    3. the message goes to all                             start: all-gather
-    4. W += what the message says, of every shard          finish
+    2. W keeps its old value; D becomes a message          updating: matrices in few bits, vectors dense
+    3. the message goes to all replicas                    start: all-gather
+    4. W += decoded D, of every shard                      finish
 
-The owner takes what it sent like everybody else, so replicas stay equal to the bit. What a message leaves out is in the
-next D, because that is taken from W as all have it: nothing accumulates beyond the master copy, and there is no state
-to keep (weight differences: SDP4Bit, Jia et al. 2024, section 3.1).
+The owner adds its own decoded message like every other replica, so replicas stay equal to the bit. The compression
+error of a message is part of the next D, because D is taken from the W that all replicas have: no error accumulates
+beyond the master copy, and there is no state to keep (weight differences: SDP4Bit, Jia et al. 2024, section 3.1).
 
-No block crosses the end of a parameter or of a shard. A tied embedding has a bucket of its own on either stage, so its
+No block crosses the end of a parameter or of a shard. A tied embedding has a bucket of its own on both stages, so its
 copies are cut alike, and stay equal, too.
 """
 
@@ -34,12 +34,12 @@ __all__ = ["Gather", "ParamGather", "Shards"]
 
 
 class Shards:
-    """One bucket's parameters, of which each replica owns a shard.
+    """Parameters of one bucket, of which each replica owns a shard.
 
     Args:
-        plan: of the gather; see `bucket_plan.gather_plan`.
+        plan: the plan of the gather, made by `bucket_plan.gather_plan`.
         flat: the bucket, one dimension, as long as D equal shards.
-        scratch: memory for intermediate results, that all buckets on one stream can share.
+        scratch: memory for intermediate results, which all buckets on one stream can share.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Shards:
         self.sent_bytes = plan.gathered_bytes()
         self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False
-        """True while there is a message that nobody has sent yet."""
+        """True if there is an encoded message that has not been sent."""
 
     def keep(self) -> None:
-        """Keep a copy of the own shard, which is about to be written."""
+        """Keep a copy of the own shard before the optimizer writes it."""
         self._before.copy_(self._own)
 
     def encode(self) -> None:
-        """Encode what was written to the own shard since `keep`, and take it back: all others have the old one."""
+        """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have."""
         with self._gauge.timed(self._own.device):
             difference = self._scratch.take("difference", tuple(self._own.shape), self._own.dtype, self._own.device)
             self._gather.encode(torch.sub(self._own, self._before, out=difference))
@@ -82,21 +82,21 @@ class Shards:
         self.updated = True
 
     def start(self) -> None:
-        """Send the message. All replicas call this alike."""
+        """Send the message. All replicas call this for the same buckets, in the same order."""
         self.updated = False
         self._gather.start()
 
     def finish(self) -> None:
-        """Wait for all messages, and add the differences that they hold to the parameters of all shards."""
+        """Wait for all messages, and add their differences to the parameters of all shards."""
         started = self._gather.wait()
         assert started, "nothing was started"
-        # Values that only fill up a bucket are in no message, and stay as they are.
+        # The padding of a bucket is in no message, and keeps its values.
         with self._gauge.timed(self.flat.device):
             self._codec.decode_onto(self._gather.messages, self._layout, self.flat, self._scratch)
 
 
 class Gather:
-    """The gather of a group of buckets: begun when it is made, finished by `wait`, which `finish_param_sync` calls."""
+    """Gather of a group of buckets: it begins when it is made, and ends in `wait`, which `finish_param_sync` calls."""
 
     @torch.no_grad()
     def __init__(self, buckets: Sequence[Shards]) -> None:
@@ -111,35 +111,35 @@ class Gather:
 
 
 class ParamGather(Technique):
-    """The gathers of all buckets of this rank.
+    """Gathers of all buckets of this rank.
 
     Args:
-        codec: encodes the differences; None: Megatron gathers parameters as they are.
+        codec: encodes the differences; None: Megatron gathers the parameters, dense.
     """
 
     def __init__(self, codec: Codec | None) -> None:
-        # The master copies remember what messages leave out: there is nothing to add to checkpoints.
+        # The master copies contain the compression error, so checkpoints need nothing more.
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
         self.dense_bytes = 0
-        """Bytes that this rank sends in a gather of the buckets whose parameters are gathered as they are."""
+        """Bytes that this rank sends in a gather of the buckets whose parameters are gathered dense."""
 
         self._scratch, self._pool = Scratch(), MessagePool()
         self._of: dict[int, Shards] = {}
 
     @property
     def buckets(self) -> list[Shards]:
-        """The buckets that we gather, in the order in which Megatron made them."""
+        """Buckets that we gather, in the order in which Megatron made them."""
         return list(self._of.values())
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """See `Technique.place`."""
+        """Get the single-rank group, if the gather is compressed."""
         if self.codec is not None:
             self.alone = groups.alone()
 
     @property
     def message_bytes(self) -> int:
-        """See `Technique.message_bytes`."""
+        """Bytes of memory for messages and for the copies of shards."""
         return sum(shards.nbytes for shards in self.buckets)
 
     @property
@@ -148,8 +148,8 @@ class ParamGather(Technique):
         return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
     def add_bucket(self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups) -> Shards:
-        """Take over the gather of one more bucket of Megatron's; see `Shards`."""
-        assert self.codec is not None, "parameters are gathered as they are"
+        """Take over the gather of one more of Megatron's buckets; `Shards` has the arguments."""
+        assert self.codec is not None, "parameters are gathered dense"
         shards = Shards(
             plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch, pool=self._pool
         )  # fmt: skip
@@ -157,17 +157,17 @@ class ParamGather(Technique):
         return shards
 
     def holds(self, buckets: Sequence[object]) -> bool:
-        """Return whether one of these buckets of Megatron's is gathered here."""
+        """Return whether we gather one of these buckets of Megatron's."""
         return any(id(bucket) in self._of for bucket in buckets)
 
     def owes_gather(self, buckets: Sequence[object]) -> bool:
-        """Return whether one of these buckets of Megatron's has a message that nobody has sent yet."""
+        """Return whether one of these buckets of Megatron's has a message that has not been sent."""
         return any(shards.updated for bucket in buckets if (shards := self._of.get(id(bucket))) is not None)
 
     @contextmanager
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:
-        """Encode the changes that the code inside makes to the own shards of these buckets."""
+        """Encode the changes that the code in the context makes to the own shards of these buckets."""
         written = [shards for bucket in buckets if (shards := self._of.get(id(bucket))) is not None]
         for shards in written:
             shards.keep()

@@ -1,15 +1,16 @@
-"""Reducers of gradient buckets: the three phases that all of them have, the dense one, and the one of coded blocks.
+"""Reducers of gradient buckets: their interface with three phases, the dense reducer, and the reducer of blocks.
 
 `BlockReducer` replaces a bucket by its sum over the replicas in blocks of few bits; each replica adds up one shard:
 
-    1. encode a message for each shard, matrices in few bits and vectors as they are;
+    1. encode a message for each shard, matrices in few bits and vectors dense;
        message d goes to replica d                                              start: all-to-all
     2. own shard = sum of the messages that arrived, in fp32, in the order of the replicas
     3. encode that sum, matrices in 8 bits, and send it to all                  second_phase: all-gather
     4. decode all messages into their shards, the own one too                   finish
 
-With the distributed optimizer 2 is the end: its shards are those that are added up. Unless whole gradients are wanted.
-Nothing is requantised to fewer than 8 bits, and nothing at all per hop: of N replicas the errors average out in 2.
+With the distributed optimizer step 2 is the last one, because its shards are the parts that are added up; unless whole
+gradients are needed. No value is requantised to fewer than 8 bits, and none is requantised per hop: in step 2 the
+errors of N replicas average out.
 """
 
 from abc import ABC, abstractmethod
@@ -39,24 +40,24 @@ __all__ = ["BlockReducer", "DensePlan", "DenseReducer", "Reducer", "Reduction", 
 
 
 class Reducer(ABC):
-    """Replaces gradients in a bucket by their sums over the replicas, in three phases.
+    """Interface of the objects that replace gradients in a bucket by their sums over the replicas, in three phases.
 
     All replicas call the phases of all their reducers in the same order.
     """
 
     plan: Any
-    """The plan of the reduction, a `bucket_plan.ReductionPlan`, which knows the bytes that are sent and kept."""
+    """Plan of the reduction, a `bucket_plan.ReductionPlan`, which knows the bytes of messages and of memory."""
 
     encoded = 0
-    """The number of gradients that were compressed so far, counted anew in every reduction."""
+    """Number of gradients that were compressed so far; a gradient counts once in every reduction."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that is kept for messages."""
+        """Bytes of memory for messages."""
         return int(self.plan.wire_bytes)
 
     def reduce(self, whole: bool = False) -> None:
-        """Replace the gradients by their sums, all three phases at once; nothing is left outstanding."""
+        """Replace the gradients by their sums, with all three phases at once."""
         self.start(whole)
         self.finish()
 
@@ -65,26 +66,31 @@ class Reducer(ABC):
         """Begin: the gradients are complete, and must not change until `finish`.
 
         Args:
-            whole: with a shard, whether gradients outside of it are wanted as well; else they are undefined.
+            whole: with a shard, True if gradients outside of it are needed as well; otherwise they are undefined.
         """
 
     @abstractmethod
     def second_phase(self) -> None:
-        """Wait for the first collectives, start those that follow from them; once, if that was not done since."""
+        """Wait for the first collectives, and start those that depend on them; does nothing if that was done
+        already.
+        """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for what is outstanding, `second_phase` if nobody called it; the sums are in the bucket."""
+        """Wait for the remaining collectives, after `second_phase` if nobody has called it. The bucket then holds the
+        sums.
+        """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensePlan:
-    """A bucket, or some ranges of it, summed as it is by the native collective, with as few bytes as Megatron.
+    """Plan of a dense sum of a bucket, or of some of its ranges, by the native collective, with as few bytes as
+    Megatron.
 
     Args:
         numel: elements of the bucket.
-        dense: the ranges that are summed; all of them, if it is `sharded`.
-        sharded: whether a rank reads its part of the bucket only.
+        dense: the ranges that are summed; the whole bucket, if it is `sharded`.
+        sharded: True if a rank needs only its shard of the bucket.
     """
 
     numel: int
@@ -98,21 +104,21 @@ class DensePlan:
 
     @cached_property
     def runs(self) -> list[Range]:
-        """The ranges that a collective reduces each: neighbours are one."""
+        """Ranges that are reduced by one collective each; adjacent ranges are joined."""
         return [(0, self.numel)] if self.sharded else list(joined(self.dense))
 
     def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends; `whole`: see `Reducer.start`."""
+        """Bytes that one rank sends; `whole` is the argument of `Reducer.start`."""
         nbytes = sum(length for _, length in self.runs) * self.dtype.itemsize
         return (reduce_scatter_bytes if self.sharded and not whole else all_reduce_bytes)(nbytes, self.ranks)
 
 
 class DenseReducer(Reducer):
-    """Sums gradients as they are, in place.
+    """Reducer that sums gradients uncompressed, in place.
 
     Args:
         flat: the bucket, one dimension.
-        purpose: names the collective in errors.
+        purpose: name of the collective in errors.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class DenseReducer(Reducer):
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
-        """See `Reducer`."""
+        """Start the sums."""
         if self._sharded and not whole:
             shard = self._flat.view(self._group.size(), -1)[self._group.rank()]
             self._sums = [start_reduce_scatter(shard, self._flat, self._group, self._purpose)]
@@ -133,22 +139,22 @@ class DenseReducer(Reducer):
             self._sums = [start_sum(run, self._group, self._purpose) for run in self._runs]
 
     def second_phase(self) -> None:
-        """See `Reducer`: there is none."""
+        """Do nothing: a dense sum has no second phase."""
 
     def finish(self) -> None:
-        """See `Reducer`."""
+        """Wait for the sums."""
         for pending in self._sums:
             pending.wait()
         self._sums = []
 
 
 class BlockReducer(Reducer):
-    """Sums matrices in blocks of few bits, and vectors as they are, in fp32; see the module.
+    """Reducer that sums matrices in blocks of few bits, and vectors dense, in fp32.
 
     Args:
         flat: the bucket, one dimension, fp32 or bf16.
-        codecs: of the plan's formats.
-        gauge: measures the compression error of gradients, and the time of all coding.
+        codecs: codecs of the plan's formats.
+        gauge: measures the compression error of gradients, and the seconds of encoding and decoding.
     """
 
     def __init__(
@@ -169,7 +175,7 @@ class BlockReducer(Reducer):
             plan, groups, codecs.gradients, wire[: 2 * ranks * gradients].view(2, ranks, gradients), self._gauge,
             "compressed gradient reduction (exchange)",
         )  # fmt: skip
-        # In the same memory: begun when the exchange has ended.
+        # The gather uses the memory of the exchange, which has ended when the gather begins.
         self._gather = AllGather(
             plan.layout_of(groups.whole.rank()), groups, codecs.sums, wire[: ranks * sums].view(ranks, sums),
             "compressed gradient reduction (sums)",
@@ -178,14 +184,14 @@ class BlockReducer(Reducer):
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
-        """See `Reducer`."""
+        """Encode and start the exchange."""
         self._whole = whole or not self._sharded
         self.encoded += self.plan.matrices
         self._exchange.start(self._flat)
 
     @torch.no_grad()
     def second_phase(self) -> None:
-        """See `Reducer`."""
+        """Wait for the exchange, add up the own shard, and start the gather of sums if it is needed."""
         if not self._exchange.wait():
             return
         with self._gauge.timed(self._flat.device):
@@ -197,7 +203,7 @@ class BlockReducer(Reducer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `Reducer`."""
+        """Wait for the gather, and decode all sums."""
         self.second_phase()
         if self._gather.wait():
             with self._gauge.timed(self._flat.device):
@@ -205,10 +211,10 @@ class BlockReducer(Reducer):
 
 
 class SideStream:
-    """A CUDA stream of our own, ordered with the current one where work is handed over and where it is needed.
+    """CUDA stream of our own, which waits for the current stream when work is handed over, and is waited for by `join`.
 
-    On a CPU the work is simply done. What runs here must not share scratch memory with what runs elsewhere: only its
-    user knows when it is free.
+    On a CPU the work runs at once. Work on this stream must not share scratch memory with work on another one, because
+    only the stream that uses the memory knows when it is free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,7 +222,7 @@ class SideStream:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Start the work that is called inside after everything that the current stream was given so far."""
+        """Run the work in the context after everything that the current stream has been given so far."""
         if self._stream is None:
             yield
             return
@@ -225,23 +231,23 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream start what it is given from now on after the work."""
+        """Let the current stream start its later work after the work of this stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class Reduction:
-    """The reduction of a bucket group: it begins when it is made, and ends in `wait`, which `finish_grad_sync` calls.
+    """Reduction of a bucket group: it begins when it is made, and ends in `wait`, which `finish_grad_sync` calls.
 
     The reductions of a rank form a pipeline of two phases. A reduction that begins also begins the `second_phase` of
-    the reduction before it, so that the second phase (factors Q, or the gather of sums) travels during the backward
-    pass. Only the last reduction's second phase begins in `wait`. Replicas begin reductions in the same order, and so
-    their collectives match.
+    the reduction before it, so that the second phase (factors Q, or the gather of sums) runs during the backward pass.
+    Only the last reduction's second phase begins in `wait`. Replicas begin reductions in the same order, and so their
+    collectives match.
 
     Args:
         under_way: the reducers of this rank whose second phase has not begun; all its reductions share the list.
-        side: the stream it runs on, if the backward pass goes on meanwhile.
-        whole: whether each replica gets whole gradients, also where its optimizer reads a shard.
+        side: the stream for the work, if the backward pass goes on meanwhile.
+        whole: True if each replica needs whole gradients, also if its optimizer reads a shard.
     """
 
     def __init__(
@@ -251,12 +257,12 @@ class Reduction:
         with self._beside():
             for reducer in reducers:
                 reducer.start(whole)
-            # After this reduction's first phase is posted: it travels while the one before is waited for.
+            # After this reduction's first phase has been posted, so that it runs while the earlier one is waited for.
             self._go_on()
         under_way.extend(reducers)
 
     def wait(self) -> None:
-        """Finish: the sums are in the buckets, for what the current stream is given from now on."""
+        """Finish the reduction; work that the current stream gets afterwards sees the sums in the buckets."""
         with self._beside():
             self._go_on()
             for reducer in self._reducers:

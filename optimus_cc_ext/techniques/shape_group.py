@@ -1,11 +1,11 @@
-"""The matrices of one shape in a gradient bucket, as one batch of strided views, and their state.
+"""Matrices of one shape in a gradient bucket, as one batch of strided views, and their state.
 
-Passes over memory of the matrices' size that one iteration takes beside the products with P and Q, each of which
+One iteration makes these passes over memory of the matrices' size, beside the products with P and Q, each of which
 reads or writes the batch once (fp32 bucket and state):
 
     M = G + E               read, read, write
-    E = M - G / D           read, read, write; where only a shard of G is rebuilt, a product
-    the step counts         none on a CPU, 3 on a GPU
+    E = M - G / D           read, read, write; if only a shard of G is rebuilt, a product
+    commit                  none on a CPU, 3 on a GPU
 """
 
 from dataclasses import dataclass
@@ -25,27 +25,28 @@ __all__ = ["ShapeGroup", "copy_if_cast"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of some matrices of the batch, and where they lie in the bucket."""
+    """Part of the batch: some rows of some matrices, and their place in the bucket."""
 
     gradients: torch.Tensor
-    """(matrices, rows, columns), a strided view into the bucket."""
+    """View of the part's gradients in the bucket, (matrices, rows, columns), strided."""
 
     matrices: slice
     rows: slice
     everything: bool
-    """True if it is the whole batch: then nothing needs to be cut out of it."""
+    """True if the part is the whole batch, so that nothing has to be cut out of it."""
 
     low: int
     high: int
-    """Flat range within these rows that the optimizer's shard covers. Smaller than the rows only where a shard boundary
-    cuts through a matrix."""
+    """Flat range within these rows that the optimizer's shard covers. It is smaller than the rows only where a shard
+    boundary cuts through a matrix.
+    """
 
-    def of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Cut these matrices, whole, out of (matrices, ...)."""
+    def matrices_of(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return these matrices, with all rows, of a batch (matrices, ...)."""
         return batch if self.everything else batch[self.matrices]
 
     def rows_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Cut these rows out of (matrices, rows, ...)."""
+        """Return these rows of a batch (matrices, rows, ...)."""
         return batch if self.everything else batch[self.matrices, self.rows]
 
     def asked(self, rows: torch.Tensor) -> torch.Tensor:
@@ -54,13 +55,14 @@ class _Part:
 
 
 class ShapeGroup:
-    """See above. The order of the batch is that of the bucket, progression by progression (`strided`).
+    """Group of the matrices of one shape. The batch is in the order of the bucket, progression by progression
+    (`strided`).
 
     Args:
         same: the matrices, which lie in `flat`, the bucket.
-        shard: the view into `flat` that this replica's optimizer reads; None: all of it.
-        states: the place where its state is kept, by `name`.
-        salt: tells its first Q apart from others of the run.
+        shard: the view into `flat` that this replica's optimizer reads; None: the whole bucket.
+        states: the container of its state, by `name`.
+        salt: makes its first Q different from others of the run.
     """
 
     def __init__(
@@ -93,34 +95,42 @@ class ShapeGroup:
         self.p_shape = torch.Size((*shape[:2], same.r))
 
     def use_wire(self, p_wire: torch.Tensor, q_wire: torch.Tensor) -> None:
-        """Take the slots of P and Q in the messages; they are computed in fp32, in place where the wire is fp32."""
+        """Take the slots of P and Q in the messages. P and Q are computed in fp32, directly in the slots if these are
+        fp32.
+        """
         self.p_wire, self.q_wire = p_wire, q_wire
         self.p, self.q = p_wire.float(), q_wire.float()
 
     def project(self, compressor: LowRank, scratch: Scratch) -> None:
-        """P = M Q of M = G + E, which `matrices` returns afterwards."""
+        """Compute P = M Q with M = G + E, which `matrices` returns afterwards."""
         q = self.state.warm_start.value
         if self._is_the_bucket:
             compressor.project(self._whole[0].gradients, q, out=self.p)
             return
         total, residual = self.state.residual.workspace(scratch), self.state.residual.value
         for part in self._whole:
-            carried = part.of(residual) if self._feedback else None
-            compressor.project_sum(part.gradients, carried, part.of(q), total=part.of(total), out=part.of(self.p))
+            carried = part.matrices_of(residual) if self._feedback else None
+            compressor.project_sum(
+                part.gradients,
+                carried,
+                part.matrices_of(q),
+                total=part.matrices_of(total),
+                out=part.matrices_of(self.p),
+            )
 
     def matrices(self, scratch: Scratch) -> torch.Tensor:
-        """M (matrices, rows, columns): still there since `project`, or, where scratch memory held it, made again.
+        """Return M (matrices, rows, columns): kept since `project`, or computed again if scratch memory held it.
 
-        Without a residual to add, it is the bucket itself where that can be seen as one batch.
+        Without a residual, M is the bucket itself if that can be viewed as one batch.
         """
         if self._is_the_bucket:
             return self._whole[0].gradients
         total, residual = self.state.residual.workspace(scratch), self.state.residual.value
         if not self.state.residual.is_wide:
             for part in self._whole:
-                part.of(total).copy_(part.gradients)
+                part.matrices_of(total).copy_(part.gradients)
                 if self._feedback:
-                    part.of(total).add_(part.of(residual))
+                    part.matrices_of(total).add_(part.matrices_of(residual))
         return total
 
     @property
@@ -131,14 +141,14 @@ class ShapeGroup:
         """Write P Q^T into the part of the bucket that this rank's optimizer reads, and keep the error as the residual.
 
         Args:
-            ranks: how many replicas the sum is of.
-            whole: write all of it, also where this replica's optimizer reads a shard.
+            ranks: number of replicas in the sum.
+            whole: write the whole batch, even if this replica's optimizer reads a shard.
         """
         copy_if_cast(self.q_wire, self.q)
         everywhere = whole or not self._sharded
         lacking = None
         if self._feedback:
-            lacking = self.matrices(scratch)  # before the bucket changes, which it may be made from again
+            lacking = self.matrices(scratch)  # before the bucket changes, because M may be computed from it again
             if not everywhere:
                 compressor.subtract_reconstruction(lacking, self.p, self.q, share=1.0 / ranks)
         for part in self._whole if everywhere else self._own:
@@ -146,12 +156,12 @@ class ShapeGroup:
             if lacking is None:
                 continue
             if everywhere:
-                # What is in the bucket is what all replicas apply: it needs no second product, and no account of
-                # what rounding took.
+                # All replicas apply the values in the bucket, so the residual needs neither a second product nor a
+                # separate account of rounding errors.
                 written = part.gradients if exact is None else exact.copy_(part.gradients)
-                part.of(lacking).sub_(written, alpha=1.0 / ranks)
+                part.matrices_of(lacking).sub_(written, alpha=1.0 / ranks)
             elif exact is not None:
-                # What was rounded away goes back to its only reader.
+                # The rounding error goes to the residual of the only replica that reads these values.
                 lost = part.asked(exact.sub_(part.gradients))
                 part.asked(part.rows_of(lacking)).add_(lost)
         if lacking is not None:
@@ -159,11 +169,11 @@ class ShapeGroup:
         self.state.next_q = self.q
 
     def _write(self, part: _Part, compressor: LowRank, scratch: Scratch) -> torch.Tensor | None:
-        """Write a part of the reduced gradients into the bucket; in fp32 whole rows.
+        """Write a part of the reduced gradients into the bucket; whole rows if the bucket is fp32.
 
-        Returns what they are before rounding to the bucket's dtype, in scratch memory, if it rounds.
+        Returns the values before rounding to the bucket's dtype, in scratch memory; None if they are not rounded.
         """
-        p, q = part.rows_of(self.p), part.of(self.q)
+        p, q = part.rows_of(self.p), part.matrices_of(self.q)
         if part.gradients.dtype == p.dtype:
             compressor.reconstruct(p, q, out=part.gradients)
             return None
@@ -174,13 +184,13 @@ class ShapeGroup:
 
 
 def copy_if_cast(values: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy between dtypes; tensors of one dtype are one tensor and hold the same already."""
+    """Copy between tensors of different dtypes; tensors of one dtype are the same tensor here."""
     if values.dtype != into.dtype:
         into.copy_(values)
 
 
 def _parts(same: EqualMatrices, flat: torch.Tensor, shard: torch.Tensor | None) -> tuple[list[_Part], list[_Part]]:
-    """Return the whole batch, and the part of it in the shard: few parts each, however many matrices there are."""
+    """Return the parts of the whole batch, and those in the shard: a few each, however many matrices there are."""
     rows, columns, count = same.rows, same.columns, len(same.starts)
     whole: list[_Part] = []
     own: list[_Part] = []
