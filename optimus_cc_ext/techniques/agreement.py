@@ -1,4 +1,6 @@
-"""What all ranks of a model compare before any of them sends: their settings, and what equal bits depend on."""
+"""Agreement of all ranks of a model before any of them sends: on their settings, and on all that equal bits depend
+on.
+"""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -21,17 +23,19 @@ __all__ = ["Machine", "agree"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes and sends with. Equal values have equal bits only where all of it is equal."""
+    """Software and hardware with which one rank computes and sends. Equal inputs give equal bits only if all of it is
+    equal.
+    """
 
     processor: str
-    """The GPU's model: the library chooses its kernels by it. "cpu" for all CPUs."""
+    """Model of the GPU, by which libraries choose their kernels; "cpu" for all CPUs."""
 
     torch: str
     kernels: str
-    """Triton and its version, or torch."""
+    """Library that compresses: Triton with its version, or torch."""
 
     backend: str
-    """Of the default group."""
+    """Backend of the default process group."""
 
 
 def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], list[str]]:
@@ -89,13 +93,13 @@ def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None
     ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
     chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
     formats = {format for name in chosen if (format := block_format(name)) is not None}
-    # Sums of gradients are sent back in it.
+    # Sums of gradients are sent back in this format.
     formats |= {SUM_FORMAT} if formats else set()
     remembered = state_dtype(config.compression_state_dtype)
     return fast.kernels(sorted(ranks), sorted(formats), {torch.float32, dtype}, remembered)
 
 
 def _machine(kernels: str) -> Machine:
-    # The CPU runtime answers for torch.cuda, with a device of this name.
+    # The CPU runtime answers torch.cuda's queries, with a device of the name "cpu".
     processor = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return Machine(processor=processor, torch=torch.__version__, kernels=kernels, backend=dist.get_backend_config())

@@ -3,8 +3,8 @@
     parameters = [ParameterRecord(shape=(1024, 3072), start=0), ParameterRecord(shape=(3072,), start=1024 * 3072)]
     bucket = BucketRecord(numel=1025 * 3072, dtype=torch.float32, parameters=parameters)
     plan = GroupPlan.of([bucket], BucketRules(format="int4", ranks=8, sharded=True))
-    plan.dense_bytes, plan.compressed_bytes()      # bytes that a rank sends in one reduction, without and with us
-    plan.buckets[0].compressed                     # how it is reduced; answers for sent_bytes(), wire_bytes
+    plan.dense_bytes, plan.compressed_bytes()      # bytes that a rank sends in one reduction, vanilla and compressed
+    plan.buckets[0].compressed                     # plan of its reduction; it has sent_bytes(), wire_bytes
 
 A plan knows shapes, ranges of the flat bucket and names of formats; it holds no tensor, codec or process group. So the
 hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
@@ -40,41 +40,41 @@ ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
 """The plan of one reduction of a bucket: as it is, in blocks of few bits, or as P and Q."""
 
 NOT_BLOCKS = ("dense", "low-rank")
-"""The formats of gradients that are not made of blocks."""
+"""Formats of gradients that are not block formats."""
 
 
 def replaced_group(sharded: bool) -> str:
-    """Return the attribute of Megatron's bucket group that holds the replicas.
+    """Return the attribute of Megatron's bucket group that holds the group of the replicas.
 
-    While Megatron's own collective runs, the attribute holds a group of this rank alone; then ours follows.
+    While Megatron's own collective runs, the attribute holds a single-rank group instead; then our collective follows.
 
     Args:
-        sharded: whether the distributed optimizer is used.
+        sharded: True if the distributed optimizer is used.
     """
     return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRecord:
-    """One of Megatron's buckets: one flat buffer of gradients, and one of parameters."""
+    """Record of one of Megatron's buckets: one flat buffer of gradients, and one of parameters."""
 
     numel: int
     dtype: torch.dtype
-    """The dtype of gradients."""
+    """Dtype of the gradients."""
 
     parameters: Sequence[ParameterRecord]
-    """In the order in which Megatron lists them."""
+    """Records of its parameters, in the order in which Megatron lists them."""
 
     parameter_dtype: torch.dtype = torch.float32
 
     @property
     def tied_numel(self) -> int:
-        """Values of a tied embedding in it; 0 if it holds none."""
+        """Number of a tied embedding's values in the bucket; 0 if it holds none."""
         return sum(record.range[1] for record in self.parameters if record.tied)
 
     @property
     def is_all_tied(self) -> bool:
-        """True if it is a tied embedding's own bucket."""
+        """True if the bucket holds nothing but a tied embedding."""
         return all(record.tied for record in self.parameters)
 
 
@@ -86,31 +86,31 @@ class BucketRules:
     """
 
     ranks: int
-    """Replicas: ranks of the group that the messages travel over."""
+    """Number of replicas: ranks of the group over which the messages are sent."""
 
     sharded: bool = False
-    """True if each replica's optimizer reads an equal part of the bucket only (the distributed optimizer)."""
+    """True if each replica's optimizer reads only an equal part of the bucket (the distributed optimizer)."""
 
     format: str = "dense"
-    """The format of gradients; "dense": none are compressed on any stage."""
+    """Format of gradients; "dense": none are compressed on any stage."""
 
     sums: str = SUM_FORMAT
-    """The block format of sums of blocks, on their way to all ranks."""
+    """Block format of sums of blocks, on their way to all ranks."""
 
     rank: int = 128
-    """The rank of the low-rank approximation."""
+    """Compression rank of the low-rank approximation."""
 
     wire: str | None = None
-    """The block format of P and Q; None: they travel as they are."""
+    """Block format of P and Q; None: they are not in blocks."""
 
     fused: str | None = None
-    """The format of fused embedding synchronisation; None: it is off, or this stage has no part in it."""
+    """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
 
     gathered: str | None = None
-    """The block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
+    """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
 
     force: bool = False
-    """Compress also where nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
+    """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
 
     @classmethod
     def of(cls, config: OptimusConfig, *, ranks: int, sharded: bool, fused: bool) -> "BucketRules":
@@ -121,7 +121,9 @@ class BucketRules:
         """
 
         def blocks(chosen: str) -> str | None:
-            """The name of a block format, or of the one that passes values through (tests)."""
+            """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
+            format.
+            """
             return None if block_format(chosen) is None else "exact" if config.exact_blocks else chosen
 
         gradients = config.format_of(DP_GRADIENTS)
@@ -136,10 +138,10 @@ class BucketRules:
 
     @property
     def encodes(self) -> bool:
-        """True if anything is compressed in this group: one rank alone sends nothing.
+        """True if anything is compressed in this group, which a single rank is not, because it sends nothing.
 
-        There, coding would change the gradients and save no byte. Routed experts have such a group where every expert
-        has one replica (EP x ETP = TP x CP x DP).
+        Encoding would change its gradients and save no byte. Routed experts have such a group if every expert has one
+        replica (EP x ETP = TP x CP x DP, with the expert-parallel size EP and the experts' tensor-parallel size ETP).
         """
         return self.ranks > 1 or self.force
 
@@ -157,26 +159,27 @@ class BucketRules:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BucketPlan:
-    """The decisions about one bucket: how it is reduced and gathered."""
+    """Plan of one bucket: its reductions, and the gather of its parameters."""
 
     record: BucketRecord
     warmup: ReductionPlan | None
-    """The reduction while gradients are not compressed; None: Megatron's."""
+    """Reduction while gradients are not compressed; None: Megatron's."""
 
     compressed: ReductionPlan | None
-    """The reduction while gradients are compressed; None: Megatron's."""
+    """Reduction while gradients are compressed; None: Megatron's."""
 
     fused: bool
-    """True if it is a tied embedding's own, reduced in the format of fused embedding synchronisation at all times:
-    `warmup` and `compressed` are one plan."""
+    """True if the bucket is a tied embedding's own, which is always reduced in the format of fused embedding
+    synchronisation: `warmup` and `compressed` are one plan.
+    """
 
     gather: ExchangePlan | None
-    """The gather of its parameters; None: Megatron's."""
+    """Gather of its parameters; None: Megatron's."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GroupPlan:
-    """The plans of one of Megatron's bucket groups: buckets that it reduces together, over the same replicas."""
+    """Plans of one of Megatron's bucket groups: buckets that it reduces together, over the same replicas."""
 
     rules: BucketRules
     buckets: tuple[BucketPlan, ...]
@@ -187,9 +190,9 @@ class GroupPlan:
         compresses = any(rules.compresses(parameter) for record in records for parameter in record.parameters)
         tied = any(record.tied_numel for record in records)
         # With fused embedding synchronisation the tied embedding is left out of its bucket's sum. With the distributed
-        # optimizer it is reduced over the replicas as ever, in the technique's format, if that is not dense.
+        # optimizer it is reduced over the replicas as usual, in the technique's format if that is not dense.
         ours = rules.encodes and rules.fused is not None and tied and not (rules.sharded and rules.fused == "dense")
-        # Megatron's optimizer steps fp32 parameters in place: nobody could tell afterwards what has changed.
+        # Megatron's optimizer updates fp32 parameters in place, so that their change would be unknown afterwards.
         gathers = rules.gathered is not None and rules.sharded and rules.ranks > 1
         gathers &= all(record.parameter_dtype != torch.float32 for record in records)
         return cls(
@@ -216,18 +219,18 @@ class GroupPlan:
 
     @property
     def low_rank(self) -> list[LowRankPlan]:
-        """The low-rank reductions among them, which have state."""
+        """Low-rank reductions of the group, which have state."""
         return [bucket.compressed for bucket in self.buckets if isinstance(bucket.compressed, LowRankPlan)]
 
     @property
     def matrices(self) -> list[tuple[int, ParameterRecord]]:
-        """The parameters whose gradients can be compressed, each with the number of its bucket."""
+        """Parameters whose gradients can be compressed, each with the index of its bucket."""
         records = ((index, p) for index, bucket in enumerate(self.buckets) for p in bucket.record.parameters)
         return [(index, parameter) for index, parameter in records if self.rules.compresses(parameter)]
 
     @property
     def kept_dense(self) -> str | None:
-        """The name of the gradients that only a group of more than one rank would compress; None: there are none."""
+        """Name of the gradients that would be compressed in a group of more than one rank; None if there are none."""
         if self.rules.encodes:
             return None
         parameters = [parameter for bucket in self.buckets for parameter in bucket.record.parameters]
@@ -249,7 +252,9 @@ class GroupPlan:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Bytes that vanilla Megatron sends to reduce the group, without a tied embedding, a class of its own."""
+        """Bytes that vanilla Megatron sends to reduce the group, without a tied embedding, which is a class of its
+        own.
+        """
         nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
         return self._dense(nbytes - self.tied_bytes)
 
@@ -262,11 +267,15 @@ class GroupPlan:
         return sum(reduce_scatter_bytes(nbytes, self.rules.ranks) for nbytes in sizes)
 
     def compressed_bytes(self, whole: bool = False) -> int:
-        """Bytes that are sent if gradients are compressed, without a tied embedding; see `Reducer.start`."""
+        """Return the bytes of a compressed reduction, without a tied embedding; `whole` is the argument of
+        `Reducer.start`.
+        """
         return self.sent_bytes(compressing=True, whole=whole)[0]
 
     def sent_bytes(self, *, compressing: bool, whole: bool) -> tuple[int, int]:
-        """Bytes of one reduction: of all gradients but a tied embedding's, and what was saved on that one."""
+        """Return the bytes of one reduction of all gradients but a tied embedding's, and the bytes saved on the tied
+        embedding.
+        """
         plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
         if None in plans:
             return self.dense_bytes, 0
@@ -282,7 +291,7 @@ class GroupPlan:
         return sent - tied, self._dense(self.tied_bytes) - tied
 
     def _part_of_tied(self, whole: bool) -> int:
-        """Bytes of a tied embedding that are sent with the bucket in which it lies among others."""
+        """Return the bytes of a tied embedding that are sent with the bucket that it shares with other parameters."""
         rules, dtype = self.rules, self.buckets[0].record.dtype
         if rules.format in NOT_BLOCKS:
             return all_reduce_bytes(self.tied_bytes, rules.ranks)
@@ -299,9 +308,9 @@ def _bucket_plan(
     """Plan one bucket.
 
     Args:
-        ours: whether the group's tied embedding needs our reduction at all times.
-        compresses: whether any gradient of the group can be compressed.
-        gathers: whether we gather the group's parameters.
+        ours: True if the group's tied embedding needs our reduction at all times.
+        compresses: True if any gradient of the group can be compressed.
+        gathers: True if we gather the group's parameters.
     """
     fused = ours and rules.sharded and record.is_all_tied
     if fused:
@@ -329,7 +338,7 @@ def _reduction(
     coded: Sequence[ParameterRecord],
     others: Sequence[ParameterRecord],
 ) -> ReductionPlan:
-    """Plan the sum of some parameters' gradients in `format`, and of others' as they are."""
+    """Plan the sum of the gradients of `coded` in `format`, and of those of `others` uncompressed."""
     dense = [parameter.range for parameter in others]
     if not coded:
         return DensePlan(

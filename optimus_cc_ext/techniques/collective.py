@@ -1,4 +1,4 @@
-"""Collectives with a name: the error of one that failed or timed out names its purpose and its ranks."""
+"""Collectives with a name: the error of a collective that failed or timed out names its purpose and its ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ __all__ = [
 
 
 class PendingCollective:
-    """A collective over a group; started when made, finished by `wait`.
+    """Collective over a group; it is started when this object is made, and finished by `wait`.
 
     Args:
-        start: starts it, and returns what torch gives to wait for.
+        start: starts the collective, and returns torch's work object.
     """
 
     def __init__(self, start: Callable[[], Any], group: dist.ProcessGroup, purpose: str) -> None:
@@ -33,7 +33,8 @@ class PendingCollective:
         """Wait until the result is there.
 
         Raises:
-            OptimusError: the collective failed, or ran into the group's timeout; names the purpose and the ranks.
+            OptimusError: the collective failed, or ran into the group's timeout; the message names the purpose and the
+                ranks.
         """
         self._named(self._work.wait)
 
@@ -55,7 +56,7 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> P
 def start_reduce_scatter(
     out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
 ) -> PendingCollective:
-    """Sum over `group` this rank's part of `tensor`, which `out` may be a view of."""
+    """Start the sum over `group` of this rank's part of `tensor`; `out` may be a view of that part."""
     return PendingCollective(
         lambda: dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), group, purpose
     )
@@ -71,12 +72,12 @@ def start_all_to_all(
 def start_all_gather(
     out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
 ) -> PendingCollective:
-    """Gather `tensor` of rank d of `group` into part d of `out`; the own one may be a view of its part."""
+    """Gather `tensor` of rank d of `group` into part d of `out`; `tensor` may be a view of this rank's part."""
     return PendingCollective(
         lambda: dist.all_gather_into_tensor(out, tensor, group=group, async_op=True), group, purpose
     )
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
-    """Sum `tensor` over `group`, in place. Raises what `PendingCollective.wait` raises."""
+    """Sum `tensor` over `group`, in place. Raises the errors of `PendingCollective.wait`."""
     start_sum(tensor, group, purpose).wait()

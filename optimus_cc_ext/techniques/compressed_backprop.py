@@ -1,11 +1,11 @@
 """Compressed backpropagation with lazy error propagation (paper sections 5.1 and 5.2), and compressed activations.
 
-What a pipeline stage sends back to the one before it is the gradient of that stage's output. It travels as low-rank
-factors or as blocks in few bits (`messages`), and its residual is added to the link's next compressed message.
+A pipeline stage sends the gradient of its input to the stage before it. The message is low-rank factors or blocks in
+few bits (`messages`), and its residual is added to the link's next compressed message.
 
 A link is one directed pair of stages. Its messages are numbered 0, 1, ... within an iteration, on both ends, by the
-order in which they are sent and received; both ends decide from the same schedule, and in a warm-up from the same
-iteration number, which of them are compressed.
+order in which they are sent and received. Both ends decide from the same schedule, and in a warm-up from the same
+iteration number, which messages are compressed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,11 @@ __all__ = ["CompressedBackprop", "CompressedForward", "PipelineLink"]
 
 
 class CompressedBackprop(Technique):
-    """Both links of this rank: to the stage before it, and from the one after it.
+    """Compressed activation gradients of this rank: the link to the stage before it, and the link from the stage after
+    it.
 
     Args:
-        codec: encodes in the format `coded_in(config)`; None: that is dense.
+        codec: encodes in the format `coded_in(config)`; None: that format is dense.
     """
 
     def __init__(self, config: OptimusConfig, compressor: LowRank, codec: Codec | None) -> None:
@@ -55,7 +56,7 @@ class CompressedBackprop(Technique):
         self.receiving: PipelineLink | None = None
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """See `Technique.place`: make the links that a rank at this place has."""
+        """Make the links that a rank at this place has."""
         if not self._config.compressed_backprop:
             return
         assert grid.pipeline_group is not None, "the model has no pipeline"
@@ -76,7 +77,7 @@ class CompressedBackprop(Technique):
         return PipelineLink(plan, dense, compressed, rank, peer_rank, f"the {peer} stage")
 
     def messages(self, plan: LinkPlan) -> DenseMessages:
-        """Make the compressed messages of one end of a link."""
+        """Make the object for compressed messages of one end of a link."""
         if self._codec is not None and not plan.is_low_rank:
             return BlockMessages(self._codec, self.gauge, residual=bool(plan.config.lazy_error_propagation))
         return LowRankMessages(
@@ -85,33 +86,35 @@ class CompressedBackprop(Technique):
         )  # fmt: skip
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
-        """Make the states of an iteration whose gradients have the shape, dtype and device of `like`."""
+        """Make the state for an iteration whose activation gradients have the shape, dtype and device of `like`."""
         if self.sending is not None:
             self.sending.preallocate(schedule, like)
 
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
-        """See `Technique.shrinks`."""
+        """Return whether a low-rank or block message is smaller than a gradient like `like`; None without links or
+        `like`.
+        """
         ends = self.sending or self.receiving
         return None if ends is None or like is None else ends.plan.compresses(Message(0, epilogue=True), like.shape)
 
     def begin(self, this: Iteration) -> None:
-        """See `Technique.begin`."""
+        """Begin a pass: reset the statistics, and zero residuals that must not last; number the messages from 0."""
         super().begin(this)
         self.statistics.begin(this.measured and self._config.compression_error_statistics)
         compressing = not this.is_among_the_first(self._config.compressed_backprop_warmup)
-        # What a run with a shorter warm-up has left would be out of date when this one ends.
+        # Residuals from before a warm-up, which a run with a shorter one has left, would be out of date at its end.
         if not compressing or self._config.residual_across_iterations == "drop":
             self.states.zero_residuals()
         for link in self._links():
             link.begin(this.schedule, compressing=compressing)
 
     def end(self) -> None:
-        """See `Technique.end`."""
+        """End the pass on both links: check the number of messages, and wait for those that are being sent."""
         for link in self._links():
             link.end()
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
-        """What takes the place of the tensors of one of Megatron's point-to-point calls, where anything does.
+        """Make the transfers that replace tensors of one of Megatron's point-to-point calls, by role.
 
         Args:
             tensors: by role: `send_prev`, `recv_prev`, `send_next`, `recv_next`; (sequence, micro-batch, hidden) each.
@@ -127,7 +130,7 @@ class CompressedBackprop(Technique):
         return transfers
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """See `Technique.mismatch`."""
+        """Return why the state does not fit: this rank sends nothing, or shapes differ; None if it fits."""
         if state_dict.get("states") and self.sending is None:
             return "this rank sends no compressed messages"
         return super().mismatch(state_dict)
@@ -140,8 +143,8 @@ class PipelineLink:
     """One end of a link: numbers the messages of an iteration, and decides which of them are compressed.
 
     Args:
-        dense, messages: how messages travel that are not compressed, and those that are.
-        peer: the other end in words, for errors.
+        dense, messages: the objects for uncompressed and for compressed messages.
+        peer: description of the other end for errors.
     """
 
     def __init__(
@@ -152,10 +155,10 @@ class PipelineLink:
         self._expected: Sequence[Message] = ()
         self._compressing = True
         self.compressed: list[bool] = []
-        """For each message of this iteration so far, whether it was compressed."""
+        """Decision for each message of this iteration so far: True if it was compressed."""
 
     def begin(self, schedule: Schedule, *, compressing: bool = True) -> None:
-        """Number the messages from 0 again. Without `compressing` all of them travel as they are: the warm-up."""
+        """Number the messages from 0 again. Without `compressing`, during the warm-up, all of them are dense."""
         self._expected = schedule.messages(self.plan.receiving_stage)
         self._compressing = compressing
         self.compressed = []
@@ -173,23 +176,23 @@ class PipelineLink:
         self.messages.end()
 
     def send(self, gradient: torch.Tensor) -> Transfer:
-        """Make the transfer that sends `gradient` (sequence, micro-batch, hidden); see `DenseMessages.send`."""
+        """Make the transfer that sends `gradient` (sequence, micro-batch, hidden), dense or compressed."""
         message, messages = self._next(gradient.shape)
         return messages.send(gradient, message.chunk, len(self.compressed) - 1)
 
     def receive(self, gradient: torch.Tensor) -> Transfer:
-        """Make the transfer that receives `gradient`; see `DenseMessages.receive`."""
+        """Make the transfer that receives `gradient`, dense or compressed."""
         _, messages = self._next(gradient.shape)
         return messages.receive(gradient)
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
-        """See `CompressedBackprop.preallocate`."""
+        """Make the state for each message of the schedule that will be compressed."""
         for message in schedule.messages(self.plan.receiving_stage):
             if self.plan.compresses(message, like.shape):
                 self.messages.preallocate(like, message.chunk)
 
     def _next(self, shape: torch.Size) -> tuple[Message, DenseMessages]:
-        """Return the message that passes now, and how it travels."""
+        """Return the message that passes now, and the object for its kind."""
         if len(self.compressed) == len(self._expected):
             raise self._disagreement(len(self.compressed) + 1)
         message = self._expected[len(self.compressed)]
@@ -205,13 +208,14 @@ class PipelineLink:
 
 
 class CompressedForward(Technique):
-    """Activations between pipeline stages in 8 bits: nothing of the paper's, whose forward messages are dense.
+    """Compressed activations between pipeline stages, in 8 bits. The paper's forward messages are dense.
 
-    A stage sends each activation as blocks without a residual, and the next one computes with what it decodes, forward,
-    recomputed and backward alike. The gradient that comes back is that of the decoded activation.
+    A stage sends each activation as blocks without a residual, and the next stage computes with the decoded activation
+    in the forward pass, in recomputation and in the backward pass. The gradient that returns is that of the decoded
+    activation.
 
     Args:
-        codec: encodes the messages; None: they are sent as they are.
+        codec: encodes the messages; None: activations are dense.
     """
 
     def __init__(self, codec: Codec | None) -> None:
@@ -220,12 +224,12 @@ class CompressedForward(Technique):
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
 
     def end(self) -> None:
-        """See `Technique.end`."""
+        """Wait for the messages that are still being sent."""
         if self.messages is not None:
             self.messages.end()
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
-        """See `CompressedBackprop.transfers`."""
+        """Make the transfers that replace activations in one of Megatron's point-to-point calls, by role."""
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]
         transfers = {}
         if self.messages is not None and send_next is not None:

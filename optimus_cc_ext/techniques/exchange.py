@@ -1,14 +1,14 @@
-"""The one coded exchange: a reduce-scatter and an all-gather of messages in few bits, over one flat tensor.
+"""Coded exchange over one flat tensor: a reduce-scatter and an all-gather of messages in few bits.
 
-    reduce-scatter   encode a message for each shard; all-to-all; decode and add what arrived for the own shard
-    all-gather       encode the own shard; all-gather; decode every message, or add it to what is there
+    reduce-scatter   encode a message for each shard; all-to-all; decode and add the messages of the own shard
+    all-gather       encode the own shard; all-gather; decode every message, or add it to the tensor
 
-A sum that every rank needs is both, one behind the other, or between two stages one all-gather whose messages are added
-up (`GatheredSum`). Gradient buckets, the parameter gather and the tied embedding are users of these. Without a codec
-the same jobs are done by the native collectives (`reducers.DenseReducer`, Megatron's own gather).
+A sum that every rank needs is a reduce-scatter followed by an all-gather, or between two stages one all-gather whose
+messages are added up (`GatheredSum`). Gradient buckets, the parameter gather and the tied embedding use these. Without
+a codec, native collectives do the same (`reducers.DenseReducer`, Megatron's own gather).
 
-An `ExchangePlan` says which rank adds up which part of a flat tensor, and answers for the bytes. It knows shapes and
-names of formats, so that the forecast and doctor ask it before there is a tensor:
+An `ExchangePlan` decides which rank adds up which part of a flat tensor, and computes the bytes. It knows shapes and
+names of formats, so that the forecast and doctor can use it before there is a tensor:
 
     plan = ExchangePlan(numel=..., coded=matrices, dense=vectors, dtype=torch.float32, ranks=8, sharded=True,
                         formats=Formats("int4", "int8"))
@@ -46,31 +46,31 @@ __all__ = [
 ]
 
 Range = tuple[int, int]
-"""(start, length) in elements of a flat tensor."""
+"""Range of a flat tensor, as (start, length) in elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
-    """A parameter, as far as plans have to know it."""
+    """Facts about a parameter on which plans depend."""
 
     shape: tuple[int, ...]
     start: int
-    """The place in the flat bucket where its gradient begins."""
+    """Offset of its gradient in the flat bucket."""
 
     tied: bool = False
-    """Marks the word embedding that another stage holds, too."""
+    """True for a word embedding that another stage holds, too."""
 
     expert: bool = False
-    """Marks the weight of a routed expert."""
+    """True for the weight of a routed expert."""
 
     embedding: bool = False
-    """Marks a word embedding or an output layer, whose gradient has a row per word, and a high rank."""
+    """True for a word embedding or an output layer, whose gradient has one row per word, and a high rank."""
 
     norm_group: str = MAIN_NORM_GROUP
 
     @property
     def range(self) -> Range:
-        """The elements of the flat bucket that it takes."""
+        """Range of its gradient in the flat bucket."""
         return self.start, math.prod(self.shape)
 
     @property
@@ -88,10 +88,10 @@ class Formats(NamedTuple):
     """Names of the block formats of one exchange."""
 
     gradients: str
-    """The format of what each rank sends to the rank that adds it up."""
+    """Format of the messages that each rank sends to the rank that adds them up."""
 
     sums: str
-    """The format of the sums, which that rank sends to all."""
+    """Format of the sums, which that rank sends to all ranks."""
 
     @classmethod
     def of(cls, chosen: str) -> "Formats | None":
@@ -101,7 +101,7 @@ class Formats(NamedTuple):
 
 
 class BlockCodecs(NamedTuple):
-    """The codecs of an exchange; both on one stream."""
+    """Codecs of an exchange; both are used on one stream."""
 
     gradients: Codec
     sums: Codec
@@ -114,7 +114,7 @@ class BlockCodecs(NamedTuple):
 
     @property
     def formats(self) -> Formats:
-        """The names of their formats."""
+        """Names of their formats."""
         return Formats(self.gradients.format.name, self.sums.format.name)
 
 
@@ -130,34 +130,34 @@ class MessagePool:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Bytes that are kept for messages."""
+        """Bytes of all messages."""
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return `nbytes` bytes, flat uint8, zero, which stay the caller's."""
+        """Return `nbytes` bytes, flat uint8, zero, which belong to the caller."""
         self.nbytes += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def message_bytes(layout: BlockLayout, format: str, dtype: torch.dtype) -> int:
-    """Return the bytes of each message of `layout`, of values of `dtype`, in the block format of this name."""
+    """Return the bytes of each message of `layout`, of values of `dtype`, in the block format `format`."""
     return layout.sections(format_named(format).code_bytes, dtype.itemsize)[2]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExchangePlan:
-    """Which rank adds up which part of a flat tensor, and how many bytes that moves; see the module.
+    """Plan of an exchange: which rank adds up which part of a flat tensor, and how many bytes that moves.
 
-    With the distributed optimizer a rank adds up the shard that its optimizer reads. Otherwise blocks, and values that
-    are not encoded, are dealt out evenly. No block crosses the end of a parameter: parameters that tensor-parallel
-    ranks replicate lie between others that they do not, and a block of both would have another scale on each rank.
+    With the distributed optimizer a rank adds up the shard that its optimizer reads. Otherwise blocks, and dense
+    values, are dealt out evenly. No block crosses the end of a parameter: parameters that tensor-parallel ranks
+    replicate lie between others that they do not replicate, and a block of both would have another scale on each rank.
 
     Args:
         numel: elements of the flat tensor.
-        coded, dense: the ranges that are encoded, and those that are sent as they are, in any order.
-        dtype: of the flat tensor.
-        ranks: ranks of the group that the messages travel over.
-        sharded: whether a rank needs only its own part of the sum.
-        parts: number of parts that the tensor is cut into; None: one for each rank.
+        coded, dense: the ranges that are encoded, and those that are sent uncompressed, in any order.
+        dtype: dtype of the flat tensor.
+        ranks: number of ranks in the group of the exchange.
+        sharded: True if a rank needs only its own part of the sum.
+        parts: number of parts into which the tensor is cut; None: one for each rank.
         owned: the parts that are exchanged, in the order of the group's ranks; None: all. With two levels a group of
             ranks on different nodes exchanges only the parts that these ranks own.
     """
@@ -174,7 +174,7 @@ class ExchangePlan:
 
     @cached_property
     def shards(self) -> tuple[list[list[Range]], list[list[Range]]]:
-        """The encoded ranges that each rank adds up, and the other ranges, by rank."""
+        """Encoded ranges that each rank adds up, and its dense ranges, by rank."""
         parts, owned = self.parts or self.ranks, self.owned or range(self.ranks)
         if self.sharded:
             size = self.numel // parts
@@ -185,16 +185,18 @@ class ExchangePlan:
 
     @cached_property
     def layout(self) -> BlockLayout:
-        """A message per rank. Layouts take O(D + P) steps to make, for D ranks and P parameters."""
+        """Layout of one message per rank. It takes O(D + P) steps to make, for D ranks and P parameters."""
         return BlockLayout(*self.shards)
 
     def layout_of(self, rank: int, start: int = 0) -> BlockLayout:
-        """Make the layout of one rank's message, as long as all others are; offsets are relative to `start`."""
+        """Make the layout of one rank's message, padded to the common message length; offsets are relative to
+        `start`.
+        """
         return self.layout.of_message(rank, start)
 
     @property
     def matrices(self) -> int:
-        """Number of encoded ranges: parameters, where ranges are whole parameters."""
+        """Number of encoded ranges; if ranges are whole parameters, the number of encoded parameters."""
         return len(self.coded)
 
     @cached_property
@@ -205,27 +207,29 @@ class ExchangePlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Memory for messages: of gradients for both ways; the messages of sums lie in the same place afterwards."""
+        """Bytes of memory for messages: of gradients in both directions; messages of sums use the same memory later."""
         gradients, sums = self.message_bytes
         return self.ranks * max(2 * gradients, sums)
 
     def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends; `whole`: each rank gets the whole sum, also if it is `sharded`."""
+        """Return the bytes that one rank sends; `whole`: each rank gets the whole sum, even if the plan is
+        `sharded`.
+        """
         gradients, sums = self.message_bytes
         return exchanged_bytes(gradients + (sums if whole or not self.sharded else 0), self.ranks)
 
     def gathered_bytes(self) -> int:
-        """Bytes that one rank sends in an all-gather alone, of messages in the format of gradients."""
+        """Return the bytes that one rank sends in an all-gather of messages in the format of gradients."""
         return exchanged_bytes(self.message_bytes[0], self.ranks)
 
 
 class _Travelling:
-    """Messages of which one collective at a time is under way."""
+    """Base class of exchanges that have at most one collective under way."""
 
     _pending: PendingCollective | None = None
 
     def wait(self) -> bool:
-        """Wait for all messages; return False where nothing was started since."""
+        """Wait for all messages; return False if none was started since the last wait."""
         if self._pending is None:
             return False
         self._pending.wait()
@@ -234,10 +238,10 @@ class _Travelling:
 
 
 class ReduceScatter(_Travelling):
-    """Sums of a flat tensor's parts: each rank adds up, in fp32 and in the order of the ranks, what it owns.
+    """Sum of a flat tensor's parts: each rank adds up its own part, in fp32 and in the order of the ranks.
 
     Args:
-        buffers: (2, ranks, message bytes), uint8: messages that leave, and messages that arrive.
+        buffers: (2, ranks, message bytes), uint8: outgoing and incoming messages.
         codec: encodes the messages.
         gauge: measures the compression error.
     """
@@ -250,7 +254,7 @@ class ReduceScatter(_Travelling):
         self._outgoing, self._incoming = buffers
 
     def start(self, flat: torch.Tensor) -> None:
-        """Encode all parts of `flat`, and send each to the rank that adds it up."""
+        """Encode all parts of `flat`, and send each part to the rank that adds it up."""
         with self._gauge.timed(flat.device):
             self._codec.encode(flat, self._layout, self._outgoing)
         if self._gauge.on:
@@ -258,12 +262,12 @@ class ReduceScatter(_Travelling):
         self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
 
     def add_up(self, flat: torch.Tensor) -> None:
-        """Write the sum of what arrived to the own part of `flat`."""
+        """Write the sum of the incoming messages to the own part of `flat`."""
         self._codec.decode_add(self._incoming, self._layout, self._rank, flat)
 
 
 class AllGather(_Travelling):
-    """Messages of one layout, one from each rank, which all ranks get.
+    """Gather of one message from each rank, all of one layout, to all ranks.
 
     Args:
         own: layout of this rank's message.
@@ -279,7 +283,7 @@ class AllGather(_Travelling):
         self.codec.encode(values, self._own, self._message)
 
     def note_errors(self, values: torch.Tensor, gauge: Gauge) -> None:
-        """Measure what the message leaves out of `values`, where that is asked for."""
+        """Measure the compression error of the message, encoded from `values`, if the gauge is on."""
         if gauge.on:
             self.codec.errors(values, self._own, self._message, gauge.note)
 
@@ -289,12 +293,13 @@ class AllGather(_Travelling):
 
 
 class GatheredSum:
-    """A sum of a flat tensor over few ranks: each sends all of it to all, and adds up all messages, its own too.
+    """Sum of a flat tensor over few ranks: each sends all of it to all others, and adds up all messages, its own
+    included.
 
     So all ranks have the same bits.
 
     Args:
-        numel: elements of the tensor, which has `dtype` and lies on `device`.
+        numel: elements of the tensor, which has `dtype` and is on `device`.
     """
 
     def __init__(
@@ -328,7 +333,7 @@ class GatheredSum:
 
 
 def _cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
-    """Cut ranges at every multiple of `size`; what lies between two multiples makes up a part."""
+    """Cut ranges at every multiple of `size`; return the pieces of each part, which lie between two multiples."""
     cut: list[list[Range]] = [[] for _ in range(parts)]
     for start, length in ranges:
         end = start + length
@@ -341,7 +346,9 @@ def _cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
 
 
 def _dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
-    """Cut ranges after whole units, counted from where each begins, so that all parts but the last get as many."""
+    """Deal ranges out to parts in whole units, counted from each range's start, so that all parts but the last get as
+    many.
+    """
     share = -(-sum(-(-length // unit) for _, length in ranges) // parts)
     dealt: list[list[Range]] = [[] for _ in range(parts)]
     units = 0

@@ -1,16 +1,16 @@
 """Fused embedding synchronisation (paper section 6).
 
-The tied word embedding lives on the first and on the last pipeline stage. Megatron reduces its gradient over the
-data-parallel replicas of each stage, then over the pair of stages. Both sums together are one sum over the union
-of those ranks, which moves V (2D - 1) / D bytes per rank instead of V (3D - 2) / D.
+The tied word embedding exists on the first and on the last pipeline stage. Megatron reduces its gradient over the
+data-parallel replicas of each stage, then over the pair of stages. Both sums together are one sum over the union of
+those ranks, which moves V (2D - 1) / D bytes per rank instead of V (3D - 2) / D, for V bytes and D replicas.
 
 With the distributed optimizer each replica reads only its shard of the reduced gradient. Then the replicas of a stage
-reduce-scatter as ever, and the pair of stages sums that shard only: V (D - 1) / D + V / D instead of
-V (D - 1) / D + V.
+reduce-scatter as usual, and the pair of stages sums that shard only: V (D - 1) / D + V / D instead of V (D - 1) / D +
+V.
 
-In a format of blocks a `BlockReducer` reduces over the union. With the distributed optimizer it does so over the
-replicas of either stage; the pair send each other their shards (`GatheredSum`), and each adds up both messages, so that
-both have the same bits.
+In a block format, a `BlockReducer` reduces over the union, or with the distributed optimizer over the replicas of each
+stage. Then the pair of stages exchange their shards (`GatheredSum`), and each adds up both messages, so that both have
+the same bits.
 """
 
 from collections import defaultdict
@@ -44,10 +44,10 @@ __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
 
 def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:
-    """The ranks of each fused group: the first and the last stage's replicas, per tensor-parallel rank.
+    """Return the ranks of each fused group: the first and the last stage's replicas, per tensor-parallel rank.
 
-    Each tensor-parallel rank holds another slice of the vocabulary, so slices are never summed with each other.
-    The order is the same on every rank, which creating process groups needs.
+    Each tensor-parallel rank holds another slice of the vocabulary, so slices are never summed with each other. The
+    order is the same on every rank, as creating process groups requires.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for place in places:
@@ -60,7 +60,7 @@ _PURPOSE = "fused embedding synchronisation"
 
 
 class FusedEmbeddingSync(Technique):
-    """The one collective, in which the ranks of the first and the last stage take part.
+    """Fused embedding synchronisation on this rank: one collective of the ranks of the first and the last stage.
 
     Args:
         wanted: whether the technique is on.
@@ -72,21 +72,24 @@ class FusedEmbeddingSync(Technique):
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
         self._wanted, self._pool, self.codecs = wanted, MessagePool(), codecs
         self.group: dist.ProcessGroup | None = None
-        """The union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank has no
-        part in it."""
+        """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
+        part.
+        """
 
         self.sharded = False
         """True if the group sums the distributed optimizer's shards."""
 
         self.left_out = False
-        """Whether the last reduction over the replicas left the embedding out, so that it is still to be reduced."""
+        """True if the last reduction over the replicas left the embedding out, so that it has still to be reduced."""
 
         self._of_union: BlockReducer | None = None
         self._of_pair: dict[int, GatheredSum] = {}
-        """By number of values: a shard, or the whole embedding where Megatron wants that."""
+        """Sums over the pair, by number of values: a shard, or the whole embedding if Megatron needs that."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """See `Technique.place`. The stages between have no group, but take part in naming the others'."""
+        """Make or take the group of the embedding. The stages between have no group, but take part in naming the
+        others'.
+        """
         if not self._wanted:
             return
         self.alone = groups.alone()
@@ -97,7 +100,7 @@ class FusedEmbeddingSync(Technique):
             self.join(union, sharded=False)
 
     def join(self, group: dist.ProcessGroup | None, *, sharded: bool) -> None:
-        """Sum over this group from now on."""
+        """Set the group over which the embedding is summed."""
         self.group, self.sharded = group, sharded
 
     def takes_over(self, in_step: bool) -> bool:
@@ -106,22 +109,22 @@ class FusedEmbeddingSync(Technique):
         A bucket that left the embedding out relies on the answer, whenever its gradients are finalised.
 
         Args:
-            in_step: whether the gradients are finalised inside a training step.
+            in_step: True if the gradients are finalised inside a training step.
         """
         return self.group is not None and (self.left_out or (self.sharded and in_step))
 
     @property
     def formats(self) -> Formats | None:
-        """The names of its block formats; None: dense."""
+        """Names of its block formats; None: dense."""
         return None if self.codecs is None else self.codecs.formats
 
     @property
     def message_bytes(self) -> int:
-        """See `Technique.message_bytes`."""
+        """Bytes of memory for messages."""
         return self._pool.nbytes
 
     def make_room(self, gradient: torch.Tensor) -> None:
-        """Make room for the messages of the gradient that `reduce` will get, once."""
+        """Allocate the messages for the gradient that `reduce` will get, once."""
         if self.codecs is None:
             return
         groups = Groups(self._joined)
@@ -147,8 +150,9 @@ class FusedEmbeddingSync(Technique):
         """Sum the embedding's gradient, already scaled by 1/D, in place.
 
         Args:
-            gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight, not yet reduced over D; with the
-                distributed optimizer its flat local shard, reduced over D. The same memory each time.
+            gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight on one of T tensor-parallel ranks,
+                not yet reduced over the D replicas; with the distributed optimizer its flat local shard, reduced over
+                D. The same memory each time.
         """
         self.left_out = False
         self.make_room(gradient)
@@ -161,7 +165,7 @@ class FusedEmbeddingSync(Technique):
 
 
 def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
-    """Bytes per rank of Megatron's two collectives: over D replicas, then over the pair of stages."""
+    """Return the bytes per rank of Megatron's two collectives: over D replicas, then over the pair of stages."""
     over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
     return over_replicas(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
 

@@ -1,6 +1,6 @@
-"""The place of a process in 3D parallelism, and the ranks that hold one model with it.
+"""Place of a rank in 3D parallelism, and the ranks that hold one model together.
 
-Nothing here waits for a rank outside of the model: a job may have ranks that train another model, or none.
+No function here waits for a rank outside of the model: a job may have ranks that train another model, or none.
 """
 
 import time
@@ -18,59 +18,63 @@ from optimus_cc_ext.techniques.nodes import Node
 __all__ = ["Grid", "RankPlace"]
 
 _LONGEST_WAIT = timedelta(minutes=10)
-"""NCCL's time limit, and the shorter one of torch's two defaults."""
+"""Default time limit: NCCL's, which is the shorter one of torch's two defaults."""
 
 _BEFORE_THE_WATCHDOG = 0.9
-"""Share of the time limit after which we give up: NCCL's own watchdog would end the process without our reason."""
+"""Share of the time limit after which we give up, because NCCL's own watchdog would end the process without our
+reason.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The facts about a rank that all ranks of a model tell each other."""
+    """Facts about a rank that all ranks of a model exchange."""
 
     rank: int
     stage: int
     tensor_rank: int
     names: int = 0
-    """Number of names of process groups that the rank has used up; see `groups.NewGroups`."""
+    """Number of names of process groups that the rank has used up, as `groups.names_of` counts them."""
 
     node: Node = field(default_factory=Node)
-    """The node that holds the rank."""
+    """Node that holds the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """This rank's place, and the process groups that its model uses."""
+    """Grid of a model: this rank's place, and the process groups that the model uses."""
 
     place: RankPlace
     stages: int
     chunks: int = 1
-    """Model chunks per stage; more than one with interleaving."""
+    """Number of model chunks per stage; more than one with interleaving."""
 
     data_parallel: int
     pipeline_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same part of the model, those of context parallelism included."""
+    """Group of the ranks that hold the same part of the model, with those of context parallelism."""
 
     embedding_group: dist.ProcessGroup | None = None
-    """The pair of first and last stage; None on the stages between."""
+    """Pair of the first and the last stage; None on the stages between."""
 
     dtype: torch.dtype = torch.float32
-    """Dtype of parameters, and with them of messages between stages."""
+    """Dtype of the parameters, and so of messages between stages."""
 
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of several ranks whose product is the model's ranks: one step over each of them reaches all."""
+        """Groups of several ranks whose product is all ranks of the model: one collective over each of them
+        reaches all.
+        """
         every = (self.tensor_group, self.replica_group, self.pipeline_group)
         return [group for group in every if group is not None and group.size() > 1]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the model's first rank, which speaks for all of them."""
+        """True on the model's first rank, which prints for all of them."""
         return all(group.rank() == 0 for group in self.groups)
 
     def placement(self, ranks_per_node: int) -> str | None:
@@ -89,14 +93,18 @@ class Grid:
         return placement_line(placement)
 
     def is_pipeline(self, group: dist.ProcessGroup) -> bool:
-        """Whether `group` has the ranks of this model's pipeline; it may be another object of the user's."""
+        """Return whether `group` has the ranks of this model's pipeline; the user may have made another object for
+        it.
+        """
         own = self.pipeline_group
         if group is own or own is None:
             return group is own
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
 
     def gather[T](self, value: T) -> list[T]:
-        """The picklable values of all ranks of the model, in the order of the ranks. Collective over these ranks."""
+        """Return the picklable values of all ranks of the model, in the order of the ranks. Collective over these
+        ranks.
+        """
         found = {self.place.rank: value}
         for group in self.groups:
             everyone: list[Any] = [None] * group.size()
@@ -118,7 +126,7 @@ class Grid:
         """Wait until every rank of the model has come here. Collective over these ranks.
 
         Raises:
-            RanksDisagree: not all came within the time limit; names those that did not.
+            RanksDisagree: not all ranks came within the time limit; the message names those that did not.
         """
         store = dist.distributed_c10d._get_default_store()
         times = store.add(_arrivals(self.place.rank), 1)

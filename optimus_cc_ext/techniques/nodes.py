@@ -1,7 +1,8 @@
 """Nodes of a run: which ranks share a node, and in how many levels a group of ranks adds up its gradients.
 
-Inside a node sums cost little; between nodes every byte counts. Where each of N nodes holds L ranks of a group, their
-gradients are added up exactly inside the node, and only the N sums cross the network, in few bits: two levels.
+Inside a node sums cost little; between nodes every byte counts. If each of N nodes holds L ranks of a group, their
+gradients are added up exactly inside the node, and only the N sums cross the network, in few bits: these are two
+levels.
 """
 
 import os
@@ -13,8 +14,9 @@ from pathlib import Path
 __all__ = ["VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "this_node"]
 
 VARIABLE = "OPTIMUS_CC_NODE"
-"""The environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a
-domain of several machines. `ranks:L` stands for nodes of L consecutive ranks each."""
+"""Environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a domain
+of several machines. `ranks:L` stands for nodes of L consecutive ranks each.
+"""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

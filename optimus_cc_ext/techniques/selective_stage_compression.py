@@ -1,8 +1,8 @@
 """Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
-1F1B ends last on the first stages, so their reduction is what an iteration waits for. `bucket_plan` decides how a
-bucket is reduced, `low_rank_reducer` does it as P and Q, `reducers` in blocks of few bits or as it is, and
-docs/how-it-works.md says what runs when.
+1F1B ends last on the first stages, so an iteration waits for their reduction. `bucket_plan` decides how a bucket is
+reduced; `low_rank_reducer` reduces it as P and Q, `reducers` in blocks of few bits or dense; docs/how-it-works.md has
+the order of the phases.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,9 @@ __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
-    """Which of the stages 0 .. stages - 1 compress their gradients; None: that is to be found out (`auto`)."""
+    """Return the stages, of 0 .. stages - 1, that compress their gradients; None means `auto`: the forecast
+    decides later.
+    """
     if not config.dp_compression:
         return frozenset()
     if config.dp_compression_stages == "auto":
@@ -41,7 +43,7 @@ def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> fr
 
 
 class BucketGroup:
-    """A group of gradient buckets that Megatron reduces together, and the reducers that its plan asks for.
+    """Group of gradient buckets that Megatron reduces together, with the reducers of its plan.
 
     Args:
         flats: the buckets, one dimension each.
@@ -67,7 +69,9 @@ class BucketGroup:
 
         self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
         self.tied_saved = 0
-        """Bytes that the last reduction saved on a tied embedding, where that is not fused embedding sync's."""
+        """Bytes that the last reduction saved on a tied embedding, if fused embedding synchronisation does not sum
+        it.
+        """
 
         if fused is not None:
             fused.make_room(self._tied_gradient())
@@ -77,7 +81,7 @@ class BucketGroup:
 
     @property
     def matrices(self) -> list[torch.Tensor]:
-        """The gradients that can be compressed, as views into the buckets."""
+        """Gradients that can be compressed, as views into the buckets."""
         found = []
         for index, record in self.plan.matrices:
             start, length = record.range
@@ -90,15 +94,17 @@ class BucketGroup:
 
     @property
     def reducers(self) -> list[Reducer]:
-        """The reducers of all buckets in this iteration; empty: Megatron reduces them."""
+        """Reducers of all buckets in this iteration; empty if Megatron reduces them."""
         return self._compressed if self._compressed and not self._technique.in_warmup else self._warmup
 
     def start(self, reducers: Sequence[Reducer], *, whole: bool) -> Reduction:
-        """Begin to reduce all buckets by `reducers`; `whole`: see `Reducer.start`."""
+        """Begin to reduce all buckets by `reducers`; `whole` is the argument of `Reducer.start`."""
         return Reduction(reducers, self._technique.under_way, self._side, whole=whole)
 
     def sent_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> int:
-        """Bytes that a reduction by `reducers` sends, without a tied embedding; notes what it saves on that one."""
+        """Return the bytes of a reduction without a tied embedding; keep the bytes saved on the embedding in
+        `tied_saved`.
+        """
         way = (reducers is self._compressed, whole)
         if way not in self._sent:
             self._sent[way] = self.plan.sent_bytes(compressing=way[0], whole=whole)
@@ -106,7 +112,9 @@ class BucketGroup:
         return sent
 
     def _tied_gradient(self) -> torch.Tensor:
-        """Return the gradient that fused embedding synchronisation sums: the tied embedding's, or its shard here."""
+        """Return the gradient that fused embedding synchronisation sums: the tied embedding's, or this rank's
+        shard of it.
+        """
         holders = zip(self.plan.buckets, self._flats, strict=True)
         bucket, flat = next((bucket, flat) for bucket, flat in holders if bucket.record.tied_numel)
         if self.plan.rules.sharded and bucket.record.is_all_tied:
@@ -115,7 +123,7 @@ class BucketGroup:
         return flat[start : start + length]
 
     def _reducers(self, plans: Sequence[ReductionPlan | None]) -> list[Reducer]:
-        """Make the reducers of all buckets, unless Megatron reduces them; the warm-up may have made some of them."""
+        """Make the reducers of all buckets, unless Megatron reduces them. The warm-up may have made some of them."""
         for bucket, plan, flat in zip(self.plan.buckets, plans, self._flats, strict=True):
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
@@ -124,11 +132,11 @@ class BucketGroup:
 
 
 class SelectiveStageCompression(Technique):
-    """All gradient buckets of this rank, and which of the pipeline's stages compress theirs.
+    """Reductions of all gradient buckets of this rank, and the choice of the stages that compress theirs.
 
     Args:
-        codecs: of blocks; None: P and Q are what is sent.
-        wire: encodes these; None: they travel as they are.
+        codecs: the codecs of a block format; None: low rank, with P and Q.
+        wire: encodes P and Q; None: they are not in blocks.
     """
 
     def __init__(
@@ -151,29 +159,29 @@ class SelectiveStageCompression(Technique):
         self._config, self._seed, self.state_dtype = config, seed, state_dtype
         self.compressor, self.codecs, self.wire = compressor, codecs, wire
         self.stage: int | None = None
-        """This rank's; None: it has no place yet."""
+        """Stage of this rank; None before it has a place."""
 
         self.compressed_stages: frozenset[int] | None = None
-        """None: not decided yet."""
+        """Stages that compress their gradients; None: not decided yet."""
 
         self.in_warmup = False
         """True while gradients are reduced dense, in the first iterations."""
 
         self.buckets: list[BucketGroup] = []
-        """All bucket groups of this rank, in the order in which Megatron made them."""
+        """Bucket groups of this rank, in the order in which Megatron made them."""
 
         self.reducers: list[Reducer] = []
-        """The reducers of all buckets that we reduce, in the order in which they were made."""
+        """Reducers of all buckets that we reduce, in the order in which they were made."""
 
         self.under_way: list[Reducer] = []
-        """The reducers whose second phase has not begun; see `Reduction`."""
+        """Reducers whose second phase has not begun; the reductions of this rank (`Reduction`) share the list."""
 
         self._stream: SideStream | None = None
         self._single_rank: set[str] = set()
-        """The kinds of gradients that stay dense because nothing of them is sent."""
+        """Kinds of gradients that stay dense because a group of one rank sends nothing."""
 
     def reduces(self, plan: GroupPlan) -> bool:
-        """Return whether a group of this plan is, or may be, reduced by us."""
+        """Return whether we reduce, or may later reduce, a group of this plan."""
         may_compress = self.compresses_this_stage or self.stages_are_open
         return plan.keeps_its_reducers or (may_compress and plan.compresses)
 
@@ -185,29 +193,31 @@ class SelectiveStageCompression(Technique):
         return f"dense, because their data-parallel group is one rank and nothing is sent: {kept_dense}"
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """See `Technique.place`."""
+        """Take the stage, and get the single-rank group if gradients may be compressed."""
         self.take_stage(grid.place.stage, grid.stages)
         if self._config.dp_compression:
             self.alone = groups.alone()
 
     def take_stage(self, stage: int, stages: int) -> None:
-        """Take a place among the pipeline's stages."""
+        """Set this rank's stage, and choose the stages that compress unless the forecast will."""
         self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
 
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
-        """See `Technique.shrinks`. What stays dense in a group of one rank has a line of its own."""
+        """Return whether any gradient can be compressed. Gradients of one-rank groups do not count: they have a log
+        line of their own.
+        """
         plans = [buckets.plan for buckets in self.buckets if buckets.plan.rules.encodes]
         return any(plan.compresses for plan in plans) if plans else None
 
     @property
     def message_bytes(self) -> int:
-        """See `Technique.message_bytes`."""
+        """Bytes of memory for messages."""
         return sum(reducer.nbytes for reducer in self.reducers)
 
     def begin(self, this: Iteration) -> None:
-        """See `Technique.begin`."""
+        """Begin a pass, dense during the warm-up."""
         super().begin(this)
-        # Reductions that a failed pass left behind would write into the gradients of this pass.
+        # Reductions that a failed pass has left would write into the gradients of this pass.
         self.under_way.clear()
         self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
 
@@ -218,11 +228,11 @@ class SelectiveStageCompression(Technique):
 
     @property
     def stages_are_open(self) -> bool:
-        """True while it is not decided yet which stages compress their gradients."""
+        """True while it is not decided which stages compress their gradients."""
         return self.stage is not None and self.compressed_stages is None
 
     def choose_stages(self, stages: Collection[int]) -> None:
-        """Decide which stages compress their gradients, between two iterations, on all ranks alike."""
+        """Set the stages that compress their gradients, between two iterations, on all ranks alike."""
         self.compressed_stages = frozenset(stages)
         if self.compresses_this_stage:
             for buckets in self.buckets:
@@ -237,7 +247,7 @@ class SelectiveStageCompression(Technique):
         overlapped: bool,
         fused: FusedEmbeddingSync | None,
     ) -> BucketGroup:
-        """Reduce one more bucket group that Megatron made on this rank; see `BucketGroup`."""
+        """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         side = self.side_stream(flats[0].device) if overlapped else None
         buckets = BucketGroup(self, plan, flats, group, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
@@ -252,7 +262,7 @@ class SelectiveStageCompression(Technique):
 
     @property
     def state_bytes(self) -> int:
-        """Memory for residuals and factors of all buckets on this rank if its stage is compressed."""
+        """Bytes of memory for residuals and factors of all buckets on this rank, if its stage is compressed."""
         return sum(plan.state_bytes(self.state_dtype) for buckets in self.buckets for plan in buckets.plan.low_rank)
 
     def make_reducer(
@@ -262,7 +272,7 @@ class SelectiveStageCompression(Technique):
 
         Args:
             flat: the bucket, one dimension.
-            fused: gives codecs and gauge, where the bucket is a tied embedding's own.
+            fused: gives codecs and gauge, if the bucket is a tied embedding's own.
         """
         reducer: Reducer
         if isinstance(plan, DensePlan):
@@ -277,20 +287,20 @@ class SelectiveStageCompression(Technique):
                 plan, flat, groups, shard=flat.view(plan.ranks, -1)[groups.whole.rank()] if plan.sharded else None,
                 compressor=self.compressor, config=self._config, seed=self._seed,
                 salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
-                # All buckets share their memory, and so one stream.
+                # All buckets share the scratch memory, and so one stream.
                 state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge, wire=self.wire, pool=self._pool,
             )  # fmt: skip
         self.reducers.append(reducer)
         return reducer
 
     def side_stream(self, device: torch.device) -> SideStream:
-        """Return the stream that reductions run on while the backward pass goes on; made once."""
+        """Return the stream for reductions while the backward pass goes on; it is made once."""
         if self._stream is None:
             self._stream = SideStream(device)
         return self._stream
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Technique.state_dict`; the stages that `auto` chose are part of it."""
+        """Return the state for a checkpoint, with the stages that `auto` chose."""
         state = super().state_dict()
         if self._config.dp_compression_stages == "auto" and self.compressed_stages is not None:
             state["stages"] = sorted(self.compressed_stages)
@@ -309,7 +319,7 @@ class SelectiveStageCompression(Technique):
         return self.states.mismatch(state_dict["states"], expected=shapes)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Technique.load_state_dict`."""
+        """Restore the state, and take over the stages that `auto` chose in the run that saved it."""
         if self._takes_over_stages(state_dict):
             self.choose_stages(state_dict["stages"])
         super().load_state_dict(state_dict)

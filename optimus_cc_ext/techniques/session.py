@@ -1,9 +1,9 @@
-"""The session of a model: what is configured, where this rank stands, and how its techniques are stepped.
+"""Session of a model: its configuration, this rank's place, and the steps of its techniques.
 
 Hooks find the session by the model; it never imports Megatron. It is placed in the grid (`place`) when the model is
 wrapped, and told about steps and passes:
 
-    begin_step -> (iteration: one forward-backward pass) once, or again where a step is repeated -> end_step
+    begin_step -> (iteration: one forward-backward pass) once, or again if a step is repeated -> end_step
 """
 
 from collections import defaultdict
@@ -43,49 +43,52 @@ __all__ = ["Session"]
 
 @dataclass
 class _Step:
-    """Where in a training step this rank is."""
+    """Position of this rank within a training step."""
 
     iteration: int = 0
     open: bool = False
-    """Whether the training loop said that it began, and will say how it ended."""
+    """True if the training loop has announced the step, and will announce its end."""
 
     measured: bool = False
-    """Whether errors and times of this step will be asked for."""
+    """True if errors and times of this step will be asked for."""
 
     loss_scale: torch.Tensor | None = None
-    """What the gradients of the last pass, and with them the residuals, were multiplied by; 0-dim. None: nothing."""
+    """Factor of the last pass's gradients, and so of the residuals; 0-dim. None: no loss scale."""
 
     passes: int = 0
-    """Forward-backward passes of this step so far; more than one: gradients are accumulated over these passes."""
+    """Number of forward-backward passes of this step so far; with several, gradients are accumulated over the
+    passes.
+    """
 
     failed: bool = False
-    """Whether a pass raised: what the passes left behind counts for nothing."""
+    """True if a pass raised an exception, so that the changes of the passes must be discarded."""
 
 
 class Session:
     """State of one model's compression on one rank: its grid, techniques and iteration.
 
     Args:
-        config: what was asked for.
-        layout: what the command line said about the run; None where no Megatron arguments exist.
-        train_iters: iterations of the run, for a training loop of one's own.
+        config: the configuration.
+        layout: the facts about the run from the command line; None without Megatron arguments.
+        train_iters: iterations of the run, for a custom training loop.
     """
 
     def __init__(self, config: OptimusConfig, layout: Layout | None = None, train_iters: int | None = None) -> None:
         self.config, self.layout, self.train_iters = config, layout, train_iters
         self.grid: Grid | None = None
         self.new_groups: NewGroups | None = None
-        """The process groups of our own; None with every technique off."""
+        """Process groups of our own; None with every technique off."""
 
         self.traffic = Traffic()
         self.active = False
-        """Inside a training iteration. Forward-only passes leave it False, and then nothing is touched."""
+        """True inside a training iteration. Forward-only passes leave it False, and then nothing is changed."""
 
         self.follows_zeroing = False
-        """True if the session is told when the gradients are zeroed (`restart_step`): passes in between accumulate. A
-        session that is not told takes a later pass of a step for a repetition of the earlier one."""
+        """True if the session is told when the gradients are zeroed (`restart_step`): passes in between accumulate.
+        Otherwise a later pass of a step counts as a repetition of the earlier one.
+        """
 
-        # Links and buckets share no memory: on a GPU, buckets are reduced on a stream of their own.
+        # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
@@ -107,27 +110,27 @@ class Session:
         self._step = _Step()
 
     def new_codec(self, chosen: str) -> Codec | None:
-        """A codec of its own, and so with memory of its own, for a class of traffic; None where that has no blocks."""
+        """Make a codec with memory of its own for the format `chosen`; None if that is no block format."""
         format = block_format(chosen)
         return None if format is None else self._fast_codec(format)
 
     def _fast_codec(self, format: str) -> Codec:
-        # `--exact-blocks`, a flag of the tests: the pass-through format in the place of the chosen one.
+        # `--exact-blocks`, a flag of the tests, replaces the chosen format by the pass-through format.
         name = "exact" if self.config.exact_blocks else format
         return fast_codec(name, seed=self.config.compression_seed, rotated=self.config.block_rotation)
 
     def new_codecs(self, chosen: str) -> BlockCodecs | None:
-        """The same for gradients and for their sums."""
+        """Make codecs for gradients and for their sums; None if `chosen` is no block format."""
         return BlockCodecs.of(chosen, self._fast_codec)
 
     def report(self, device: torch.device, iterations: int | None = None) -> Report:
-        """Add up over all ranks the traffic since the last report, and what the last pass measured.
+        """Sum the bytes since the last report, and the measurements of the last pass, over all ranks.
 
         Collective over all ranks of the model; reads from the device.
 
         Args:
-            device: where collectives of the default group take their tensors.
-            iterations: how many the report covers; None: the applied steps since the last report.
+            device: the device of tensors in collectives of the default group.
+            iterations: number of iterations in the report; None: the applied steps since the last report.
         """
         assert self.grid is not None, "the session has no place in the grid yet"
         techniques = {technique.name: technique for technique in self.techniques}
@@ -150,7 +153,9 @@ class Session:
         )  # fmt: skip
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
-        """See `CompressedBackprop.transfers`; of activations, too."""
+        """Make the transfers that replace tensors of one of Megatron's point-to-point calls: activations and their
+        gradients.
+        """
         transfers = self.forward.transfers(tensors)
         for role, transfer in self.backprop.transfers(tensors).items():
             transfers[role] = transfers[role].then(transfer.after_wait) if role in transfers else transfer
@@ -158,17 +163,17 @@ class Session:
 
     @property
     def compresses_between_stages(self) -> bool:
-        """Whether activations or their gradients are sent or received compressed by this rank."""
+        """True if this rank sends or receives activations or their gradients compressed."""
         links = self.backprop.sending, self.backprop.receiving
         return self.forward.messages is not None or any(link is not None for link in links)
 
     # -- placing ------------------------------------------------------------------------------------------------
 
     def place(self, grid: Grid, layout: Layout) -> list[str]:
-        """Take a place in the grid, once; the log lines about it.
+        """Take a place in the grid, once; return the log lines about it.
 
-        Collective over all ranks of the model where a technique is on, and of no others; with every technique off it
-        waits for nobody.
+        Collective over all ranks of the model if a technique is on, and over no others; with every technique off it
+        waits for no rank.
 
         Raises:
             FlagError: a technique cannot work on this layout.
@@ -188,14 +193,17 @@ class Session:
 
     @property
     def alone(self) -> dist.ProcessGroup | None:
-        """The group of this rank only, which Megatron's collectives are lent where a technique replaces them."""
+        """Single-rank process group, which Megatron's collectives get while a technique replaces them."""
         return next((technique.alone for technique in self.techniques if technique.alone is not None), None)
 
     def preallocate(self, schedule: Schedule, gradient: torch.Tensor | None) -> bool:
-        """Make room before the first iteration, whose gradients between stages will be like `gradient`.
+        """Allocate message buffers and residuals before the first iteration.
+
+        Args:
+            gradient: has the shape, dtype and device of an activation gradient; None: these are not known beforehand.
 
         Returns:
-            Whether this was the first call, and there is memory to speak of.
+            True in the first call, if a technique is on.
         """
         if self._preallocated:
             return False
@@ -207,41 +215,42 @@ class Session:
 
     @property
     def message_bytes(self) -> int:
-        """Memory of this rank for messages of gradients, of the tied embedding and of parameters."""
+        """Bytes of memory on this rank for messages of gradients, of the tied embedding and of parameters."""
         return sum(technique.message_bytes for technique in self.techniques)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """What this iteration's gradients and residuals were multiplied by, read from the device."""
+        """Factor of this iteration's gradients and residuals, read from the device."""
         return 1.0 if self._step.loss_scale is None else float(self._step.loss_scale)
 
     @property
     def completed_steps(self) -> int:
-        """Steps whose update counted."""
+        """Number of applied steps."""
         return self._step.iteration
 
     @property
     def in_step(self) -> bool:
-        """Whether a pass has begun and its step has not been settled yet: the gradients that are reduced are its own.
+        """True if a pass has begun and its step has not been settled yet: the gradients that are reduced belong to it.
 
-        Longer than `active`: a training loop may reduce and finalise its gradients after the pass.
+        It is True longer than `active`: a training loop may reduce and finalise its gradients after the pass.
         """
         return self._step.passes > 0
 
     @property
     def succeeds(self) -> bool:
-        """True if no pass of this step has raised so far."""
+        """True if no pass of this step has raised an exception so far."""
         return not self._step.failed
 
     def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
-        """The training loop starts a step. `iteration` counts completed ones; None: we count ourselves.
+        """Begin a step, which the training loop announces. `iteration` is the number of completed steps; None: count
+        here.
 
-        A step that was begun and not ended was abandoned: it leaves no trace.
+        A step that was begun and not ended counts as abandoned: its changes of the state are discarded.
 
         Args:
-            measured: whether errors and times of this step will be asked for.
+            measured: True if errors and times of this step will be asked for.
         """
         self._settle(applied=self._each_pass_counts)
         self._step.open, self._step.measured = True, measured
@@ -249,20 +258,21 @@ class Session:
             self._step.iteration = iteration
 
     def end_step(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
-        """The step ended.
+        """End the step.
 
         Args:
-            applied: whether the optimizer's update counted.
-            clip: by gradient-norm group, what clipping multiplied its gradients by.
+            applied: False if the optimizer skipped its update.
+            clip: the factor by which clipping multiplied the gradients, by gradient-norm group.
         """
         self._settle(applied=applied, clip=clip)
         self._step.open = self._step.measured = False
 
     def restart_step(self, *, measured: bool = False) -> None:
-        """Note that the gradients are zeroed: passes of the step that is not ended are repeated, and leave no trace.
+        """Discard the passes of a step that has not ended, because the gradients are zeroed and the passes will be
+        repeated.
 
         Args:
-            measured: see `begin_step`, which decides if the training loop announced the step.
+            measured: as in `begin_step`, whose value counts if the training loop announced the step.
         """
         self._settle(applied=False)
         if not self._step.open:
@@ -275,12 +285,12 @@ class Session:
 
     @property
     def _each_pass_counts(self) -> bool:
-        """True if nobody tells the session where steps begin and end: each pass is taken for an applied step."""
+        """True if nobody tells the session where steps begin and end: each pass then counts as an applied step."""
         return not (self._step.open or self.follows_zeroing)
 
     @contextmanager
     def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
-        """One forward-backward pass by `schedule`, whose loss is multiplied by the 0-dim tensor `loss_scale`.
+        """Run one forward-backward pass by `schedule`, whose loss is multiplied by the 0-dim tensor `loss_scale`.
 
         Raises:
             RanksDisagree: more or fewer gradient messages passed than the schedule has.
@@ -297,17 +307,18 @@ class Session:
             technique.end()
 
     def before_reduction(self) -> None:
-        """Begin a pass with the first gradient that is reduced, where no schedule has: one stage needs no schedule."""
+        """Begin a pass at the first reduced gradient if no schedule has begun one: a single stage needs no schedule."""
         if self.in_step or not self.follows_zeroing or self.grid is None or self.grid.stages > 1:
             return
-        if self.gradients.stages_are_open:  # only the passes of a schedule are timed, which the forecast needs
+        # the forecast needs timed passes, and only the passes of a schedule are timed
+        if self.gradients.stages_are_open:
             self.gradients.choose_stages([self.grid.place.stage])
         self.begin_pass(NonInterleaved(1, 1))
 
     def begin_pass(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> None:
-        """Begin a forward-backward pass; see `iteration`, which knows where the pass ends, too."""
+        """Begin a forward-backward pass, whose end is unknown here; `iteration` knows the end, too."""
         if not self.follows_zeroing:
-            # In a step whose begin we were told, a second pass repeats the first: what the first left must not count.
+            # In an announced step, a second pass repeats the first one, whose changes must be discarded.
             self._settle(applied=self._each_pass_counts)
         if not self._step.passes:
             self._rescale_residuals(loss_scale)
@@ -320,7 +331,7 @@ class Session:
         self._step.passes += 1
 
     def _rescale_residuals(self, loss_scale: torch.Tensor | None) -> None:
-        """Bring the residuals to this pass's loss scale, without asking the host what it is."""
+        """Scale the residuals to this pass's loss scale, on the device."""
         if loss_scale is not None and self._step.loss_scale is not None:
             factor = loss_scale / self._step.loss_scale
             for technique in self.techniques:
@@ -328,11 +339,11 @@ class Session:
         self._step.loss_scale = loss_scale
 
     def _settle(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
-        """Decide about what the passes since the last decision left behind."""
+        """Commit or discard the changes of all passes since the last call."""
         if not self._step.passes:
             return
         if applied and not self._step.failed:
-            # Where nothing is remembered nothing is shrunk, and a checkpoint keeps nothing.
+            # Without compression state there is nothing to scale, and checkpoints have no clip factors.
             clip = clip if any(technique.on for technique in self.techniques) else None
             shrinkage = {group: self._usual_clipping[group].shrinkage(c) for group, c in (clip or {}).items()}
             for technique in self.techniques:
@@ -347,10 +358,10 @@ class Session:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on from here, by technique: tensors (not copies), numbers and strings.
+        """Return the state that a run needs to resume, by technique: tensors (not copies), numbers and strings.
 
-        In a step that is not ended, that is the state before the step; where nobody says where steps end, every pass
-        counts.
+        In a step that has not ended, the result is the state before the step; if nobody tells where steps end, every
+        pass counts as an applied step.
         """
         if self._each_pass_counts:
             self._settle(applied=True)
@@ -362,10 +373,11 @@ class Session:
         return state | {technique.name: technique.state_dict() for technique in self.techniques if technique.on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank. A technique that is missing in it keeps its state.
+        """Resume from the state that `state_dict` returned on this rank. A technique that is missing in it keeps its
+        state.
 
         Raises:
-            ValueError: it does not fit what is switched on here; then nothing is changed.
+            ValueError: the state does not fit the techniques that are on; nothing is changed then.
         """
         if reasons := self.mismatches(state):
             raise ValueError("; ".join(f"{technique}: {reason}" for technique, reason in reasons.items()))
@@ -377,6 +389,6 @@ class Session:
                 technique.load_state_dict(state[technique.name])
 
     def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """By technique: why `load_state_dict` would refuse `state`."""
+        """Return the reasons, by technique, why `load_state_dict` would refuse `state`."""
         reasons = {t.name: t.mismatch(state[t.name]) for t in self.techniques if t.on and t.name in state}
         return {name: reason for name, reason in reasons.items() if reason}
