@@ -211,7 +211,8 @@ def _record_training(run: MegatronRun) -> list[Any]:
         # Our hook wraps train_step once the flags are known; the record is taken around the hook.
         training.train_step = _recording_step(run, training.train_step, built)
         result = train(*args, **kwargs)
-        run.gradients = {name: hash_of(p.main_grad) for name, p in named_parameters(built[0])}  # before a last save
+        # before a last save, which may change them
+        run.gradients = {name: hash_of(p.main_grad) for name, p in named_parameters(built[0])}
         return result
 
     @functools.wraps(evaluate)

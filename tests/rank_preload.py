@@ -44,7 +44,7 @@ with warnings.catch_warnings():
             importlib.import_module(module)
 
     # Megatron derives flags from its configurations by parsing their source each time: half of a rank's time to start.
-    with contextlib.suppress(ImportError, AttributeError):  # since 0.18
+    with contextlib.suppress(ImportError, AttributeError):  # these names exist since 0.18
         from megatron.training import arguments
         from megatron.training.argument_utils import ArgumentGroupFactory as Factory
 

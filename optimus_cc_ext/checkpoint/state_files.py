@@ -80,7 +80,7 @@ class Manifest:
     """The run's layout by description; every rank's state depends on it."""
 
     techniques: dict[str, dict[str, Any]]
-    """For each technique, the settings that its state depends on."""
+    """Settings on which the state of each technique depends."""
 
     files: tuple[RankFile, ...] = ()
     """The rank files, in the order of the ranks."""

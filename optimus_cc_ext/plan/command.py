@@ -75,7 +75,7 @@ def _validate(options: argparse.Namespace) -> int:
     found = validate.campaigns(rows)
     print(printed(tables.validation(rows, found), options.format), end="")
     for reason in left_out:
-        print(f"error: left out, {reason}", file=sys.stderr)
+        print(f"error: row left out: {reason}", file=sys.stderr)
     return 0 if not left_out and all(campaign.good for campaign in found) else 1
 
 

@@ -307,7 +307,7 @@ class SelectiveStageCompression(Technique):
         return state
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """See `Technique.mismatch`. Stages that the run had chosen which saved the state are taken over by loading."""
+        """Return why the state does not fit; loading takes over the stages that `auto` had chosen for it."""
         if not self._takes_over_stages(state_dict) or self.stage not in state_dict["stages"]:
             return super().mismatch(state_dict)
         plans = [plan for buckets in self.buckets for plan in buckets.plan.low_rank]

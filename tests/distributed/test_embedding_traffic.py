@@ -70,7 +70,7 @@ def _ip(line: str) -> None:
 def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     """Return the bytes that a rank's interface sent unfused and fused, and whether all sums were right."""
     rank = int(os.environ["RANK"])
-    # The rendezvous stays where the test is: its socket remains in the namespace in which it was opened.
+    # The rendezvous stays in the test's network namespace, because its socket was opened there.
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2 * D, is_master=False,
         timeout=timedelta(seconds=60),
@@ -131,7 +131,8 @@ def _sent_bytes() -> int:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole gradients", "distributed optimizer"])
 def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded):
-    # Sharded too: gloo's reduce-scatter moves as much as its all-reduce, 1.5 V where 0.75 V would do.
+    # The sharded case has the same bytes, because gloo's reduce-scatter moves as much as its all-reduce: 1.5 V instead
+    # of 0.75 V.
     expected = pytest.approx((unfused_bytes(V, D) / V, fused_bytes(V, D) / V), rel=0.02)
     for unfused, fused, right in run_ranks(2 * D, _synchronise, hosts, sharded, timeout=120):
         print(f"kernel's counters, V = {V / 2**20:.0f} MiB: {unfused / V:.3f} V -> {fused / V:.3f} V")

@@ -85,7 +85,7 @@ def _against_the_hook(compressor, shapes: Shapes) -> float:
 @BOTH
 @pytest.mark.parametrize("shapes", [SHAPES, of_layers(3, hidden=16)], ids=["six tensors", "layers"])
 def test_equals_pytorchs_powersgd_hook_over_five_compressed_steps(compressor, shapes):
-    # The issue asks for 1e-4: two orthogonalisations in fp32, fed back through the error five times.
+    # The tolerance of 1e-4 covers two orthogonalisations in fp32, fed back through the residual five times.
     assert max(run_ranks(3, _against_the_hook, compressor, shapes)) < 1e-4
 
 
@@ -133,7 +133,7 @@ def _in_shards(steps: int, error_feedback: bool, compressor) -> list[float]:
 @BOTH
 def test_a_replica_rebuilds_the_rows_of_its_shard_and_no_others(compressor, error_feedback):
     for gap, whole_gap, touched in run_ranks(3, _in_shards, 5, error_feedback, compressor):
-        # The same products in another order, five times through the residual: rounding of fp32.
+        # The same products are computed in another order, five times through the residual: rounding of fp32.
         assert gap < 1e-5
         assert whole_gap < 1e-5, "asked for whole gradients, it gives them"
         assert touched == 0
@@ -177,7 +177,7 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) 
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype, sharded, wire):
     for gap, equal in run_ranks(3 if sharded else 2, _conserves, 6, dtype, sharded, wire):
-        # Gradients are of order 1; a rounding of the bf16 bucket that went nowhere would show as 1e-3.
+        # Gradients are of order 1; a rounding error of the bf16 bucket that was lost would show as 1e-3.
         assert gap < 1e-5
         assert equal, "every replica applies the same gradient, bit for bit"
 

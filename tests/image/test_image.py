@@ -1,4 +1,4 @@
-"""The Dockerfile built for real, without a daemon, and what is inside run: needs root, buildah and debootstrap.
+"""Build of the Dockerfile without a daemon, and runs inside the image: needs root, buildah and debootstrap.
 
     MEGATRON_LM=/path/to/Megatron-LM scripts/test.sh --full tests/image
 

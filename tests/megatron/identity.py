@@ -102,7 +102,7 @@ def counting_calls(counts: dict[str, int]) -> Iterator[None]:
 
 
 def record(run: Run, file: Path) -> None:
-    """Append what all ranks of `run` did to `file`, a line of JSON."""
+    """Append the record of all ranks of `run` to `file`, as a line of JSON."""
     ranks = []
     for rank in run.ranks:
         ours = None if rank.ours is None else asdict(rank.ours)
@@ -119,7 +119,7 @@ def record(run: Run, file: Path) -> None:
 
 
 def differences(before: Path, after: Path) -> list[str]:
-    """List what differs between two files of records: run, rank and key of each value that is not the same."""
+    """List the differences between two files of records: run, rank and key of each differing value."""
     first, second = (_by_name(file) for file in (before, after))
     found = [f"{name}: only in {before}" for name in first.keys() - second.keys()]
     found += [f"{name}: only in {after}" for name in second.keys() - first.keys()]

@@ -216,7 +216,7 @@ def start_one_ulp_away() -> None:
 
     wrap, chunks = DistributedDataParallel.__init__, itertools.count()
 
-    # Here, because the optimizer, which copies the weights, is built next.
+    # The weights are changed here, because the optimizer, which copies them, is built next.
     @functools.wraps(wrap)
     def wrap_neighbour(self: Any, *args: Any, **kwargs: Any) -> None:
         wrap(self, *args, **kwargs)

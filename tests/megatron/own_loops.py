@@ -31,7 +31,7 @@ def start(stages: int) -> None:
 
 
 def groups_of_ones_own(stages: int) -> Any:
-    """A ProcessGroupCollection of this many pipeline stages and one replica for each group of so many ranks."""
+    """Make a ProcessGroupCollection of `stages` pipeline stages, with one replica for each group of `stages` ranks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     rank, alone, pipeline = dist.get_rank(), None, None
@@ -51,7 +51,7 @@ def groups_of_ones_own(stages: int) -> Any:
 def build(
     stages: int, groups: Any = None, *, finalize: bool = True, hidden: int = 32, tied: bool = True, **ddp: Any
 ) -> Any:
-    """A GPT in DistributedDataParallel, equal on every call. Without `finalize` its gradients are left to us."""
+    """Make a GPT in DistributedDataParallel, equal on every call. Without `finalize` the test reduces its gradients."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -82,7 +82,7 @@ def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
 
 
 def pass_of(model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0, fail: bool = False) -> None:
-    """One forward-backward pass over the same data for each `batch`; without `zero` gradients add up."""
+    """Run one forward-backward pass, over the same data for each `batch`; without `zero`, gradients add up."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -120,7 +120,7 @@ def unsynchronised(model: Any) -> Iterator[None]:
 
 
 def pass_without_schedule(model: Any) -> None:
-    """A backward pass over a batch by hand, and the reduction of its gradients."""
+    """Run a backward pass over a batch by hand, and reduce its gradients."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())

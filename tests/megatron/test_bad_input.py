@@ -176,7 +176,7 @@ REFUSED = {
     "--enable-msc": [PP2 + ALL + "--enable-msc --load msc://a/b"],
     "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
 }
-# FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
+# FSDP needs more than one connection; tensor parallelism needs one, so the CPU runtime presets that.
 FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 

@@ -99,12 +99,14 @@ def test_bytes_are_shares_of_what_vanilla_sends(runs):
     sharded = runs.spec is table.SAVED_BLOCKS
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["DP gradients"]
-        # 4.13 bits of 16; 4.13 there and 8.13 back of twice 32. Short blocks and vectors come on top.
+        # With shards, a value takes 4.13 of 16 bits; without, 4.13 and 8.13 of twice 32. Short blocks and vectors are
+        # added.
         assert (0.26 < sent / raw < 0.35) if sharded else (0.19 < sent / raw < 0.24)
         raw, sent = rank.ours.traffic["embedding"]
-        # D = 2: V + V of the pair; int8 of bf16, and half of V between the pair. Or 8.13 bits of 32: 1.5 of 2 V.
+        # With shards and D = 2, vanilla sends V + V (the pair's); we send int8 in place of bf16, and only half of V
+        # within the pair. Without shards, we send 1.5 V in place of 2 V, at 8.13 of 32 bits.
         assert (0.33 < sent / raw < 0.35) if sharded else (0.19 < sent / raw < 0.2)
-        if sharded and sent:  # half among the replicas in its bucket, whose format is the embedding's; half in the pair
+        if sharded and sent:  # half over the replicas in its bucket, whose format is the embedding's; half in the pair
             assert any(8 * 2 * one == pytest.approx(sent, rel=0.01) for one in rank.ours.reduced_bytes)
 
 

@@ -138,7 +138,9 @@ def test_a_pipeline_of_ones_own_groups_trains_and_its_messages_are_counted(
 ) -> None:
     for of_model, error, metrics in run_ranks(2, a_pipeline_of_ones_own, changes, timeout=90):
         assert of_model, "the layout is the model's"
-        assert error <= most  # off: to the bit; else eight bits' rounding, 1/254 of a block's largest value, and more
+        # switched off, equal to the bit; otherwise at least the rounding of eight bits, 1/254 of a block's largest
+        # value
+        assert error <= most
         raw, sent = (metrics[f"optimus-cc/pipeline backward {kind} bytes"] for kind in ("raw", "sent"))
         assert raw > 0 and (sent < raw) == fewer
 

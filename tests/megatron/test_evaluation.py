@@ -36,7 +36,7 @@ needs_harness = pytest.mark.skipif(
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     # The default format, Megatron's default gelu (the approximation), and an output layer of its own.
     "TP1-PP1": (1, "--untie-embeddings-and-output-weights", {"gelu_fusion": True}),
-    # One file per rank, and once more as a distributed checkpoint; tied; the exact gelu.
+    # One file per rank, and the same as a distributed checkpoint; tied embeddings; the exact gelu.
     "TP2-PP2": (
         4,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ckpt-format torch",

@@ -38,7 +38,7 @@ def states_of_all(handle: Any) -> list[dict[str, Any]]:
 
 
 def refusals() -> tuple[dict[str, str], bool, bool]:
-    """Return what a handle says about each state, and whether nothing was changed."""
+    """Return a handle's error for each state, and whether its own state was left unchanged."""
     own_loops.start(2)
     handle, rank = trained(), torch.distributed.get_rank()
     everyone = states_of_all(handle)

@@ -24,7 +24,7 @@ EXACT = {
     2: INT8.replace(exact_blocks=True, block_rotation=False),
     1: OptimusConfig(dp_compression_format="int8", exact_blocks=True, block_rotation=False),
 }
-"""Block formats without rounding, by number of stages: what is sent is what arrives."""
+"""Flags of block formats without rounding, by number of stages: the received values equal the sent ones."""
 
 CLASSES = ("pipeline backward", "DP gradients", "embedding")
 
@@ -75,7 +75,7 @@ def test_a_handle_compresses_its_model_and_no_other_one(config: Any) -> None:
     ranks = run_ranks(4, compressed_beside_a_vanilla_model, config, timeout=120)
     for metrics, far, others_are_vanilla, steps in ranks:
         assert others_are_vanilla and steps == 3
-        assert 0 < far < 0.3  # four bits' rounding of the gradients of a step, and more
+        assert 0 < far < 0.3  # at least the rounding of a step's gradients to four bits
         for traffic in CLASSES:
             raw, sent = (metrics[f"optimus-cc/{traffic} {kind} bytes"] for kind in ("raw", "sent"))
             # `auto` may find nothing worth compressing on links of this machine.
@@ -163,7 +163,7 @@ def test_a_step_begins_with_zeroed_gradients_and_ends_with_the_optimizers(optimi
 
 
 def repeated_and_accumulated() -> list[bool]:
-    """Return whether a repeated step leaves what one pass leaves, and whether accumulated passes do."""
+    """Return whether the state after a repeated step, and after accumulated passes, is that after one pass."""
     own_loops.start(1)
     models = [own_loops.build(1) for _ in range(3)]
     handles = [optimus_cc_ext.compress(model, None, LOW_RANK) for model in models]
@@ -266,7 +266,7 @@ def removed(ddp: dict[str, Any]) -> dict[str, bool]:
     model.config.finalize_model_grads_func = remove_inside
     own_loops.pass_of(model)
     model.config.finalize_model_grads_func = finalize
-    for name in ("zero_grad_buffer", "start_grad_sync"):  # somebody wraps our wraps
+    for name in ("zero_grad_buffer", "start_grad_sync"):  # other code wraps our wraps
         setattr(model, name, (lambda original: lambda *a, **k: original(*a, **k))(getattr(model, name)))
     own_loops.pass_of(model)
     handle.remove()

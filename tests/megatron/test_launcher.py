@@ -175,7 +175,7 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason(
     died = float((tmp_path / "time of death").read_text())
     assert ended.seconds_since_epoch - died < 60
     assert len(logged_losses(ended.output)) == 1, "it died in the second iteration"
-    # torchrun's own account of the first failure: which rank, and how it ended.
+    # torchrun reports the first failure: which rank, and how it ended.
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)", ended.output), ended.output[-3000:]
     assert code in ended.output and reason in ended.output
     assert processes_of(mark) == []

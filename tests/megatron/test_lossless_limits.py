@@ -247,12 +247,14 @@ def saved_gradients(folder: Path) -> dict[str, torch.Tensor]:
 
 @uses((table.VANILLA_SHARDED, table.SHARDED_LIMIT.run))
 def test_asked_for_whole_gradients_it_gives_them_and_not_its_shard(runs):
-    # Megatron writes what replica 0 holds, and all-reduces in that iteration where else it reduce-scatters. With
-    # --overlap-grad-reduce its own files differ from those of a run without, so that is left out.
+    # Megatron writes the gradients of replica 0, and for that all-reduces in this iteration instead of
+    # reduce-scattering. With --overlap-grad-reduce its own files differ from those without, so that setting is left
+    # out.
     vanilla, ours = (saved_gradients(run.folder) for run in runs)
     assert vanilla.keys() == ours.keys() and len(vanilla) > 8
     for name, expected in vanilla.items():
-        # One update of the weights lies behind them: Adam makes more of the lossless limit's rounding (1e-5 here).
+        # The gradients belong to weights after one update, in which Adam amplifies the lossless limit's rounding (1e-5
+        # here).
         assert float((ours[name] - expected).norm()) < 1e-4 * float(expected.norm()), name
 
 

@@ -40,8 +40,8 @@ def test_every_interleaved_link_delivers_in_order_what_the_receivers_passes_wait
         for receiver in range(stages):
             sender = (receiver + 1) % stages
             wrap = sender == 0
-            # The sender ends a pass of (micro-batch, chunk) by sending to the same chunk of the stage before, or over
-            # the wrap link to the chunk before; its very first layers send nothing.
+            # After a pass of (micro-batch, chunk), the sender sends to the same chunk of the stage before, or over the
+            # wrap link to the chunk before; the model's first layers send nothing.
             sent = [(mb, chunk - 1 if wrap else chunk) for mb, chunk in backward if not (wrap and chunk == 0)]
             needed = [(mb, chunk) for mb, chunk in backward if not (wrap and chunk == chunks - 1)]
             assert sent == needed, "first in, first out"

@@ -19,7 +19,7 @@ def test_every_rank_reads_the_same_report_at_the_logging_interval_only(runs):
     assert [len(r) for r in everyone] == [3] * 4, "after iterations 2, 4 and 6"
     assert all(r == everyone[0] for r in everyone)
     assert [stage.ranks for stage in everyone[0][0].stages] == [2, 2]
-    # Stage 1 sends gradients; 4 micro-batches a replica, 3 logged iterations of 6.
+    # Stage 1 sends gradients of 4 micro-batches per replica, in 3 logged iterations of 6.
     assert [rank.probed["statistics"] for rank in runs.ranks] == [0, 0, 12, 12]
 
 
@@ -28,7 +28,7 @@ def test_errors_and_residuals_are_those_of_the_logged_iteration(runs):
     for report, iteration in zip(reports(runs), (1, 3, 5), strict=True):
         senders = [rank.probed for rank in runs.ranks if rank.stage == 1]
         lost, offered = (sum(rank["links"][iteration][i] for rank in senders) for i in (0, 1))
-        # The watcher sums up fp32 squares.
+        # The watcher sums squares in fp32.
         assert report.stages[1].techniques["CB"].error == pytest.approx(lost, rel=1e-4)
         assert report.stages[1].techniques["CB"].compressed == pytest.approx(offered, rel=1e-4)
         assert 0.1 < report.stages[1].techniques["CB"].relative_error < 1
@@ -40,7 +40,7 @@ def test_errors_and_residuals_are_those_of_the_logged_iteration(runs):
         assert report.stages[1].techniques["SC"] == replace(
             report.stages[1].techniques["SC"], error=0, compressed=0, seconds=0
         )
-        # Errors and differences of activations have nothing to do with each other in an untrained model.
+        # Errors are unrelated to differences of activations in an untrained model.
         statistics = report.stages[1].statistics
         assert statistics.pairs == 6, "3 pairs of consecutive micro-batches on each of 2 replicas"
         assert abs(statistics.cosine / statistics.pairs) < 0.2

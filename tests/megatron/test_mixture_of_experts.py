@@ -25,8 +25,8 @@ COMPRESSED = 6
 
 def assert_lossless(vanilla: Run, ours: Run) -> None:
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < TOLERANCE
-    # Adam hides a wrong scale, norms show it. Routing is a choice: in later iterations rounding can send a token
-    # to another expert, which moves norms by some 1e-4; a wrong scale would move them by a factor.
+    # Adam hides a wrong scale of gradients, but norms show it. Routing is discrete: in later iterations rounding can
+    # send a token to another expert, which changes norms by about 1e-4; a wrong scale would change them by a factor.
     first, *later = zip(ours.ranks[0].grad_norms, vanilla.ranks[0].grad_norms, strict=True)
     assert relative_gap(*([norm] for norm in first)) < TOLERANCE
     assert relative_gap(*zip(*later, strict=True)) < 1e-3
@@ -69,7 +69,7 @@ def test_traffic_of_experts_is_counted_over_their_own_replicas(runs):
         experts = sum(nbytes for name, nbytes in rank.gradient_bytes.items() if ".experts." in name)
         others = sum(rank.gradient_bytes.values()) - experts
         raw, sent = rank.ours.traffic["DP gradients"]
-        # 2 iterations, 2 V (D - 1) / D each: 4 replicas of all but the experts, 2 of every expert.
+        # 2 iterations of 2 V (D - 1) / D bytes each: 4 replicas of all parameters but the experts, 2 of every expert.
         assert raw == 2 * (others * 3 / 2 + experts)
         assert 0 < sent < raw
 

@@ -44,11 +44,12 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay
 def test_only_what_no_step_has_changed_is_gathered_as_it_is(runs):
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]
-        # Megatron's own, before the first iteration, and again after each save, for which it has gathered already.
+        # Megatron itself gathers before the first iteration, and again after each save, for which it has gathered
+        # already.
         dense = rank.probed
         assert 0 < dense < raw / 3
         share = (sent - dense) / (raw - dense)
-        # Vectors are sent as they are, and the short blocks of narrow matrices' shards are filled up.
+        # Vectors are dense, and the short blocks of narrow matrices' shards are padded.
         assert IN_4_BITS < share < 1.35 * IN_4_BITS
 
 
@@ -59,7 +60,7 @@ def test_after_a_skipped_step_there_is_nothing_new_to_gather(runs):
     for first, second in (runs.ranks[:2], runs.ranks[2:]):
         weights = [step.weights for step in first.steps]
         assert weights == [step.weights for step in second.steps]
-        # Overlapped, what a step changed arrives with the next forward pass: a skipped step is missing one step later.
+        # With overlap, a step's change arrives with the next forward pass, so a skipped step shows one step later.
         changes = [after != before for before, after in pairwise(weights)]
         assert changes == [i not in (INF_AT, NAN_AT) for i in range(5)]
 
@@ -79,7 +80,7 @@ def test_parameters_without_a_master_copy_are_gathered_as_they_are_with_all_of_t
         assert first.weights == second.weights
         assert any("layernorm" in name for name in first.weights)
         raw, sent = first.ours.traffic["parameter gather"]
-        # The first chunk of each stage has groups of a bucket each, the second one group of all.
+        # The first chunk of each stage has bucket groups of one bucket each, the second chunk one group of all buckets.
         assert IN_4_BITS * raw < sent < raw
 
 

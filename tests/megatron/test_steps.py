@@ -29,7 +29,7 @@ def test_what_is_not_finite_on_one_replica_is_skipped_by_all_and_kept_by_none(ru
 
 @uses(table.POISONED_TO_THE_END)
 def test_megatrons_own_check_ends_the_run_on_all_ranks(runs):
-    # Its rerun state machine repeats the iteration, finds the same again, saves and asks to be started once more.
+    # Megatron's rerun state machine repeats the iteration, finds the same fault, saves and exits to be started again.
     assert [rank.ended for rank in runs.ranks] == [RESUME_TO_DISAMBIGUATE] * 4
     assert all(len(rank.losses) == INF_AT + 1 for rank in runs.ranks)
 
@@ -41,7 +41,7 @@ def test_residuals_survive_overflows_and_follow_the_loss_scale(runs):
         for before, after in zip(rank.steps[:-1], rank.steps[1:], strict=True):
             changes.add((after.loss_scale / before.loss_scale, after.skipped))
             assert all(0 <= norm < float("inf") for norm in after.memory_norms)
-            # In units of unscaled gradients: nothing of a skipped step, at the new scale.
+            # A skipped step leaves the state, in units of unscaled gradients, unchanged at the new loss scale.
             assert (after.memory == before.memory) == after.skipped
         assert rank.steps[-1].memory_norms[0] > 0, "there was something to scale"
         assert sum(not step.skipped for step in rank.steps) >= 2

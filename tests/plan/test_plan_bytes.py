@@ -153,8 +153,9 @@ def measured(name: str, form: str, sharded: bool) -> tuple[str | None, dict[str,
 def test_the_planners_bytes_are_those_of_the_plans(name: str, form: str, sharded: bool) -> None:
     differs, ours, theirs = measured(name, form, sharded)
     assert (ours["forward"], ours["backward"]) == (theirs["forward"], theirs["backward"])
-    # Plans leave vectors dense, and each of T tensor-parallel ranks holds some of them whole; the planner splits all,
-    # and encodes them with the blocks: 1.5 % at most, where low rank leaves little but them (18b, T = 8).
+    # Plans leave vectors dense, and each of T tensor-parallel ranks holds some of them whole; the planner splits all
+    # vectors and encodes them with the blocks. The difference is at most 1.5 %, where low rank sends little but vectors
+    # (18b, T = 8).
     assert differs or ours["gradients"] == pytest.approx(theirs["gradients"], rel=0.016)
 
 
@@ -170,8 +171,8 @@ def test_where_the_planners_bytes_are_others_it_is_known_why_and_by_how_much(
 @pytest.mark.parametrize("form", ["dense", "int8", "int4"])
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.model.tied])
 def test_the_planners_gather_is_that_of_the_plans(name: str, form: str) -> None:
-    # The planner counts the stage that holds most; with one stage that is all there is.
+    # The planner counts the stage with the most parameters, which with one stage is the only one.
     whole, config = JOBS[name], OptimusConfig(param_gather_format=form)
     job = whole.replace(pp=1, vpp=1, gpus=whole.gpus // whole.pp, distributed_optimizer=True)
-    # Of 4 bits a value, vectors that stay in 16 weigh four times as much.
+    # Among values of 4 bits, vectors that stay in 16 bits weigh four times as much.
     assert planned(job, config)["gather"] == pytest.approx(plans(job, config)["gather"], rel=0.006)

@@ -68,13 +68,13 @@ def test_ranks_of_a_node_share_its_one_queue() -> None:
     alone, eight = send(CLUSTER, 1e8, 1, True), send(CLUSTER, 1e8, 8, True)
     assert eight - CLUSTER.network.hop == pytest.approx(8 * (alone - CLUSTER.network.hop))
     assert send(CLUSTER, 1e8, 8, False) < eight
-    # Eight rings through one node's line against one ring through it.
+    # Eight rings through one node's line, compared with one ring through it.
     shared = reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 8), 1e8)
     assert shared == pytest.approx(8 * reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 1), 1e8), rel=0.01)
 
 
 def test_groups_are_megatrons() -> None:
-    assert Group.strided(4, 8, 8) == Group(4, 1, 8)  # a replica per node, of each of eight tensor ranks
+    assert Group.strided(4, 8, 8) == Group(4, 1, 8)  # one replica per node, for each of eight tensor-parallel ranks
     assert Group.strided(16, 2, 8) == Group(16, 4, 2)
     assert Group.strided(16, 1, 8) == Group(16, 8, 1) and Group.strided(16, 1, 8).nodes == 2
 
@@ -107,7 +107,7 @@ def test_blocks_send_as_many_bytes_as_a_codec_writes(form: str) -> None:
     assert 0 <= Codec(form).message_bytes(BlockLayout.of_one(values), torch.bfloat16) - sent.nbytes < 32
     assert sent.remember == 0.0 and forward.nbytes == 2 * values
     lep = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form, lazy_error_propagation=True))
-    # What was sent is decoded once more, and both ends of the sum are read and written.
+    # The message is decoded once more, and the sum is read and written.
     assert lep.remember > lep.decode == sent.decode
     assert lep.encode > sent.encode
 
@@ -130,7 +130,7 @@ def test_on_a_slow_line_compressed_gradients_are_reduced_in_less_than_half_the_t
     dense = iteration(cluster, job)
     left, was = ours.times.reductions, dense.times.reductions
     assert was[0] == was[-1] > 1.05 * was[1]
-    # The middle stages, which hold no embedding.
+    # Middle stages hold no embedding.
     assert left[1] < 0.5 * was[1] and ours.seconds < dense.seconds
 
 
@@ -142,7 +142,7 @@ def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_lit
         iteration(cluster, job, config).times.after_step for config in (OptimusConfig(param_gather_format=form), DENSE)
     )
     assert least * dense < ours < (least + 0.05) * dense
-    # Nothing of it is overlapped by default; with overlap, what is left shrinks as well.
+    # By default no part of the reduction is overlapped; with overlap, the rest after the backward pass shrinks as well.
     beside = [
         iteration(cluster, job.replace(overlap_param_gather=True), config).times.after_step
         for config in (OptimusConfig(param_gather_format=form), DENSE)
@@ -154,19 +154,19 @@ def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_lit
 def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     low_rank = OptimusConfig(dp_compression=True, compressed_backprop=True)
     assert memory(JOB)["compression"] == 0.0
-    # A residual in fp32 of all matrices, and little more.
+    # The residual of all matrices in fp32 is nearly all of the state.
     matrices = 4 * 12 * JOB.model.hidden**2 * 18 / 8
     assert memory(JOB, low_rank)["compression"] == pytest.approx(matrices, rel=0.35)
     halved = replace(low_rank, compression_state_dtype="bf16")
     assert memory(JOB, halved)["compression"] == memory(JOB, low_rank)["compression"] / 2
-    # Messages of 8.125 bits a value, for both ways; an activation in bf16.
+    # int8 messages have 8.125 bits a value, in both directions; an activation is in bf16.
     int8 = OptimusConfig(dp_compression_format="int8")
     assert memory(JOB, int8)["compression"] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters)
     lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
     assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
     messages = OptimusConfig(compressed_backprop=True, lazy_error_propagation=True)
     assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
-    # Messages of all parameters in 4.125 bits; the own quarter of them twice in bf16.
+    # Messages of all parameters have 4.125 bits a value; a rank's own quarter is kept twice in bf16.
     gather, parameters = OptimusConfig(param_gather_format="int4"), JOB.stage_parameters + JOB.embedding_share
     assert memory(JOB, gather)["compression"] == pytest.approx((4.125 / 8 + 2 * 2 / JOB.dp) * parameters)
     big = Job(model=MODELS["175b"], gpus=64, tp=8, pp=4, batch=64)
@@ -253,7 +253,8 @@ def test_the_order_of_ranks_decides_which_technique_the_plan_finds_worth_its_whi
     def gain(job: Job, config: OptimusConfig) -> float:
         return iteration(cluster, job).seconds / iteration(cluster, job, config).seconds
 
-    # A node is a stage: all hops cross, no gradient does. A node is a pipeline: the other way round.
+    # If a node is a stage, all hops cross nodes and no gradient does; if a node is a pipeline, it is the other way
+    # round.
     assert gain(usual, backprop) > gain(other, backprop)
     assert gain(other, gradients) > gain(usual, gradients)
     assert iteration(cluster, usual).seconds != iteration(cluster, other).seconds

@@ -47,7 +47,7 @@ def test_the_steady_state_continued_is_what_all_events_give(
 ) -> None:
     costs = stages(count, ACTIVATIONS[form], gradient, epilogue)
     events = last_backward_ends(schedule_of(count, chunks, micro_batches), costs)
-    # Equal but for rounding, or for a period that is longer than P micro-batches by a part of it.
+    # The times are equal up to rounding, or up to a part of a period that is longer than P micro-batches.
     assert backward_ends(chunks, micro_batches, costs) == pytest.approx(events, rel=1e-3)
 
 
@@ -62,7 +62,7 @@ def test_forecast_and_planner_say_the_same_when_they_are_given_the_same(config: 
     ours, gradients = iteration(SLOW, JOB, config), frozenset(range(JOB.pp)) if config.dp_compression else frozenset()
     everyone = [Measured(cost=cost, link=None, replicas=None) for cost in rank_costs(SLOW, JOB, config)]
     theirs = forecast(everyone, schedule_of(JOB.pp, JOB.vpp, JOB.micro_batches), config, gradients)
-    # But for the steady state, which the planner continues and the forecast simulates.
+    # They differ in the steady state, which the planner continues and the forecast simulates.
     assert theirs.ours.reduced == pytest.approx(ours.times.reduced, rel=1e-3)
     assert theirs.plain.reduced == pytest.approx(iteration(SLOW, JOB).times.reduced, rel=1e-3)
 
@@ -71,7 +71,7 @@ def test_tensor_parallelism_lengthens_both_passes_and_the_embeddings_sum_follows
     job = JOB.replace(recompute="full")
     whole, first = iteration(SLOW, job), rank_costs(SLOW, job)[0]
     forward, backward = whole.times.costs[0].forward - first.forward, whole.times.costs[0].backward - first.backward
-    # A backward pass that recomputes all has the transfers of the forward pass once more.
+    # A backward pass with full recomputation repeats the transfers of the forward pass.
     assert backward == pytest.approx(2 * forward) and forward > 0
     untied = iteration(SLOW, job.replace(model=replace(job.model, tied=False)))
     assert whole.times.embedding > 0 == untied.times.embedding

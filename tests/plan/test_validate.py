@@ -43,7 +43,7 @@ def test_large_runs_of_an_mlperf_round_are_scaled_alike_with_and_without_its_sma
 
 
 def test_no_row_that_constants_were_fitted_on_counts_as_held_out(found: dict[str, Campaign]) -> None:
-    # A scaled campaign is judged on what is left of each draw.
+    # A scaled campaign is judged on the rows that each draw leaves.
     held_out = {row.line for c in found.values() if not c.scale for row, _ in c.errors}
     assert not held_out & {row.line for row in ROWS if row.fitted and not row.campaign.startswith("MLPerf")}
     assert [row.model for row in ROWS if row.fitted and row.cluster.gpu.name == "A100"] == [

@@ -83,11 +83,11 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
         nbytes = (4 << 20) // len(senders)
         before = hosts.counters()
         bits = 8 * (4 << 20) / _transfer(hosts, senders, 0, nbytes)
-        # Framing takes 4 to 5 %, what the buckets let through at once gives 0.5 % back; a busy machine is late.
+        # Framing takes 4 to 5 %, and the burst that the buckets let through gives 0.5 % back; a busy machine is late.
         assert 0.5 < bits / 40e6 < 1.0
         sent = [after.since(b) for after, b in zip(hosts.counters(), before, strict=True)]
         for sender in senders:
-            # What is lost at the receiver's full link was sent, and is sent again.
+            # Packets that are lost at the receiver's full link were sent, and are sent again.
             assert 0.99 < sent[sender].payload / nbytes < (1.01 if len(senders) == 1 else 1.2)
         assert abs(sent[0].payload) < 0.01 * nbytes and sent[0].sent_packets > 100
         hosts.set_rate("none")
@@ -103,7 +103,7 @@ def test_a_user_without_root_has_such_hosts_where_users_may_make_namespaces() ->
     may = subprocess.run([*somebody, *capable, "unshare", "-Urnm", "true"], capture_output=True, text=True, timeout=10)
     if may.returncode != 0:
         pytest.skip(f"users may not: {may.stderr.strip()}")
-    # An interpreter in root's home is read, and nothing else that only root may do is done.
+    # The capability only allows the user to read the interpreter in root's home, and nothing else.
     command = [*somebody, *capable, sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("[Counters(sent_bytes=0"), done.stderr
@@ -173,11 +173,12 @@ def test_the_smallest_cluster_counts_the_bytes_that_the_metrics_count(tmp_path: 
     before, ours = content["traffic"]
     for row in (before, ours):
         assert row["kernel over metrics"] == pytest.approx(1, abs=0.05)
-    # A tiny iteration sends half a megabyte: 0.1 s at this rate, where it takes half of that without links.
+    # A tiny iteration sends half a megabyte, which takes 0.1 s at this rate; without links the whole iteration takes
+    # half of that.
     assert rows["vanilla", "20mbit"]["seconds"] > 1.3 * rows["vanilla", "none"]["seconds"]
     sent = "pipeline backward, MB"
     assert ours[sent] < 0.8 * before[sent], "a quarter of the messages is of the epilogue"
-    # A quarter of one direction's messages is a sixteenth of all; noise is more than that here.
+    # A quarter of one direction's messages is a sixteenth of all messages, which is less than the noise here.
     assert rows["cb", "20mbit"]["bound"] is not None
     assert (tmp_path / "out/cluster.md").read_text().count("| 20mbit |") == 2
 

@@ -69,7 +69,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
     steps: list[str] = []
 
     for line in commands():
-        # The page's dots stand for what an earlier step printed, /data and /shared for folders of the reader's.
+        # The page's dots stand for the output of an earlier step, /data and /shared for folders of the reader.
         command = re.sub(r"\b([A-Z_]+)=\.\.\.", lambda found, known=values: f"{found[1]}={known[found[1]]}", line)
         command = re.sub(r"(?<=[ =])/(data|shared)/", rf"{site}/\1/", command).replace(" JOB ", " pretrain ")
         command = re.sub(r"(?<!\S)(\./)?scripts/", f"{ROOT}/scripts/", command)

@@ -9,7 +9,7 @@ import pytest
 from tests.shell_scripts import ROOT
 from tests.slurm.test_requeue import ON_CPUS, Slurm, pytestmark, slurm, wait_until
 
-__all__ = ["pytestmark", "slurm"]  # a fixture, and when it can be used
+__all__ = ["pytestmark", "slurm"]  # a fixture, and the condition under which it can be used
 
 SUBMIT = str(ROOT / "scripts/slurm/submit.sh")
 

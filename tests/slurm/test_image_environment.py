@@ -8,7 +8,8 @@ import pytest
 from tests.shell_scripts import ROOT, run_script
 from tests.slurm.test_requeue import ON_CPUS
 
-# Apptainer mounts the home folder and keeps the environment: so does this one, whose image is this machine.
+# Apptainer mounts the home folder and keeps the environment. This stand-in does the same, with the machine as its
+# image.
 APPTAINER = f"""#!/bin/sh
 while case "$1" in *.sif) false ;; esac; do shift; done
 shift
@@ -43,7 +44,7 @@ def test_a_poisoned_home_and_a_compiler_that_is_not_there_do_not_reach_into_an_i
     ended = run_script("slurm/pretrain.sbatch", *ON_CPUS, "--optimus-cc", env=settings, cwd=work, limit=200)
     said = ended.output + ended.errors
     assert ended.code == 0 and "iteration        2/       2" in ended.output, said[-3000:]
-    # The same without the image's protection: the test can fail.
+    # Without the image's protection the job fails, which shows that the test can fail.
     poisoned = run_script(
         "slurm/pretrain.sbatch", *ON_CPUS, env=settings | {"IMAGE_ENV": "PYTHONPATH"}, cwd=work, limit=200
     )

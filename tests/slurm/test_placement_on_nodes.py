@@ -7,7 +7,7 @@ import pytest
 from tests.shell_scripts import ROOT
 from tests.slurm.test_requeue import ON_CPUS, Slurm, pytestmark, slurm, wait_until
 
-__all__ = ["pytestmark", "slurm"]  # a fixture, and when it can be used
+__all__ = ["pytestmark", "slurm"]  # a fixture, and the condition under which it can be used
 
 ORDERS = {
     "": "tp-cp-dp-pp, 2 ranks a node: data-parallel groups stay inside nodes, 1 of 1 pipeline hops cross nodes",
@@ -51,6 +51,6 @@ def test_the_log_says_which_groups_stay_inside_the_nodes_that_slurm_gave(
     assert slurm.job(number)["JobState"] == "COMPLETED", said[-6000:]
     print(ORDERS[mapping], "ranks by node:", {node: sorted(ranks) for node, ranks in sorted(seen.items())}, sep="\n")
     lines = [line for line in said.splitlines() if f"placement {ORDERS[mapping]}" in line]
-    # The launcher of each node says it before it starts ranks, and the extension once the groups exist.
+    # The launcher of each node prints the line before it starts ranks, and the extension once the groups exist.
     assert any("pretrain_gpt.sh: " in line for line in lines) and any("pretrain_gpt.sh: " not in line for line in lines)
     assert sorted(map(sorted, seen.values())) == [["0", "1"], ["2", "3"]]

@@ -73,7 +73,7 @@ def test_elsewhere_rotation_moves_a_code_by_one_at_most_and_decoding_is_the_refe
     format, rotated
 ) -> None:
     layout, codec, reference = BlockLayout.of_one(300 * BLOCK), codec_of(format, rotated), reference_of(format, rotated)
-    # Sizes from 1e-20 to 1e20, a power of ten at least between any two blocks that follow each other.
+    # Block sizes go from 1e-20 to 1e20, with at least a power of ten between any two consecutive blocks.
     values = (gaussian(300, BLOCK) * torch.logspace(-20, 20, 300)[torch.arange(300) * 7 % 300, None]).flatten()
     found = encoded(codec, values)
     expected = torch.zeros_like(found)
@@ -86,7 +86,8 @@ def test_elsewhere_rotation_moves_a_code_by_one_at_most_and_decoding_is_the_refe
             (reference.numbers(mine) - reference.numbers(other)).abs()
             for mine, other in zip(codes, expected_codes, strict=True)
         ]
-        # Rounding of sums, 2^-24 of a block's length, against codes of 2^-7 and 2^-3 of its largest value.
+        # The reference's sums differ by rounding, 2^-24 of a block's length, while codes are 2^-7 and 2^-3 of its
+        # largest value.
         assert torch.stack(apart).max() <= 1 and torch.stack(apart).mean() < 1e-4
     else:
         assert torch.equal(found, expected)
@@ -109,7 +110,7 @@ def test_several_senders_are_added_up_in_fp32_and_rounded_once(format, rotated, 
     codec.decode_add(sent, SCATTERED, 0, out)
     reference_of(format, rotated).decode_add(sent, SCATTERED, 0, expected)
     if rotated:
-        # Sums over a block are rounded in fp32, and at times the other way to 16 bits.
+        # Sums over a block are rounded in fp32, which may round the 16-bit result to the other neighbour.
         torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
     else:
         assert torch.equal(out, expected)
@@ -204,7 +205,7 @@ def test_what_it_says_that_it_lost_is_what_did_not_arrive(format, rotated) -> No
 @ALL
 @DTYPES
 def test_all_sizes_and_ranges_arrive_and_nothing_beside_them_is_touched(format, rotated, dtype) -> None:
-    # Of few values it may be three times that of many.
+    # With few values the error may be three times that of many values.
     codec, bound = codec_of(format, rotated), 3 * FORMATS[format].gaussian_error
     values = gaussian(1100).to(dtype)
     for numel in (1, 127, 128, 129, 1100):

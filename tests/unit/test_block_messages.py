@@ -47,7 +47,7 @@ def test_a_tensor_arrives_with_the_formats_error_and_stays_as_it_was(chosen: str
     sent, arrived = tensor(1, dtype), torch.empty(SHAPE, dtype=dtype, requires_grad=True)
     passed(sender.send(sent), receiver.receive(arrived))
     error = float((arrived.detach().float() - sent.float()).norm() / sent.float().norm())
-    # 12 blocks of 128 values, and what bf16 rounds (2^-9), once.
+    # The error is that of 12 blocks of 128 values, plus one rounding to bf16 (2^-9).
     assert error == pytest.approx(GAUSSIAN[chosen], rel=0.15, abs=2**-9)
     assert torch.equal(sent, tensor(1, dtype))
 
@@ -109,7 +109,7 @@ def test_each_direction_has_its_own_format() -> None:
         sizes = {role: transfer.tensor.numel() for role, transfer in posted(two, *both).items()}
         for _ in range(3):
             posted(two, "send_prev")
-    scales = 32  # of two bytes for each of 12 blocks, filled up to 16
+    scales = 32  # two bytes for each of 12 blocks, padded to 16
     assert sizes == {"send_next": numel + scales, "send_prev": numel // 2 + scales}
     assert two.state_dict().keys() == {"iteration"}, "nothing is remembered"
 

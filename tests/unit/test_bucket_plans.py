@@ -102,11 +102,12 @@ def test_what_one_rank_alone_keeps_dense_has_a_name(parameters, rules, named):
     [
         ({}, (None, "int4"), (None, "int4")),
         ({"format": "low-rank", "rank": 16}, (None, "low-rank"), (None, "dense")),
-        # Left out of the sum over the replicas, at all times: the union of both stages' replicas sums it.
+        # The embedding is always left out of the sum over the replicas, because the union of both stages' replicas sums
+        # it.
         ({"fused": "dense"}, ("dense", "int4"), ("dense", "dense")),
         ({"fused": "int8"}, ("dense", "int4"), ("dense", "dense")),
         ({"fused": "int8", "format": "dense"}, ("dense", None), ("dense", None)),
-        # Reduced over the replicas as ever, in the format of fused embedding synchronisation, at all times.
+        # The embedding is always reduced over the replicas, in the format of fused embedding synchronisation.
         ({"fused": "dense", "sharded": True}, (None, "int4"), (None, "dense")),
         ({"fused": "int8", "sharded": True}, ("dense", "int4"), ("int8", "int8")),
         ({"fused": "int8", "sharded": True, "format": "dense"}, ("dense", None), ("int8", None)),
@@ -132,7 +133,7 @@ def test_bytes_of_a_tied_embedding_are_its_own_class_wherever_it_lies():
     of_tied = apart.buckets[1].compressed.sent_bytes()
     assert apart.sent_bytes(compressing=True, whole=False) == (sent, all_reduce_bytes(tied, RANKS) - of_tied)
     assert apart.compressed_bytes() == sent < 0.3 * apart.dense_bytes
-    # Among others: its share of the bucket is what it would send alone.
+    # In a shared bucket, the embedding's share of the bytes equals the bytes that it would send by itself.
     among = plan(bucket(*LAYER, *TIED))
     assert among.compressed_bytes() == among.buckets[0].compressed.sent_bytes() - of_tied
     assert apart.sent_bytes(compressing=False, whole=False) == (apart.dense_bytes, 0), "Megatron's"
@@ -172,7 +173,7 @@ def test_a_model_on_the_meta_device_has_a_plan_that_answers_for_bytes_and_memory
     residuals, warm_starts = 2 * 4 * 2 * 1024 * 4096, (2 + 1) * 4 * 32 * (1024 + 4096)
     assert only.compressed.state_bytes(torch.float32) == residuals + warm_starts
     (blocks,) = plan(record, sharded=True).buckets
-    # All messages are as long as the one with the biases, 20 KB of 1.1 MB.
+    # All messages are padded to the length of the one with the biases: 20 KB of 1.1 MB.
     values = 2 * 1024 * 4096
     assert blocks.compressed.sent_bytes() == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
     assert blocks.compressed.wire_bytes == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)

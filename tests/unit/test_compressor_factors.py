@@ -31,7 +31,8 @@ def test_initial_qs_are_orthonormal(dtype: torch.dtype) -> None:
     q = first_q(3, 50, 50, dtype=dtype)
     assert q.dtype == dtype
     gram = q.double().mT @ q.double()
-    # bf16 rounds each entry by up to 2^-9; the others end at the rounding of fp32, or at the shift of fp64.
+    # bf16 rounds each entry by up to 2^-9; the other dtypes are exact up to the rounding of fp32, or to the shift of
+    # fp64.
     tolerance = {torch.float32: 2 * EPS32, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
     assert (gram - torch.eye(50, dtype=torch.float64)).abs().max() < tolerance
 
@@ -61,7 +62,7 @@ def test_a_zero_gradient_does_not_kill_the_link() -> None:
     q = next_warm_start(q_new, fallback, FAST)
     assert torch.equal(q, fallback)
     matrices = gaussian(2, 30, 4) @ gaussian(2, 4, 20, seed=1)
-    # Rank 4 at compression rank 4: fp32 rounding, amplified by the condition of M Q.
+    # The error of rank 4 at compression rank 4 is fp32 rounding, amplified by the condition of M Q.
     torch.testing.assert_close(step(FAST, matrices, q)[2], matrices, rtol=0, atol=1e-4)
 
 
@@ -74,7 +75,7 @@ def test_a_column_that_died_among_many_matrices_comes_back_from_the_fallback(r: 
     replaced = (q[5] == fallback[5]).all(0)
     assert replaced.nonzero().tolist() == [[r // 2]]
     torch.testing.assert_close(q[:5], whole[:5], rtol=0, atol=8 * EPS32)
-    # Full column rank: random directions are not parallel.
+    # The columns are independent, because random directions are not parallel.
     assert r > 4 or torch.linalg.svdvals(q.double()).min() > 0.05
 
 

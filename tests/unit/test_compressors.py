@@ -36,7 +36,7 @@ SUM_OF_2048 = 24 * EPS32
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300), compression_rank=st.integers(1, 400))
 @example(1, 4096, 16)
-@example(4, 4, 2)  # 2 * (4 + 4) = 16 values, as many as before
+@example(4, 4, 2)  # 2 * (4 + 4) = 16 values, as many as the matrix has
 @example(4, 5, 2)
 def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(n: int, m: int, compression_rank: int) -> None:
     r = effective_rank(n, m, compression_rank)
@@ -96,7 +96,8 @@ def test_fast_compresses_like_the_reference_in_float64(n: int, m: int, r: int, d
     p, q_new, approximation = step(FastLowRank(), matrices, q)
     expected_p, expected_q, expected = step(ReferenceLowRank(), matrices.double(), q.double())
     assert p.dtype == q_new.dtype == approximation.dtype == torch.float32
-    # fp32 products, amplified by the condition of M Q: below 1e3 for the square case, below 10 for most.
+    # The tolerance is fp32 rounding, amplified by the condition of M Q: below 1e3 for the square case, below 10 for
+    # most.
     tolerance = 1e3 * EPS32 if r == min(n, m) > 1 else 30 * EPS32
     torch.testing.assert_close((p @ p.mT).double(), expected_p @ expected_p.mT, rtol=0, atol=tolerance)
     assert worst_error(q_new, expected_q) < tolerance
@@ -140,7 +141,7 @@ def worst_at_full_rank(*changing: Tensor) -> float:
 def test_full_rank_is_lossless_over_warm_started_steps_on_changing_matrices(
     n: int, m: int, smallest_exponent: float, scale: float
 ) -> None:
-    # Two fp32 products of r terms each, no amplification: 2 to 8 eps is what they measure.
+    # The error of two fp32 products of r terms each, without amplification, was measured as 2 to 8 eps.
     assert worst_at_full_rank(*(with_spectrum(n, m, smallest_exponent, seed=s) * scale for s in range(4))) < 1.5e-6
 
 
@@ -214,7 +215,7 @@ def test_transposed_and_strided_matrices_are_taken_as_they_are(compressor: LowRa
     strided.copy_(matrices)
     expected = step(compressor, matrices, q)[2]
     for view in (matrices.mT.contiguous().mT, strided):
-        # Another memory order may be another order of summation.
+        # Another memory order may change the order of summation.
         assert worst_error(step(compressor, view, q)[2], expected) < 20 * EPS32
 
 
@@ -241,8 +242,8 @@ def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
 
     _, _, approximation = step(FastLowRank(), matrices, q)
     _, _, expected = step(ReferenceLowRank(), matrices.double(), q.double())
-    # fp32 turns the span of P = M Q by eps |M| / (smallest singular value of P, of those that M's rank leaves).
-    # A first Q that happens to be nearly blind to a strong direction makes it large, in any compressor.
+    # fp32 turns the span of P = M Q by eps |M| / (the smallest singular value of P that M's rank allows). In any
+    # compressor this is large if the first Q is nearly orthogonal to a strong direction of M.
     weakest = torch.linalg.svdvals(matrices.double() @ q.double())[:, max(0, min(r, true_rank) - 1)]
     condition = torch.linalg.matrix_norm(matrices.double(), ord=2) / weakest.clamp_min(1e-300)
     size = torch.linalg.matrix_norm(matrices.double() * 10**-exponent)
@@ -270,7 +271,7 @@ def test_the_sum_is_projected_as_in_float64(compressor: LowRank, size, residual_
     total, p = torch.full((batch, n, m), torch.nan), torch.full((batch, n, r), torch.nan)
     compressor.project_sum(matrices, residual, q, total=total, out=p)
     exact = matrices.double() + (0 if residual is None else residual.double())
-    assert worst_error(total, exact) <= EPS32 / 2  # of the largest entry: one rounding, of the sum
+    assert worst_error(total, exact) <= EPS32 / 2  # relative to the largest entry: one rounding, of the sum
     assert worst_error(p, exact @ q.double()) < SUM_OF_2048
 
 
@@ -309,7 +310,7 @@ def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor: LowRank, 
     batch, n, m, r = size
     total = gaussian(batch, n, m)
     p, q = gaussian(batch, n, r, seed=1, dtype=wire), gaussian(batch, m, r, seed=2, dtype=wire)
-    # The receiver's factors lie elsewhere, at another alignment, and it writes into a buffer that requires grad.
+    # The receiver's factors have another address and alignment, and it writes into a buffer that requires grad.
     p_read, q_read = (torch.empty(f.numel() + 1, dtype=wire)[1:].view(f.shape).copy_(f) for f in (p, q))
     arrives = torch.full((batch, n, m), torch.nan, dtype=wire, requires_grad=True)
     compressor.reconstruct(p_read, q_read, out=arrives)
@@ -317,7 +318,7 @@ def test_what_is_subtracted_is_what_the_other_end_rebuilds(compressor: LowRank, 
     compressor.subtract_reconstruction(total, p, q)
     assert torch.equal(total, expected)
     exact = p.double() @ q.double().mT
-    # Entries of size sqrt(r), of which the wire's dtype keeps its digits; the largest is above 4.
+    # Entries have the size sqrt(r) and keep the relative precision of the wire's dtype; the largest is above 4.
     assert worst_error(arrives.detach(), exact) < 2 * torch.finfo(wire).eps
 
 

@@ -93,7 +93,7 @@ def test_other_devices_stay_what_they_are() -> None:
     assert torch.ones(2).to("meta").device.type == "meta"
     assert torch.ones(2).to(torch.float16).dtype == torch.float16
     assert torch.ones(2).to(torch.ones(1, dtype=torch.int32)).dtype == torch.int32
-    with torch.device("meta"):  # recognises factories by identity: it must know the originals
+    with torch.device("meta"):  # the context manager recognises factories by identity, so it must know the originals
         assert torch.zeros(2).device.type == "meta"
 
 
@@ -201,7 +201,7 @@ def test_what_has_no_meaning_on_a_cpu_raises_an_error_that_names_it() -> None:
         with pytest.raises(RuntimeError) as error:
             call()
         assert str(error.value).startswith(f"{name} has no meaning on a CPU")
-    # torch._dynamo reads this one when it is imported, from torch 2.15 on.
+    # torch._dynamo reads this attribute when it is imported, from torch 2.15 on.
     assert callable(torch.cuda.use_mem_pool.__wrapped__)
 
 
@@ -209,7 +209,7 @@ def test_what_has_no_meaning_on_a_cpu_raises_an_error_that_names_it() -> None:
 def test_every_public_cuda_function_is_answered_or_refused() -> None:
     from optimus_cc_ext.devices import torch_cuda
 
-    kept = {"has_half", "has_magma"} | torch_cuda.KEPT  # facts, errors
+    kept = {"has_half", "has_magma"} | torch_cuda.KEPT  # facts about the build, and exceptions
     public = {name: getattr(torch.cuda, name) for name in set(torch.cuda.__all__) - kept}
     now = {name: value for name, value in public.items() if not isinstance(value, types.ModuleType)}
     cpu_runtime.deactivate()

@@ -61,7 +61,7 @@ def load_documents(prefix: Path) -> list[list[int]]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
-    # A document is what Megatron shuffles and splits: there must be one per text, of one sequence.
+    # Megatron shuffles and splits documents, so there must be one document per text, with one sequence.
     assert list(dataset.document_indices) == list(range(len(dataset) + 1))
     return [dataset[index].tolist() for index in range(len(dataset))]
 
@@ -156,7 +156,7 @@ def test_a_directory_whose_name_ends_like_a_file_is_a_directory(tmp_path: Path) 
 
 def test_max_mb_takes_the_first_whole_documents(tmp_path: Path, folder: Path, texts: list[str]) -> None:
     limit = sum(len(text.encode()) for text in texts[:20])
-    blank = len((folder / "blank.txt").read_bytes())  # sorts first, counts, and is left out
+    blank = len((folder / "blank.txt").read_bytes())  # sorts first, counts towards the limit, and is left out
     for source, whole in ((folder, limit + blank), (write_jsonl(tmp_path / "in.jsonl", texts), limit)):
         assert read(source, whole) == texts[:20]
         assert read(source, whole - 1) == texts[:19]
@@ -267,7 +267,7 @@ def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     source = write_jsonl(tmp_path / "in.jsonl", texts * 2000)
     command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(source), "--workers", "2"]
     command += ["--output", str(tmp_path / "out"), "--vocab-size", "300"]
-    # A shell starts what runs in the background with SIGINT ignored, and this test may run there.
+    # A shell starts background processes with SIGINT ignored, and this test may run in one.
     listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=listening)
     try:
@@ -283,7 +283,7 @@ def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[stop]
     assert b"Traceback" not in errors
     assert not (tmp_path / "out").exists()
-    if stop != signal.SIGKILL:  # which lets nobody clean up; the next run does
+    if stop != signal.SIGKILL:  # SIGKILL allows no cleaning up; the next run cleans up
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     write_jsonl(source, texts)
     prepare(source, tmp_path / "out", vocab_size=300, workers=1, progress=False)

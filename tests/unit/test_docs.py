@@ -1,4 +1,4 @@
-"""The documents name what there is: every flag, every refusal, and files and modules that exist."""
+"""The documents name every flag and every refusal, and only files and modules that exist."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NAMED_AS_GONE = "docs/upgrade.md"
-"""It says where what was is today."""
+"""Page that may name things that are gone, because it says what replaces them."""
 
 FLAGS = ["--" + f.name.replace("_", "-") for f in fields(OptimusConfig) if f.metadata["help"]]
 
@@ -93,7 +93,7 @@ def test_each_row_of_a_table_has_as_many_cells_as_its_header(document: Path) -> 
     text = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         header, *rows = table.splitlines()
-        cells = len(re.findall(r"(?<!\\)\|", header))  # also inside of code a bar ends a cell, unless it is escaped
+        cells = len(re.findall(r"(?<!\\)\|", header))  # a bar ends a cell even inside code, unless it is escaped
         assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != cells] == []
 
 

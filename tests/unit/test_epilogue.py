@@ -57,7 +57,7 @@ def step(pipeline: list[Stage], number: int, micro_batches: int) -> bool:
     stage.received_alone.append(in_flight < stage.limit)
     stage.backwards += 1
     if number > 0:
-        # If a forward pass follows, its activation comes in while this gradient goes out.
+        # If a forward pass follows, its activation arrives while this gradient leaves.
         stage.sent_alone.append(stage.forwards == micro_batches)
         pipeline[number - 1].gradients.append(stage.backwards - 1)
     return True

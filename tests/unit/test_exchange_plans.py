@@ -35,7 +35,8 @@ def cut_literally(ranges: list[Range], ranks: int, sharded: bool, numel: int, un
         shards = [range(d * size, (d + 1) * size) for d in range(ranks)]
         runs = [[[e for e in range(at, at + n) if e in shard] for at, n in sorted(ranges)] for shard in shards]
         return [[run for run in of_shard if run] for of_shard in runs]
-    # Whole units, counted from where each range begins, are dealt out: as many to each replica but the last ones.
+    # Whole units, counted from the beginning of each range, are dealt out: equally many to each replica but the last
+    # ones.
     units = [list(range(at, at + n))[first : first + unit] for at, n in sorted(ranges) for first in range(0, n, unit)]
     share = -(-len(units) // ranks) if units else 1
     return [units[d * share : (d + 1) * share] for d in range(ranks)]
@@ -113,7 +114,7 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
         plan = plan_of(numel, coded, dense, ranks, sharded)
         made += [plan.layout, plan.layout_of(ranks - 1)]
         assert plan.sent_bytes() > 0 and plan.wire_bytes > 0
-    gather = plan_of(numel, coded, dense, ranks, sharded=True)  # of parameters
+    gather = plan_of(numel, coded, dense, ranks, sharded=True)  # the gather of parameters
     return [*made, gather.layout, gather.layout_of(ranks - 1, numel - numel // ranks)]
 
 
@@ -140,10 +141,10 @@ def lines_run(parameters: int, ranks: int) -> int:
 
 
 def test_layouts_take_as_many_steps_as_there_are_replicas_and_parameters_together():
-    # Counted for all plans of a bucket: 112 lines for each replica and 46 for each parameter.
+    # The plans of a bucket execute 112 lines for each replica and 46 for each parameter.
     counts = {(p, d): lines_run(p, d) for p in (100, 800) for d in (64, 512)}
     assert all(count < 150 * (parameters + ranks) for (parameters, ranks), count in counts.items())
-    # Seven times 100 parameters more cost as much at 512 replicas as at 64: no step is taken for each pair of the two.
+    # 700 more parameters cost as many lines at 512 replicas as at 64, so no step is repeated for each pair of the two.
     assert counts[800, 512] - counts[100, 512] < 1.2 * (counts[800, 64] - counts[100, 64])
 
 

@@ -24,7 +24,7 @@ def test_errors_add_up_over_an_iteration() -> None:
         gauge.note_compressed(matrix)
         gauge.note_error(error)
     of, error = (sum(float(t.double().square().sum()) for t in tensors) for tensors in zip(*pairs, strict=True))
-    # The rows' norms are rounded to fp32, squared: 2^-23.
+    # The tolerance is the rounding of the rows' norms to fp32, squared: 2^-23.
     assert gauge.squares() == pytest.approx((error, of), rel=2.0**-23)
 
 
@@ -34,7 +34,7 @@ def test_measuring_takes_memory_for_the_norms_of_rows_and_no_copy_in_fp64(dtype:
     gauge.begin(True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         gauge.note_compressed(matrix)
-    # On a CPU torch widens bf16 to fp32 first; on a GPU it does so as it reads.
+    # On a CPU torch widens bf16 to fp32 first; on a GPU it widens values as it reads them.
     allowed = 4 * matrix.numel() if dtype == torch.bfloat16 else 0
     assert sum(max(event.self_cpu_memory_usage, 0) for event in watched.key_averages()) < allowed + 10_000
     assert gauge.squares()[1] == pytest.approx(matrix.numel())
@@ -54,7 +54,7 @@ def test_the_error_of_a_projection_is_what_it_leaves_out() -> None:
     gauge.note_projection(matrix, kept=matrix.mT @ basis)
     error, of = gauge.squares()
     left_out = (matrix - basis @ (basis.mT @ matrix)).double()
-    # Of fp32 products; the norms of rows are rounded to fp32.
+    # The tolerance is that of fp32 products, and of the norms of rows, which are rounded to fp32.
     assert error == pytest.approx(float(left_out.square().sum()), rel=1e-5)
     assert 0 < error < of
 

@@ -193,7 +193,8 @@ def floors(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, int], list[set[s
     reached = {node: _reachable(node, below) for node in below}
     circles = {node: {other for other in reached[node] if node in reached[other]} for node in below}
     found: dict[str, int] = {}
-    # Whoever reaches fewer comes first: all that a node imports, its circle apart, reaches less than it does.
+    # Nodes that reach fewer others come first: all nodes that a node imports, outside its circle, reach fewer than it
+    # does.
     for node in sorted(below, key=lambda node: len(reached[node] | {node})):
         together = circles[node] or {node}
         imported = set().union(*(below[each] for each in together)) - together

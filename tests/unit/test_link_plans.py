@@ -27,5 +27,5 @@ def test_factors_in_int8_take_a_byte_a_value_and_cost_no_more_than_their_roundin
         (arrived,) = run_iteration(*ends, [sent])
         lost.append(float((sent.float() - arrived.float()).norm() / sent.float().norm()))
     assert bytes_of[1] / bytes_of[0] == pytest.approx(1.016 / dtype.itemsize, rel=1e-3)
-    # 0.7 % of P and of Q each, of which what is left of a noise gradient is hardly more.
+    # int8 changes P and Q by 0.7 % each. Low rank keeps little of a noise gradient, so the total error hardly grows.
     assert lost[1] - lost[0] < 1e-3

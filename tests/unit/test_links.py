@@ -29,7 +29,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=N
     config = {
         "compressed_backprop_rank": 4,
         "compressed_backprop_messages": "all",
-        "residual_across_iterations": "carry",  # the policy that remembers more
+        "residual_across_iterations": "carry",  # the policy with more state
     } | config
     config = OptimusConfig(
         compressed_backprop=True, low_rank_wire=wire or "dense", force_compression=force, compression_seed=seed,
@@ -116,7 +116,7 @@ def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messag
                 assert torch.equal(a, g), "what is not compressed arrives as it was sent"
         assert sum(sender.compressed) == (4 if messages == "all" else 1)
     residual = residual_of(sender)
-    # fp32 sums of up to 20 gradients of size 1; the residual itself is of size 1.
+    # The tolerance is that of fp32 sums of up to 20 gradients of size 1; the residual itself has size 1.
     torch.testing.assert_close(got + residual.view(SHAPE), offered, rtol=0, atol=2e-5)
     assert residual.abs().max() > 0.1, "rank 4 of noise must leave something out"
 
@@ -130,7 +130,7 @@ def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradien
     sender, receiver = link(compressed_backprop_rank=rank, wire=wire)
     sent = gradient(1, dtype, shape)
     (arrived,) = run_iteration(sender, receiver, [sent])
-    # Bit for bit, after rounding to the wire's dtype: both are the same fp32 subtraction.
+    # Both are the same fp32 subtraction of values that are rounded to the wire's dtype, so all bits are equal.
     assert torch.equal(residual_of(sender).view(shape), sent.float() - arrived.float())
     assert arrived.dtype == dtype
     assert torch.equal(sent, gradient(1, dtype, shape))
@@ -222,9 +222,10 @@ def test_non_finite_gradients_arrive_as_such_and_are_not_remembered(poison):
 @pytest.mark.parametrize(
     ("size", "rtol"),
     [
-        # Almost fp16's largest number. Unscaled, Q = M^T P would be sqrt(32) times it; fp16 keeps 11 bits of P and Q.
+        # The values are nearly fp16's largest number. Unscaled, Q = M^T P would be sqrt(32) times as large; fp16 keeps
+        # 11 bits of P and Q.
         pytest.param(60000.0, 4 * torch.finfo(torch.float16).eps, id="large"),
-        # Q divided by the scale, 16, is subnormal: fp16 keeps 2^-24 / 6e-6 of it, one part in a hundred.
+        # Q divided by the scale, 16, is subnormal: its relative error in fp16 is 2^-24 / 6e-6, one part in a hundred.
         pytest.param(1e-4, 1e-2, id="small"),
     ],
 )
@@ -255,7 +256,7 @@ def test_a_state_in_bf16_takes_half_and_forgets_no_more_than_its_rounding():
     # Each of four messages rounds a residual of up to 5 to 8 bits, by 0.01 at most.
     lost = sum(gradients) - sum(arrived) - residual.view(SHAPE).float()
     assert 0 < lost.abs().max() < 4 * 0.02
-    # The first Q, which both keep in fp32 beside the rest, is small.
+    # The first Q, which both links keep in fp32 besides, is small.
     assert states(halved[0]).nbytes < 0.6 * states(plain[0]).nbytes
 
 
@@ -328,7 +329,8 @@ def test_a_link_goes_on_from_its_state_dict_as_if_nothing_had_happened():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1), gradient(2)])
     (twin, its_receiver), (again, _), (rescaled, _) = link(), link(), link()
-    for saved, resumed in ((sender, twin), (twin, again), (sender, rescaled)):  # `twin`'s before its first message
+    # the state of `twin` is from before its first message
+    for saved, resumed in ((sender, twin), (twin, again), (sender, rescaled)):
         states(resumed).load_state_dict(states(saved).state_dict())
     states(rescaled).rescale_residuals(torch.tensor(0.5))
     (loaded,) = states(rescaled).state_dict().values()
@@ -402,7 +404,7 @@ def test_whatever_became_of_the_gradient_once_it_is_posted_the_same_is_remembere
                 mine = gradient(10 * iteration + b, dtype)
                 message = sender.send(mine)
                 if overwritten:
-                    mine.fill_(torch.nan)  # its owner has freed it, and somebody else writes there
+                    mine.fill_(torch.nan)  # the owner has freed the tensor, and other code writes to its memory
                 messages.append(done(message).clone())
             sender.end()
             commit(sender)

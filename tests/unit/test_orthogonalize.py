@@ -45,8 +45,8 @@ def left_outside(a: Tensor, p: Tensor) -> float:
 def test_both_return_the_same_basis_of_a_well_conditioned_matrix(n: int, r: int, dtype: torch.dtype) -> None:
     p = gaussian(3, n, r, dtype=dtype) + 3 * torch.eye(n, r, dtype=dtype)
     oracle = gram_schmidt(p.double())
-    # Cholesky QR: the rounding to fp32 of entries up to 1; in fp64 what shows is its shift of 16 n eps.
-    # Gram-Schmidt loses about the matrix's condition (below 100 here) times the eps of the arithmetic.
+    # Cholesky QR's error is the rounding to fp32 of entries up to 1; in fp64 it is the shift of 16 n eps.
+    # Gram-Schmidt's is about the matrix's condition (below 100 here) times the eps of the arithmetic.
     eps = torch.finfo(torch.float64).eps if dtype == torch.float64 else EPS32
     rounding = 16 * n * eps if dtype == torch.float64 else rounding_of(p) / 2
     torch.testing.assert_close(cholesky_qr(p).double(), oracle, rtol=0, atol=rounding)
@@ -64,7 +64,7 @@ def test_batches_of_different_shapes_share_a_factorisation_and_come_out_as_alone
         cholesky_qr_all(ps, outs, Scratch())
     for p, out in zip(ps, outs, strict=True):
         assert torch.equal(out.nan_to_num(7), cholesky_qr(p).nan_to_num(7))
-    # Two passes each: of r = 4, of r = 9, and of the one that is large enough for fp32.
+    # Two passes each for three groups: r = 4, r = 9, and the batch that is large enough for fp32.
     assert watch.count("cholesky") == 6
 
 
@@ -73,7 +73,7 @@ def test_agrees_with_the_orthogonalisation_of_pytorchs_powersgd_hook(r: int) -> 
     p = gaussian(4, 200, r)
     theirs = p.clone()
     powerSGD_hook._orthogonalize(theirs)
-    # LAPACK's QR leaves the sign of each column open: compare what is used, the projector. Both are fp32.
+    # LAPACK's QR leaves the sign of each column open, so the test compares the projectors. Both are fp32.
     projector, expected = (q @ q.mT for q in (cholesky_qr(p), theirs))
     torch.testing.assert_close(projector, expected, rtol=0, atol=10 * EPS32)
 
@@ -127,7 +127,7 @@ def test_zero_and_rank_deficient_input_give_a_finite_contraction_that_spans_the_
     p = DEGENERATE[kind](gaussian(2, n, r), n, r)
     basis = cholesky_qr(p)
     assert basis.isfinite().all()
-    # P P^T must never amplify: that would blow up the residual of error feedback.
+    # P P^T must never amplify, because that would make error feedback's residual grow without bound.
     assert torch.linalg.matrix_norm(basis.double(), ord=2).max() < 1 + rounding_of(p)
     assert left_outside(p, basis) < 10 * ROUNDING
 
@@ -145,7 +145,7 @@ def test_one_bad_entry_makes_its_matrix_all_nan_and_leaves_its_neighbours_alone(
 
 
 def test_never_asks_for_a_value() -> None:
-    # A meta tensor has none: `.item()`, `if tensor` and a checked factorisation raise on it.
+    # A meta tensor has no values: `.item()`, `if tensor` and a checked factorisation raise on it.
     assert cholesky_qr(torch.empty(3, 20, 6, device="meta")).shape == (3, 20, 6)
 
 
@@ -229,13 +229,13 @@ def test_the_condition_decides_in_what_a_matrix_is_orthogonalised(condition: flo
     assert in_fp64 == [1] * fails
     assert off_orthonormal(basis) < (ROUNDING if fails else IN_FP32)
     assert left_outside(p, basis) < IN_FP32
-    # The same basis as fp64 finds: fp32's rounding of P turns it by eps times P's condition.
+    # The basis equals the one in fp64, except that fp32's rounding of P turns it by eps times P's condition.
     expected = cholesky_qr(p.double()).float()
     torch.testing.assert_close(basis, expected, rtol=0, atol=max(IN_FP32, 4 * EPS32 * condition))
 
 
 def test_a_warm_started_projection_needs_no_fp64(in_fp64: list[int]) -> None:
-    # Singular values that fall tenfold over the kept directions, and a Q that is aligned with them up to noise.
+    # The singular values fall tenfold over the kept directions, and Q is aligned with these directions up to noise.
     left, right = (torch.linalg.qr(gaussian(1, rows, 128, seed=rows)).Q for rows in (640, 300))
     falling = torch.logspace(0, -1, 128)
     matrix = (left * falling) @ right.mT + 1e-3 * gaussian(1, 640, 300, seed=5)
@@ -246,7 +246,7 @@ def test_a_warm_started_projection_needs_no_fp64(in_fp64: list[int]) -> None:
 
 @pytest.mark.parametrize("scale", [4e-21, 1e-17, 1e16, 1e21])
 def test_lengths_whose_squares_fp32_cannot_hold_cost_no_accuracy(scale: float) -> None:
-    # Products of entries of 4e-21 have four digits left in fp32, as all near 1e-41.
+    # Products of entries of 4e-21 keep four digits in fp32, as all numbers near 1e-41 do.
     p = gaussian(1, 640, 128) * scale
     assert off_orthonormal(cholesky_qr(p)) < IN_FP32
 

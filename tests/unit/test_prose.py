@@ -1,4 +1,4 @@
-"""Guard the one language rule of CONTRIBUTING.md that a program can check: how docstrings open."""
+"""Guard of the one language rule of CONTRIBUTING.md that a program can check: the first word of docstrings."""
 
 import ast
 import re

@@ -31,7 +31,7 @@ def outcome_of(raw_bytes: float = 1.0, no_links: str = "") -> Outcome:
     settings = replace(Settings(), iterations=30, shaped=not no_links)
     runs = {}
     for name, shaped, free in (("vanilla", 4.0, 1.0), ("compressed", 2.0, 1.25)):
-        # The first three set things up, and in the one after shaping ends the links change.
+        # The first three iterations set up, and the links change during the one after shaping ends.
         seconds = {i: 99.0 if i < 4 or i == 16 else shaped if i < 16 and not no_links else free for i in range(2, 31)}
         changed = {SECONDS: seconds}
         if name == "compressed":
@@ -103,7 +103,7 @@ def test_the_last_validation_is_at_the_end(iterations: int, interval: int) -> No
 
 @pytest.mark.parametrize(("hidden", "deviation"), [(256, 0.0625), (64, 0.125)])
 def test_weights_start_from_a_deviation_of_one_over_the_root_of_the_hidden_size(hidden: int, deviation: float) -> None:
-    # With Megatron's 0.02 so narrow a model takes steps of a hundred times the usual gradient norm.
+    # With Megatron's 0.02, so narrow a model takes steps of a hundred times the usual gradient norm.
     flags = replace(Settings(), model=replace(Settings().model, hidden=hidden)).flags()
     assert float(flags[flags.index("--init-method-std") + 1]) == pytest.approx(deviation, rel=1e-3)
 

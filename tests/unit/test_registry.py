@@ -45,7 +45,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     made = types.ModuleType(MODULE)
     made.function, made.Class = function, Class  # type: ignore[attr-defined]
-    # As `megatron.core.distributed`: the package's attribute of the module's name is something else.
+    # The package's attribute with the module's name is another object, as in `megatron.core.distributed`.
     package = types.ModuleType("a_package")
     package.a_module = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_package", package)
@@ -96,7 +96,7 @@ def test_wraps_are_on_after_applying_even_twice_and_off_after_removing(module: t
     assert module.function("a", "b") == "a b all!!"
     applied.close()
     assert module.function is function and module.Class.method is method
-    applied.close()  # nothing is left to do
+    applied.close()  # a second call does nothing
 
 
 def test_if_one_seam_does_not_hold_none_is_wrapped(module: types.ModuleType) -> None:

@@ -97,7 +97,7 @@ def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comp
 
 
 def test_raw_bytes_that_differ_from_what_vanilla_sent_are_said_loudly(comparison: Comparison) -> None:
-    # 4 bytes in 50 MB: one value more than vanilla.
+    # 4 bytes in 50 MB are one value more than vanilla sends.
     wrong = with_scalar(comparison, "optimus-cc/DP gradients raw bytes", RAW["DP gradients"] + 4)
     (complaint,) = wrong.complaints()
     assert "DP gradients" in complaint and "50,796,548" in complaint
@@ -194,7 +194,7 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
         inside = figure.get_tightbbox().get_points()
-        # The layout is solved to a pixel or so: 0.02 inch is 3 pixels.
+        # The solver places the layout within about a pixel: 0.02 inch are 3 pixels.
         fits = (inside >= -0.02).all() and (inside <= figure.get_size_inches() + 0.02).all()
         assert fits, f"{name} is cut off"
 

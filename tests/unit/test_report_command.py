@@ -54,7 +54,7 @@ def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
         ("error, %", "25.0"), ("ms", "3.0"),
     )}]  # fmt: skip
     assert sum(row["scalar"] == TRAINING for row in csv.DictReader((output / "scalars.csv").open())) == 2 * 6
-    # Once more into the same place, which is ours.
+    # A second report into the same folder, which a report has written.
     assert report(tmp_path / "a", "--output", output) == 0
     assert "difference" not in (output / "index.html").read_text() and not (output / "gain.png").exists()
 
@@ -118,7 +118,7 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     for folders, reason in cases:
         assert report(*folders, "--output", tmp_path / "out") == 2
         assert reason in capsys.readouterr().err
-    # Cut within a header, a length, the data and the last check.
+    # The file is cut within a header, a length, the data and the last checksum.
     for length in (3, 30, len(whole) // 2, len(whole) - 1):
         cut.write_bytes(whole[:length])
         assert report(good, cut.parent, "--output", tmp_path / "out") == 2

@@ -146,7 +146,7 @@ def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: s
         config = dataclasses.asdict(outcome.config)
         assert not any(config.pop(knob) for knob in KNOBS), "a test's knobs, not flags with two forms"
         for name, low_rank_only in LOW_RANK_ONLY.items():
-            if config[name] not in ("low-rank", "dense"):  # where these are refused
+            if config[name] not in ("low-rank", "dense"):  # the formats with which these fields are refused
                 config = {field: value for field, value in config.items() if field not in low_rank_only}
         again = resolved(written(config), layout)
         assert isinstance(again, Resolution) and again.config == outcome.config
@@ -186,7 +186,7 @@ def test_the_artifacts_names_mean_the_same_in_ours(options: dict[str, Any], layo
         assert str(theirs).removeprefix(theirs.flag) == str(same).removeprefix(same.flag)
     else:
         assert theirs.config == same.config
-        # What the spelling itself gives rise to, and flags that are without effect in one of the spellings only.
+        # Notes on the spelling itself, and on flags that have no effect in one of the spellings only.
         said = [
             note for note in theirs.notes if not note.startswith(("--use_error_feedback: carries", "the published"))
         ]

@@ -60,7 +60,7 @@ def test_a_repeated_step_sends_the_same_and_counts_once(session):
     (expected,) = announced_step(session, 1, [2])
     twin = new_session()
     announced_step(twin, 0, [1])
-    # Three passes that are discarded, and the one that counts.
+    # Three passes are discarded, and the last one counts.
     first, *_, last = announced_step(twin, 1, [2, 7, 8, 2])
     for messages in (first, last):
         assert all(torch.equal(one, other) for one, other in zip(messages, expected, strict=True))
@@ -106,7 +106,7 @@ def test_a_residual_from_before_a_warmup_is_forgotten_in_it():
     session = new_session(compressed_backprop_warmup=0.25)
     announced_step(session, 2, [1])
     assert residual(session).any()
-    session.layout = dataclasses.replace(session.layout, train_iters=100)  # as where the run got longer
+    session.layout = dataclasses.replace(session.layout, train_iters=100)  # as if the run had been made longer
     announced_step(session, 3, [2])
     assert not residual(session).any()
 

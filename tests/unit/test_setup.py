@@ -115,7 +115,7 @@ def test_without_a_fitting_python_the_message_says_what_to_install(setup: Setup)
     assert result.code == 1
     assert "no usable Python 3.12 or 3.13" in result.errors
     assert "apt install python3.12 python3.12-venv" in result.errors
-    # What was seen and why it will not do: a Debian user without python3-venv finds the reason here.
+    # The message names each interpreter and its fault: a Debian user without python3-venv finds the reason here.
     assert f"{old} is Python 3.9" in result.errors and f"{bare} lacks: ssl" in result.errors
     assert not (setup.clone / ".venv").exists()
 

@@ -45,7 +45,7 @@ def save(folder: Path, iteration: int = 4) -> Path:
     }
     write_manifest(staging, Manifest(files=files, **described))
     iteration_folder = folder / f"iter_{iteration:07d}"
-    iteration_folder.mkdir(exist_ok=True)  # Megatron's part
+    iteration_folder.mkdir(exist_ok=True)  # Megatron's own part of the checkpoint
     publish(staging, iteration_folder)
     return iteration_folder
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
     )
     assert found["compressed_backprop"]["states"].keys() == ours.states.state_dict().keys()
     ours.load_state_dict(found["compressed_backprop"])
-    # As `SelectiveStageCompression.make_reducer` and `LowRankReducer` name them.
+    # The names that `SelectiveStageCompression.make_reducer` and `LowRankReducer` give to states.
     assert list(found["dp_compression"]["states"]) == ["bucket 0: 32x48", "bucket 1: 32x48"]
     assert found["dp_compression"]["stages"] == [0] and found["iteration"] == 4
 
@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_
     start_staging(tmp_path)
     write_rank_file(staging_folder(tmp_path), 0, 4, state(0))
     assert load(folder, 1)["iteration"] == 4
-    # The next save clears away what is left, a file of a rank that does not exist any more included.
+    # The next save removes all rests, also the file of a rank that does not exist any more.
     (staging_folder(tmp_path) / "rank_00007.pt").touch()
     folder = save(tmp_path, 6)
     assert sorted(path.name for path in (folder / FOLDER).iterdir()) == [

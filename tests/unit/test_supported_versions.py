@@ -51,7 +51,7 @@ NGC_25_08 = "2.8.0a0+34c6371d24.nv25.08"
 
 
 def test_the_oldest_torch_is_one_whose_products_in_fp32_can_be_asked_for() -> None:
-    # compressors/precision.py reads it before every product: torch 2.8 has no such attribute.
+    # compressors/numerics.py reads this attribute before every product, and torch 2.8 does not have it.
     assert errors.OLDEST_TORCH == (2, 9) and torch.backends.cuda.matmul.fp32_precision
 
 

@@ -37,7 +37,7 @@ def test_on_free_links_1f1b_takes_m_plus_p_minus_1_passes_and_later_stages_end_e
     stages: int, micro_batches: int
 ) -> None:
     ends = last_backward_ends(NonInterleaved(stages, micro_batches), alike(stages))
-    # A stage ends one backward pass before the stage before it.
+    # Each stage ends one backward pass earlier than the stage before it.
     assert ends == [3.0 * (micro_batches + stages - 1) - 2.0 * stage for stage in range(stages)]
 
 
@@ -61,7 +61,7 @@ def test_a_message_delays_who_waits_for_it_and_the_wire_carries_one_after_the_ot
     # Two stages, one micro-batch: forward, activation (3), forward, backward, gradient (5), backward.
     costs = alike(2, activation=3.0, gradient=5.0, epilogue=5.0)
     assert last_backward_ends(NonInterleaved(2, 1), costs) == [1 + 3 + 1 + 2 + 5 + 2, 1 + 3 + 1 + 2]
-    # Activations that travel longer than anything is computed: the k-th arrives after k of them.
+    # Activations travel longer than any computation takes: the k-th arrives after k transfers.
     slow = alike(2, activation=100.0)
     assert last_backward_ends(NonInterleaved(2, 3), slow)[1] == 1 + 3 * 100 + 3
 
@@ -70,7 +70,7 @@ def test_compressing_costs_the_sender_decompressing_the_receiver() -> None:
     costs = alike(2, epilogue=Sent(transfer=1.0, encode=0.25, decode=0.5))
     assert last_backward_ends(NonInterleaved(2, 1), costs) == [1 + 1 + 2 + 0.25 + 1 + 0.5 + 2, 4.25]
     remembering = alike(2, epilogue=Sent(transfer=1.0, remember=3.0))
-    # Only the sender waits for its residual, beside the message.
+    # Only the sender computes its residual, while the message travels.
     assert last_backward_ends(NonInterleaved(2, 1), remembering) == [1 + 1 + 2 + 1 + 2, 4 + 3]
 
 
@@ -79,7 +79,7 @@ def test_the_epilogue_alone_is_compressed_where_only_that_is_asked_for() -> None
         last_backward_ends(NonInterleaved(4, 8), alike(4, gradient=gradient, epilogue=epilogue))[0]
         for gradient, epilogue in ((0.5, 0.5), (0.5, 0.0), (0.0, 0.0))
     )
-    # Three gradients follow each other down the pipeline in the cooldown, and that is all that waits for them there.
+    # Three gradients follow each other down the pipeline in the cooldown; no other pass waits for gradients there.
     assert never - in_epilogue == 1.5
     assert always < in_epilogue
 
@@ -122,10 +122,10 @@ def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket
     ("dense", "compressed", "chosen"),
     [
         (3, 1, {0}),  # the paper's case: reductions that fit into the slack of the later stages
-        (30, 1, {0, 1, 2, 3}),  # much longer than the cooldown; whoever stays dense is what everyone waits for
+        (30, 1, {0, 1, 2, 3}),  # much longer than the cooldown: any stage that stays dense holds up the iteration
         (9, 3, {0, 1, 2}),
-        (1, 2, set()),  # compression that takes longer than what it saves
-        (INDIFFERENT / 2, 0, set()),  # nor is accuracy given up for nothing
+        (1, 2, set()),  # compression takes longer than it saves
+        (INDIFFERENT / 2, 0, set()),  # without a gain, accuracy is not given up
     ],
 )
 def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense(dense, compressed, chosen) -> None:
@@ -166,7 +166,7 @@ def both_stages(*classes: ClassCost, **more: Any) -> tuple[RankCost, RankCost]:
 @pytest.mark.parametrize(
     ("when", "link", "ends", "reductions", "embedding", "after_step"),
     [
-        # A longer pass is longer in each of the 3 (M + P - 1) that follow each other: 9 with 10 seconds each.
+        # A longer pass counts in each of the 3 (M + P - 1) consecutive passes: 9 passes of 10 more seconds each.
         (When.FORWARD_PASS, Link.TENSOR, [9 + 3 * 10.0, 7 + 3 * 10.0], [0, 0], 0, 0),
         (When.BACKWARD_PASS, Link.TENSOR, [9 + 3 * 10.0, 7 + 2 * 10.0], [0, 0], 0, 0),
         # The first activation arrives after 11 s, the second one 10 s later; the last stage's passes follow it.

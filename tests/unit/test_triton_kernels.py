@@ -31,8 +31,8 @@ from tests.low_rank_steps import gaussian as gaussian_on_cpu
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 RUNS_HERE = launches.AVAILABLE and (GPU or launches.INTERPRETED)
-# A product may be off by 2 eps (3xTF32 leaves 2^-22) and sums of some hundred addends, added in blocks, by as much
-# again and again: 8 eps of the sum of the addends' sizes. Plain TF32 (2^-11) would be off by hundreds.
+# A product may be off by 2 eps (3xTF32 leaves 2^-22), and so may each partial sum of some hundred addends: in all, 8
+# eps of the sum of the addends' sizes. Plain TF32 (2^-11) would be off by hundreds of eps.
 PRODUCT = 8 * EPS32
 CASES = pytest.mark.parametrize(
     "n, m, r, dtype", [(5, 7, 1, torch.float16), (70, 131, 3, torch.float32), (81, 65, 40, torch.bfloat16)]
@@ -96,7 +96,7 @@ def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
     matrices, residual, q = gaussian(2, 9, 12, dtype=dtype), gaussian(2, 9, 12, seed=1), gaussian(2, 12, 3, seed=2)
     total, p = torch.empty_like(residual), torch.empty(2, 9, 3, device=DEVICE)
     compressor.project_sum(matrices, residual, q, total=total, out=p)
-    # In fp64 it is rounded once, after the sum.
+    # An fp64 sum is rounded once, at the end.
     torch.testing.assert_close(total, matrices.float() + residual, rtol=2 * torch.finfo(torch.float32).eps, atol=1e-7)
     assert_product(p, total, q)
     remembered = total.clone()
@@ -118,7 +118,7 @@ def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
     with compiling(capability, tmp_path) as compiled:
         launches.project_sum(matrices, residual, q, total=residual, out=p)
         launches.back_project(residual, p, q)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # of the wire
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # the dtypes of the wire
             launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
             launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
         for dtype in (torch.float32, torch.bfloat16) if r <= launches.MAX_ORTHOGONALIZED_RANK else ():
@@ -172,7 +172,7 @@ class TestKernels:
     def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:
         p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
         total = gaussian(2, n, m, seed=2)
-        # The receiver's memory may look different from the sender's: here column by column, of a parameter.
+        # The receiver's memory may have another layout than the sender's: here column by column, of a parameter.
         out = torch.empty(2, m, n, dtype=dtype, device=DEVICE, requires_grad=True).mT
         launches.reconstruct(p, q, out)
         arrives = out.detach()
@@ -180,7 +180,7 @@ class TestKernels:
         residual = total.clone()
         launches.subtract_reconstruction(residual, p, q)
         assert torch.equal(bits(residual), bits(total - arrives))
-        # With nothing to subtract from, the residual is what arrived itself: a wrong last bit cannot hide.
+        # With a total of zero, the residual is the negative reconstruction itself, so that a wrong last bit shows.
         for share in (1.0, 0.25):
             launches.subtract_reconstruction(residual.zero_(), p, q, share=share)
             assert torch.equal(residual, -share * arrives.float())
@@ -200,12 +200,12 @@ class TestKernels:
         assert_product(rounded, total, q)
         launches.back_project(total, p, q_new)
         assert_product(q_new, total.mT, p)
-        # Around them lies what it was.
+        # The elements around the results keep their values.
         for view in (total, p, q_new):
             assert view._base is not None and view._base[1::2].isnan().all() and view._base[..., :3].isnan().all()
             assert view._base[..., 3 + view.shape[-1] :].isnan().all()
 
-    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
     def test_what_is_not_finite_stays_in_its_row_its_column_and_its_matrix(self, poison: float) -> None:
         matrices, q = gaussian(2, 70, 131), gaussian(2, 131, 3, seed=1)
@@ -222,7 +222,8 @@ class TestKernels:
 
     @pytest.mark.parametrize("n, r, dtype", [(1, 1, torch.float32), (130, 3, torch.float16), (20, 17, torch.bfloat16)])
     def test_orthogonalisation_is_that_of_torch(self, n, r, dtype) -> None:
-        # Well-conditioned, or float64's rounding and the shift would show: 16 n eps times the condition.
+        # The matrix is well-conditioned; otherwise float64's rounding and the shift would show: 16 n eps times the
+        # condition.
         p = gaussian(2, n, r, dtype=dtype) + (2 * r**0.5 + 1) * torch.eye(n, r, dtype=dtype, device=DEVICE)
         out = launches.orthogonalize(p, torch.empty_like(p, dtype=torch.float32))
         torch.testing.assert_close(out, cholesky_qr(p), rtol=0, atol=EPS32)
@@ -234,7 +235,7 @@ class TestKernels:
         p = with_spectrum(72, 24, -7, batch=1).to(DEVICE)
         basis = launches.orthogonalize(p, torch.empty_like(p)).double()
         identity = torch.eye(24, dtype=torch.float64, device=DEVICE)
-        # Storing orthonormal columns in fp32.
+        # The tolerance is the error of storing orthonormal columns in fp32.
         assert (basis.mT @ basis - identity).abs().max() < 2 * EPS32
         assert (p.double() - basis @ (basis.mT @ p.double())).abs().max() < 2 * EPS32
 
@@ -253,17 +254,18 @@ class TestKernels:
     @pytest.mark.parametrize("r", [1, 40])
     def test_inverse_cholesky_factors_are_torchs(self, r: int) -> None:
         a = gaussian(1, 80, r, dtype=torch.float64) * torch.logspace(-20, 20, r, dtype=torch.float64, device=DEVICE)
-        # In three partial sums: not a power of two.
+        # There are three partial sums, which is no power of two.
         parts = torch.stack([part.mT @ part for part in a.split((30, 30, 20), dim=1)], dim=1).contiguous()
         gram = parts.sum(1)
         gram.diagonal(dim1=-2, dim2=-1).mul_(1 + 16 * 80 * torch.finfo(torch.float64).eps)
         identity = torch.eye(r, dtype=torch.float64, device=DEVICE).expand_as(gram)
         expected = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), identity, upper=False)
         found = launches.inverse_factor(parts.flatten(0, 1), 80, torch.full_like(gram, torch.nan))
-        # Of each column's own size, for they are 40 powers of ten apart; condition 1e2, squared, times eps.
+        # The tolerance is relative to each column, because columns are 40 powers of ten apart: condition 1e2, squared,
+        # times eps.
         sizes = expected.abs().amax(-2, keepdim=True)
         torch.testing.assert_close(found / sizes, expected / sizes, rtol=0, atol=1e-11)
-        # The shift is in it: without it, the difference is 16 * 80 eps / 2 = 1.4e-13 of the diagonal.
+        # The shift is included: without it, the difference would be 16 * 80 eps / 2 = 1.4e-13 of the diagonal.
         first = (found[:, 0, 0] * parts[:, :, 0, 0].sum(1).sqrt() - 1) / torch.finfo(torch.float64).eps
         assert ((first < -600) & (first > -680)).all()
 

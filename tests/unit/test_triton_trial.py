@@ -128,7 +128,7 @@ class TestTrial:
     __test__ = launches.INTERPRETED
 
     def test_all_kernels_are_tried_and_one_that_fails_is_named(self, monkeypatch) -> None:
-        monkeypatch.setattr(trial, "_SIZE", 64)  # the interpreter takes its time
+        monkeypatch.setattr(trial, "_SIZE", 64)  # smaller, because the interpreter is slow
         everything = [3], ["int8"], torch.device(DEVICE), [torch.bfloat16]
         assert trial.failure(*everything) is None
 
@@ -207,11 +207,11 @@ class TestTrial:
     def test_a_first_step_launches_nothing_that_was_not_tried(self, monkeypatch, dtype, state_dtype, feedback) -> None:
         tried, launched = (Launched(monkeypatch) for _ in range(2))
         with tried:
-            # Nothing is computed here that could agree with torch.
+            # The launches only compile and compute nothing, so the comparison with torch is left out.
             monkeypatch.setattr(trial, "_agree", lambda equal, otherwise: None)
             dtypes = sorted({torch.float32, dtype}, key=str)
             assert trial.failure([16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype) is None
-        # Multiples of 16, as models have them; in few parts and in many.
+        # Sizes are multiples of 16, as in real models, in few partial sums and in many.
         with launched, one_process(torch.device(DEVICE)) as group:
             for rows, columns in ((32, 64), (64, 96), (64, 1056), (512, 128)):
                 _send_and_receive(rows, columns, dtype, state_dtype, feedback)
