@@ -265,6 +265,12 @@ class DataParallelCompressionConfig(Options):
             None: "the first {} stages",
         },
     )
+    dp_compression_levels: Literal["auto", "one", "two"] = option(
+        "auto",
+        "Levels in which replicas add up their gradients in formats of 8 or 4 bits. two adds up inside a node without "
+        "compression, and sends only the sum of a node to other nodes, compressed. one compresses what every replica "
+        "sends to every other. auto is two where each node holds equally many replicas, at least two, else one.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,8 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.classes import (
     CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
     CompressedBackpropConfig,
     DataParallelCompressionConfig,
     FusedEmbeddingSyncConfig,
@@ -75,6 +78,11 @@ class OptimusConfig(
         """Return the wire format of a class of traffic; dense where the class is off."""
         chosen: str = getattr(self, traffic.format_field)
         return chosen if self.is_on(traffic) else "dense"
+
+    @property
+    def sums_in_blocks(self) -> bool:
+        """True if gradients of replicas travel in blocks of few bits: data-parallel gradients or the tied embedding."""
+        return any(block_format(self.format_of(traffic)) for traffic in (DP_GRADIENTS, EMBEDDING))
 
     def remembers(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic keeps state in checkpoints."""

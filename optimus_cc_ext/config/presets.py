@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import CLASSES, Need, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, Need, TrafficClass
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
@@ -207,6 +207,8 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
             yield f"{flag}: no effect: {switch} is off"
     if "low_rank_wire" in spelling and all(config.format_of(traffic) != "low-rank" for traffic in CLASSES):
         yield "--low-rank-wire: no effect: nothing is sent as low-rank"
+    if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
+        yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
     lep = config.lazy_error_propagation or not config.compressed_backprop
     if "residual_across_iterations" in spelling and not lep:
         yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"

@@ -43,7 +43,11 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     replicas = getattr(bucket_group, replaced_group(sharded))
     records = [_record(bucket, experts) for bucket in bucket_group.buckets]
     fused = None if session.embedding.group is None else session.embedding
-    rules = BucketRules.of(session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None)
+    groups = _levels(session, replicas)
+    rules = BucketRules.of(
+        session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
+        levels=groups.levels, place=groups.place,
+    )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     if gradients.reduces(plan) and any(bucket.params_with_extra_main_grads for bucket in bucket_group.buckets):
         raise FlagError(
@@ -53,7 +57,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
         )
     flats = [bucket.grad_data for bucket in bucket_group.buckets]
     buckets = gradients.add_group(
-        plan, flats, replicas, overlapped=config.overlap_grad_reduce, fused=fused
+        plan, flats, groups, overlapped=config.overlap_grad_reduce, fused=fused
     )  # fmt: skip
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
@@ -86,6 +90,14 @@ class _Done:
 
     def wait(self) -> None:
         pass
+
+
+def _levels(session: Session, replicas: dist.ProcessGroup) -> Groups:
+    """Return the groups that gradients in blocks of few bits are reduced over, in the levels that are asked for."""
+    config = session.config
+    if session.new_groups is None or not config.sums_in_blocks or config.dp_compression_levels == "one":
+        return Groups(replicas)
+    return session.new_groups.in_levels(replicas)
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:

@@ -21,9 +21,11 @@ from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan
 
 __all__ = [
     "BucketPlan",
@@ -36,8 +38,8 @@ __all__ = [
     "sent_alone",
 ]
 
-ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
-"""The plan of one reduction of a bucket: as it is, in blocks of few bits, or as P and Q."""
+ReductionPlan = DensePlan | ExchangePlan | TwoLevelPlan | LowRankPlan
+"""The plan of one reduction of a bucket: as it is, in blocks of few bits in one level or two, or as P and Q."""
 
 NOT_BLOCKS = ("dense", "low-rank")
 """Formats of gradients that are not block formats."""
@@ -109,11 +111,26 @@ class BucketRules:
     gathered: str | None = None
     """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
 
+    levels: Levels = ONE_LEVEL
+    """The nodes of the group, and how many levels blocks are added up in."""
+
+    place: int = 0
+    """The place of this rank in its node, among the ranks of the group."""
+
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
 
     @classmethod
-    def of(cls, config: OptimusConfig, *, ranks: int, sharded: bool, fused: bool) -> "BucketRules":
+    def of(
+        cls,
+        config: OptimusConfig,
+        *,
+        ranks: int,
+        sharded: bool,
+        fused: bool,
+        levels: Levels = ONE_LEVEL,
+        place: int = 0,
+    ) -> "BucketRules":
         """Return the rules of a run.
 
         Args:
@@ -128,7 +145,8 @@ class BucketRules:
 
         gradients = config.format_of(DP_GRADIENTS)
         return cls(
-            ranks=ranks, sharded=sharded, rank=config.dp_compression_rank, force=config.force_compression,
+            ranks=ranks, sharded=sharded, levels=levels, place=place,
+            rank=config.dp_compression_rank, force=config.force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
             wire=blocks(config.low_rank_wire),
@@ -296,7 +314,9 @@ class GroupPlan:
         if rules.format in NOT_BLOCKS:
             return all_reduce_bytes(self.tied_bytes, rules.ranks)
         formats = Formats(rules.format, rules.sums)
-        return sent_alone(self.tied_bytes // dtype.itemsize, dtype, rules.ranks, rules.sharded, formats, whole)
+        return sent_alone(
+            self.tied_bytes // dtype.itemsize, dtype, rules.ranks, rules.sharded, formats, whole, rules.levels
+        )
 
     def _dense(self, nbytes: int) -> int:
         return (reduce_scatter_bytes if self.rules.sharded else all_reduce_bytes)(nbytes, self.rules.ranks)
@@ -349,9 +369,32 @@ def _reduction(
             low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
             rank=rules.rank, sharded=rules.sharded, wire=rules.wire,
         )  # fmt: skip
+    return block_plan(
+        record.numel, [parameter.range for parameter in coded], dense, record.dtype, rules.ranks,
+        sharded=rules.sharded, formats=Formats(format, rules.sums), levels=rules.levels, place=rules.place,
+    )  # fmt: skip
+
+
+def block_plan(
+    numel: int,
+    coded: Sequence[Range],
+    dense: Sequence[Range],
+    dtype: torch.dtype,
+    ranks: int,
+    *,
+    sharded: bool,
+    formats: Formats,
+    levels: Levels,
+    place: int = 0,
+) -> ExchangePlan | TwoLevelPlan:
+    """Plan a sum in blocks of few bits over a group of ranks, in the levels that its nodes allow."""
+    if levels.two:
+        return TwoLevelPlan(
+            numel=numel, coded=coded, dense=dense, dtype=dtype, levels=levels, place=place, sharded=sharded,
+            formats=formats,
+        )  # fmt: skip
     return ExchangePlan(
-        numel=record.numel, coded=[parameter.range for parameter in coded], dense=dense, dtype=record.dtype,
-        ranks=rules.ranks, sharded=rules.sharded, formats=Formats(format, rules.sums),
+        numel=numel, coded=coded, dense=dense, dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
     )  # fmt: skip
 
 
@@ -368,10 +411,18 @@ def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
 
 
 @lru_cache
-def sent_alone(numel: int, dtype: torch.dtype, ranks: int, sharded: bool, formats: Formats, whole: bool = False) -> int:
+def sent_alone(
+    numel: int,
+    dtype: torch.dtype,
+    ranks: int,
+    sharded: bool,
+    formats: Formats,
+    whole: bool = False,
+    levels: Levels = ONE_LEVEL,
+) -> int:
     """Bytes that one rank sends of one encoded parameter, in an exchange of its own."""
     bucket = -(-numel // ranks) * ranks
-    plan = ExchangePlan(
-        numel=bucket, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
+    plan = block_plan(
+        bucket, [(0, numel)], (), dtype, ranks, sharded=sharded, formats=formats, levels=levels
     )  # fmt: skip
     return plan.sent_bytes(whole)

@@ -1,6 +1,6 @@
 """Collectives with a name: the error of a collective that failed or timed out names its purpose and its ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ __all__ = [
     "start_all_gather",
     "start_all_to_all",
     "start_reduce_scatter",
+    "start_reduce_scatters",
     "start_sum",
 ]
 
@@ -60,6 +61,20 @@ def start_reduce_scatter(
     return PendingCollective(
         lambda: dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), group, purpose
     )
+
+
+def start_reduce_scatters(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, purpose: str
+) -> PendingCollective:
+    """Sum over `group` this rank's part of several tensors, given as (part, tensor); NCCL runs all as one operation."""
+
+    def start() -> Any:
+        with dist._coalescing_manager(group, async_ops=True) as all_of_them:
+            for out, tensor in parts:
+                dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
+        return all_of_them
+
+    return PendingCollective(start, group, purpose)
 
 
 def start_all_to_all(

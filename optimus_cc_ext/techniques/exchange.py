@@ -30,6 +30,7 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import exchanged_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather, start_all_to_all
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 
 __all__ = [
     "AllGather",
@@ -120,9 +121,20 @@ class BlockCodecs(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that an exchange travels over: one level, the whole group."""
+    """The process groups that an exchange travels over, in one level or in two; see `two_levels`."""
 
     whole: dist.ProcessGroup
+    levels: Levels = ONE_LEVEL
+    node: dist.ProcessGroup | None = None
+    """The ranks of the group on this rank's node; None: one level."""
+
+    rail: dist.ProcessGroup | None = None
+    """The ranks of the group that have this rank's place in their nodes; None: one level."""
+
+    @property
+    def place(self) -> int:
+        """The place of this rank in its node, among the ranks of the group."""
+        return self.whole.rank() % self.levels.members
 
 
 class MessagePool:
@@ -259,7 +271,8 @@ class ReduceScatter(_Travelling):
             self._codec.encode(flat, self._layout, self._outgoing)
         if self._gauge.on:
             self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note)
-        self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
+        if self._outgoing.numel():  # none of the parts that a rail exchanges may hold a value
+            self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
 
     def add_up(self, flat: torch.Tensor) -> None:
         """Write the sum of the incoming messages to the own part of `flat`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "this_node"]
+__all__ = ["ONE_LEVEL", "VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "this_node"]
 
 VARIABLE = "OPTIMUS_CC_NODE"
 """Environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a domain
@@ -80,6 +80,22 @@ class Levels:
     def inside(self) -> bool:
         """True if nothing of the group leaves its node."""
         return self.nodes == 1
+
+    @property
+    def line(self) -> str | None:
+        """The log line about the levels; None: each node holds one rank of the group, or all of them."""
+        if self.reason:
+            return f"one level, because {self.reason}"
+        if not self.two:
+            return None
+        return (
+            f"two levels: {self.members} replicas on each of {self.nodes} nodes are summed as they are, and the sums "
+            "of nodes are sent compressed"
+        )
+
+
+ONE_LEVEL = Levels()
+"""The levels of a group about whose nodes nothing is known."""
 
 
 def levels_of(nodes: Sequence[str]) -> Levels:

@@ -27,6 +27,7 @@ from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer, Reduction, SideStream
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
@@ -47,7 +48,7 @@ class BucketGroup:
 
     Args:
         flats: the buckets, one dimension each.
-        group: the replicas that they are reduced over.
+        groups: the replicas that they are reduced over.
         side: the stream that reductions run on while the backward pass goes on; None: it waits for them.
         fused: reduces the tied embedding that the group holds; None: Megatron does, or there is none.
     """
@@ -57,12 +58,12 @@ class BucketGroup:
         technique: "SelectiveStageCompression",
         plan: GroupPlan,
         flats: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
+        groups: Groups,
         *,
         side: SideStream | None,
         fused: FusedEmbeddingSync | None,
     ) -> None:
-        self.plan, self.group, self._flats, self._groups = plan, group, flats, Groups(group)
+        self.plan, self.group, self._flats, self._groups = plan, groups.whole, flats, groups
         self._technique, self._side, self._fused = technique, side, fused
         self.overlapping = len(flats) if side is not None else 0
         """Number of buckets that are reduced while the backward pass goes on."""
@@ -242,14 +243,14 @@ class SelectiveStageCompression(Technique):
         self,
         plan: GroupPlan,
         flats: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
+        groups: Groups,
         *,
         overlapped: bool,
         fused: FusedEmbeddingSync | None,
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         side = self.side_stream(flats[0].device) if overlapped else None
-        buckets = BucketGroup(self, plan, flats, group, side=side, fused=fused if plan.tied_bytes else None)
+        buckets = BucketGroup(self, plan, flats, groups, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
         if self.compresses_this_stage:
             buckets.compress()
@@ -277,10 +278,14 @@ class SelectiveStageCompression(Technique):
         reducer: Reducer
         if isinstance(plan, DensePlan):
             reducer = DenseReducer(plan, flat, groups)
-        elif isinstance(plan, ExchangePlan):
+        elif isinstance(plan, ExchangePlan | TwoLevelPlan):
             codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
             assert codecs is not None, "a plan in blocks of few bits needs codecs"
-            reducer = BlockReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
+            reducer = (
+                BlockReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
+                if isinstance(plan, ExchangePlan)
+                else TwoLevelReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
+            )
         elif isinstance(plan, LowRankPlan):
             number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
             reducer = LowRankReducer(

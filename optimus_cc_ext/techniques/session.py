@@ -7,7 +7,7 @@ wrapped, and told about steps and passes:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, check_layout
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
@@ -29,8 +30,9 @@ from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, Co
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
-from optimus_cc_ext.techniques.groups import NewGroups
+from optimus_cc_ext.techniques.groups import NewGroups, levels_of_replicas
 from optimus_cc_ext.techniques.messages import coded_in
+from optimus_cc_ext.techniques.nodes import Levels
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
@@ -186,10 +188,21 @@ class Session:
         if not self.config.any_technique:
             return []
         places, notes = agree(grid, self.config, layout)
+        notes += self._in_levels(levels_of_replicas(places))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
             technique.place(grid, layout, self.new_groups)
         return notes
+
+    def _in_levels(self, of_replicas: Sequence[Levels]) -> list[str]:
+        """Return the log lines about the levels of gradients in blocks; refuse two levels where no group has them."""
+        if self.config.dp_compression_levels == "one" or not self.config.sums_in_blocks:
+            return []
+        if self.config.dp_compression_levels == "two" and not any(levels.two for levels in of_replicas):
+            reasons = ", ".join(dict.fromkeys(levels.reason or "no node holds two replicas" for levels in of_replicas))
+            raise FlagError("--dp-compression-levels", f"two levels are not possible: {reasons}", "Leave it out")
+        lines = [levels.line for levels in of_replicas]
+        return [f"data-parallel gradients in {line}" for line in lines if line is not None]
 
     @property
     def alone(self) -> dist.ProcessGroup | None:

@@ -98,7 +98,7 @@ def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
     )  # fmt: skip
     rules = BucketRules.of(config, ranks=2, sharded=sharded, fused=False)
     flat = torch.ones(record.numel)
-    session.gradients.add_group(GroupPlan.of([record], rules), [flat], world, overlapped=False, fused=None)
+    session.gradients.add_group(GroupPlan.of([record], rules), [flat], Groups(world), overlapped=False, fused=None)
     measuring.probe_collective = lambda *_: Rate(0.0, 1e5 * (fraction if _[-1] is Collective.ALL_TO_ALL else 1.0))
     measured = measure(session, _passes(), None, torch.device("cpu"))
     found = forecast(session.grid.gather(measured), NonInterleaved(1, 4), config, None)
@@ -127,7 +127,7 @@ def _scratch_after_measuring() -> list[int]:
     rules = BucketRules.of(CONFIG, ranks=1, sharded=False, fused=False)
     assert session.alone is not None
     session.gradients.add_group(
-        GroupPlan.of([record], replace(rules, force=True)), [torch.ones(sum(sizes))], session.alone,
+        GroupPlan.of([record], replace(rules, force=True)), [torch.ones(sum(sizes))], Groups(session.alone),
         overlapped=False, fused=None,
     )  # fmt: skip
     measured = measure(session, _passes(), torch.empty(64, 2, 32), torch.device("cpu"))

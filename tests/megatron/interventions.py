@@ -201,6 +201,11 @@ def unbatched() -> None:
     P2PCommunicator.__init__ = init
 
 
+def nodes_of(ranks: int) -> None:
+    """So many ranks share a node."""
+    os.environ["OPTIMUS_CC_NODE"] = f"ranks:{ranks}"
+
+
 def links_of(bytes_per_second: float) -> None:
     """Set the rates that a forecast uses, so that its decision is known."""
     from optimus_cc_ext.forecast import measure

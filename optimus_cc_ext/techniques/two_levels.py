@@ -1,0 +1,195 @@
+"""Gradient buckets in two levels: exact sums inside a node, and sums of nodes in blocks of few bits between nodes.
+
+Of a group of replicas, each of N nodes holds L. `node` are the L ranks of a node, `rail` the N ranks that have the same
+place in their nodes; rank d of the group is l of node n, with d = n L + l:
+
+    1. each node adds up the bucket as it is, and rank l gets its parts of the sum      start: reduce-scatters
+    2. these parts are reduced over the rail in blocks of few bits (`BlockReducer`)     start, second_phase
+    3. without the distributed optimizer: rank l sends its parts to its node, as they are   finish: all-gather
+
+With the distributed optimizer the parts of rank l are the shards l, L + l, 2 L + l, .., and shard n L + l belongs to
+the rank of the rail on node n: no value has to change its place. Without it they are an L-th of each run of values. All
+ranks of a rail decode the same messages, and each node copies the result, so replicas are equal to the bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import joined
+from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.collective import (
+    PendingCollective,
+    start_all_gather,
+    start_reduce_scatters,
+    start_sum,
+)
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, Range
+from optimus_cc_ext.techniques.nodes import Levels
+from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
+
+__all__ = ["TwoLevelPlan", "TwoLevelReducer"]
+
+_INSIDE = "gradient reduction inside a node"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TwoLevelPlan:
+    """The parts of a bucket that a rank reduces over its rail, and the bytes that all of it moves.
+
+    Args:
+        numel: elements of the bucket.
+        coded, dense: the ranges that are encoded, and those that are sent as they are, in any order.
+        levels: nodes and their members; two levels.
+        place: the place of this rank in its node.
+        sharded: whether a rank needs only its own shard of the sum.
+    """
+
+    numel: int
+    coded: Sequence[Range]
+    dense: Sequence[Range] = ()
+    dtype: torch.dtype
+    levels: Levels
+    place: int
+    sharded: bool
+    formats: Formats
+
+    @cached_property
+    def slabs(self) -> list[Range]:
+        """The ranges that a node adds up, each cut evenly among its ranks."""
+        members, nodes = self.levels.members, self.levels.nodes
+        if self.sharded:
+            return [(node * self.numel // nodes, self.numel // nodes) for node in range(nodes)]
+        sizes = ((start, length // (members * BLOCK) * BLOCK) for start, length in self._runs)
+        return [(start, members * size) for start, size in sizes if size]
+
+    @cached_property
+    def rests(self) -> list[Range]:
+        """The ends of runs that cannot be cut evenly into blocks: all replicas sum them as they are."""
+        if self.sharded:
+            return []
+        unit = self.levels.members * BLOCK
+        return [(start + length - length % unit, length % unit) for start, length in self._runs if length % unit]
+
+    @property
+    def _runs(self) -> list[Range]:
+        return joined([*self.coded, *self.dense])
+
+    @cached_property
+    def parts(self) -> list[Range]:
+        """The part of each slab whose sum over the node this rank holds."""
+        lengths = ((start, length // self.levels.members) for start, length in self.slabs)
+        return [(start + self.place * length, length) for start, length in lengths]
+
+    @cached_property
+    def across(self) -> ExchangePlan:
+        """The exchange over the rail."""
+        nodes, members = self.levels.nodes, self.levels.members
+        if self.sharded:
+            return ExchangePlan(
+                numel=self.numel, coded=self.coded, dense=self.dense, dtype=self.dtype, ranks=nodes, sharded=True,
+                formats=self.formats, parts=nodes * members,
+                owned=range(self.place, nodes * members, members),
+            )  # fmt: skip
+        return ExchangePlan(
+            numel=self.numel, coded=_within(self.coded, self.parts), dense=_within(self.dense, self.parts),
+            dtype=self.dtype, ranks=nodes, sharded=False, formats=self.formats,
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> int:
+        """Number of encoded parameters."""
+        return len(self.coded)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Memory for messages."""
+        return self.across.wire_bytes
+
+    def sent_bytes(self, whole: bool = False) -> int:
+        """Bytes that one rank sends, inside its node and to others; `whole`: see `Reducer.start`."""
+        members, ranks = self.levels.members, self.levels.members * self.levels.nodes
+        inside = sum(reduce_scatter_bytes(length * self.dtype.itemsize, members) for _, length in self.slabs)
+        sent = inside + self.across.sent_bytes()
+        if not self.sharded:
+            rests = sum(length for _, length in self.rests)
+            return sent + inside + all_reduce_bytes(rests * self.dtype.itemsize, ranks)
+        return sent + (reduce_scatter_bytes(self.numel * self.dtype.itemsize, ranks) if whole else 0)
+
+
+class TwoLevelReducer(Reducer):
+    """Sums gradients exactly inside each node, and the nodes' sums in blocks of few bits; see the module.
+
+    Args:
+        flat: the bucket, one dimension, fp32 or bf16.
+        groups: of two levels.
+        codecs, pool, gauge: see `BlockReducer`.
+    """
+
+    def __init__(
+        self,
+        plan: TwoLevelPlan,
+        flat: torch.Tensor,
+        groups: Groups,
+        codecs: BlockCodecs,
+        *,
+        pool: MessagePool | None = None,
+        gauge: Gauge | None = None,
+    ) -> None:
+        assert groups.node is not None and groups.rail is not None, "these groups have one level"
+        self.plan, self._flat, self._whole_group, self._node = plan, flat, groups.whole, groups.node
+        self._across = BlockReducer(plan.across, flat, Groups(groups.rail), codecs, pool=pool, gauge=gauge)
+        self._inside = [
+            (_view(flat, part), _view(flat, slab)) for part, slab in zip(plan.parts, plan.slabs, strict=True)
+        ]
+        self._rests = [_view(flat, rest) for rest in plan.rests]
+        self._sums: list[PendingCollective] = []
+        self._whole = self._started = False
+
+    @torch.no_grad()
+    def start(self, whole: bool = False) -> None:
+        """See `Reducer`."""
+        self._whole, self._started = whole and self.plan.sharded, True
+        self.encoded += self.plan.matrices
+        self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in self._rests]
+        start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
+        self._across.start()
+
+    def second_phase(self) -> None:
+        """See `Reducer`."""
+        self._across.second_phase()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See `Reducer`."""
+        if not self._started:
+            return
+        self._started = False
+        self._across.finish()
+        if not self.plan.sharded:
+            self._sums += [start_all_gather(slab, part, self._node, _INSIDE) for part, slab in self._inside]
+        elif self._whole:
+            own = self._flat.view(self._whole_group.size(), -1)[self._whole_group.rank()]
+            self._sums.append(start_all_gather(self._flat, own, self._whole_group, "gather of whole gradients"))
+        for pending in self._sums:
+            pending.wait()
+        self._sums = []
+
+
+def _view(flat: torch.Tensor, of: Range) -> torch.Tensor:
+    start, length = of
+    return flat[start : start + length]
+
+
+def _within(ranges: Sequence[Range], parts: Sequence[Range]) -> list[Range]:
+    """Cut ranges to the parts that lie in `parts`; both are few, and in any order."""
+    cuts = (
+        (max(start, first), min(start + length, first + size))
+        for start, length in ranges
+        for first, size in parts
+    )  # fmt: skip
+    return [(start, end - start) for start, end in cuts if start < end]

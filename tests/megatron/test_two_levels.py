@@ -1,0 +1,76 @@
+"""Laws of two levels in Megatron's real loop: exact messages reproduce vanilla, replicas stay equal, runs resume."""
+
+from functools import partial
+
+from tests.megatron import interventions
+from tests.megatron import runs as table
+from tests.megatron.runs import Limit
+from tests.megatron.specs import RunSpec, full, uses
+from tests.megatron_runs import last_stage_losses, relative_gap
+
+NORMS = 5
+DP4, DP8, PP2_DP4 = (4, ""), (8, ""), (8, "--pipeline-model-parallel-size 2")
+EXACT = "--dp-compression-format int8 --exact-blocks"
+REDUCED = "--train-iters 5 --untie-embeddings-and-output-weights"
+WHOLE = f"{REDUCED} --overlap-grad-reduce --ddp-num-buckets 3"
+SHARDED = f"{REDUCED} {table.OVERLAPPED} {table.SMALL_BUCKETS}"
+
+
+def on_nodes(name: str, members: int, layout: table.Layout, flags: str, ours: str | None = None) -> RunSpec:
+    """A run whose nodes have so many ranks."""
+    spec = RunSpec(name=f"{name}, {layout[0] // members} nodes of {members}", layout=layout, flags=flags, ours=ours)
+    return spec.but(spec.name, before=(partial(interventions.nodes_of, members),))
+
+
+def limit(name: str, members: int, layout: table.Layout, flags: str, **tolerances: float) -> Limit:
+    return Limit(vanilla=on_nodes(name, members, layout, flags), ours=EXACT, **tolerances)
+
+
+SHARDS, GRADIENTS = limit("shards", 2, DP4, SHARDED), limit("whole gradients", 2, DP4, WHOLE)
+BF16 = dict(zip(("loss", "norm"), table.BF16_BUCKETS, strict=True))
+MORE = [
+    limit("shards", 4, DP8, SHARDED),
+    limit("whole gradients", 4, DP8, WHOLE),
+    limit("shards of stages", 2, PP2_DP4, SHARDED),
+    limit("averages in the collective", 2, DP4, f"{SHARDED} --ddp-average-in-collective"),
+    limit("per-token loss", 2, DP4, f"{WHOLE} {table.SCALED_SUMS}"),
+    limit("bf16 shards", 2, DP4, f"{SHARDED} --bf16 --grad-reduce-in-bf16", **BF16),
+    limit("bf16 gradients", 2, DP4, f"{WHOLE} --bf16 --grad-reduce-in-bf16", **BF16),
+    limit("experts", 4, DP8, f"{table.MIXTURE} {SHARDED} --expert-model-parallel-size 2"),
+]
+LIMITS = {each.run.name: each for each in (SHARDS, GRADIENTS, *MORE)}
+
+
+@uses(
+    *((each.vanilla, each.run) for each in (SHARDS, GRADIENTS)),
+    *(full(each.vanilla, each.run) for each in MORE),
+)
+def test_exact_messages_reproduce_vanilla_in_two_levels(runs):
+    vanilla, ours = runs
+    of = LIMITS[ours.spec.name]
+    assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < of.loss
+    norms, expected = ([norm or 0.0 for norm in run.ranks[0].grad_norms[:NORMS]] for run in (ours, vanilla))
+    assert relative_gap(norms, expected) < of.norm
+    assert any("data-parallel gradients in two levels" in line for line in ours.said)
+    assert all(rank.ours.compressed_matrices for rank in ours.ranks)
+
+
+LOSSY = on_nodes("int4", 2, DP4, f"{REDUCED} --bf16 {table.OVERLAPPED}", "--dp-compression-format int4")
+LOSSY_WHOLE = on_nodes("int4, whole gradients", 2, DP4, REDUCED, "--dp-compression-format int4")
+
+
+@uses(LOSSY, full(LOSSY_WHOLE))
+def test_replicas_stay_bit_identical_in_two_levels(runs):
+    assert len({tuple(sorted(rank.weights.items())) for rank in runs.ranks}) == 1
+    for rank in runs.ranks:
+        raw, sent = rank.ours.traffic["DP gradients"]
+        assert sent != raw > 0
+
+
+UNEQUAL = on_nodes("unequal nodes", 3, DP4, f"--train-iters 1 {table.SHARDED}", "--dp-compression-format int4")
+
+
+@uses(UNEQUAL)
+def test_nodes_with_unequal_numbers_of_replicas_fall_back_to_one_level_and_say_so(runs):
+    line = "data-parallel gradients in one level, because its nodes hold unequal numbers of its ranks"
+    assert sum(line in said for said in runs.said) == 1
