@@ -57,6 +57,8 @@ class OptimusConfig(
     compression_error_statistics: bool = option(
         False, "Log how compression errors relate to activation differences (the paper's figure 11)."
     )
+    # Set by a preset: the classes, by name and with commas between, that are compressed only where they leave a node.
+    only_between_nodes: str = option("", None)
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
     force_compression: bool = option(False, None)
     exact_blocks: bool = option(False, None)
@@ -83,6 +85,11 @@ class OptimusConfig(
     def sums_in_blocks(self) -> bool:
         """True if gradients of replicas travel in blocks of few bits: data-parallel gradients or the tied embedding."""
         return any(block_format(self.format_of(traffic)) for traffic in (DP_GRADIENTS, EMBEDDING))
+
+    def is_dense_inside(self, traffic: TrafficClass) -> bool:
+        """Return True if a class of traffic is compressed only where it leaves a node."""
+        named = traffic.name in self.only_between_nodes.split(",")
+        return named and self.is_on(traffic) and not self.force_compression
 
     def remembers(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic keeps state in checkpoints."""

@@ -117,8 +117,21 @@ def _preset(name: str, explicit: Mapping[str, Any], layout: Layout) -> tuple[dic
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
             flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
             notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
+    if name != PRESETS[0]:
+        fields["only_between_nodes"] = ",".join(_only_between_nodes(name, explicit))
     shares = {field: share for field, share in fields.items() if isinstance(share, Fraction)}
     return fields | {field: math.ceil(share * layout.stages) for field, share in shares.items()}, notes
+
+
+def _only_between_nodes(preset: str, explicit: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the classes that a preset alone compresses: only where they leave a node. The user asks for
+    the others, by a flag of the class or by one level for all replicas.
+    """
+    for traffic in CLASSES_BY_FLAG:
+        asked = {traffic.switch, traffic.format_field} & explicit.keys()
+        one_level = "dp_compression_levels" in traffic.fields and explicit.get("dp_compression_levels") == "one"
+        if preset in traffic.presets and not asked and not one_level:
+            yield traffic.name
 
 
 def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
@@ -43,10 +43,10 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     replicas = getattr(bucket_group, replaced_group(sharded))
     records = [_record(bucket, experts) for bucket in bucket_group.buckets]
     fused = None if session.embedding.group is None else session.embedding
-    groups = _levels(session, replicas)
+    groups, left_dense = _groups(session, replicas)
     rules = BucketRules.of(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
-        levels=groups.levels, place=groups.place,
+        levels=groups.levels, place=groups.place, left_dense=left_dense,
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     if gradients.reduces(plan) and any(bucket.params_with_extra_main_grads for bucket in bucket_group.buckets):
@@ -92,12 +92,19 @@ class _Done:
         pass
 
 
-def _levels(session: Session, replicas: dist.ProcessGroup) -> Groups:
-    """Return the groups that gradients in blocks of few bits are reduced over, in the levels that are asked for."""
+def _groups(session: Session, replicas: dist.ProcessGroup) -> tuple[Groups, frozenset[TrafficClass]]:
+    """Return the groups that gradients in blocks travel over, and the classes that are left dense inside a node."""
     config = session.config
-    if session.new_groups is None or not config.sums_in_blocks or config.dp_compression_levels == "one":
-        return Groups(replicas)
-    return session.new_groups.in_levels(replicas)
+    if session.new_groups is None:
+        return Groups(replicas), frozenset()
+    two = config.sums_in_blocks and config.dp_compression_levels != "one"
+    groups = session.new_groups.in_levels(replicas, two=two)
+    own = None if session.grid is None else session.grid.replica_group
+    if own is not None and dist.get_process_group_ranks(replicas) == dist.get_process_group_ranks(own):
+        return groups, session.left_dense
+    # Experts have replicas of their own.
+    inside = filter(config.is_dense_inside, (DP_GRADIENTS, PARAM_GATHER) if groups.levels.inside else ())
+    return groups, frozenset(inside)
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:

@@ -49,7 +49,10 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
     """
     kernels, failure = _kernels(config, grid.dtype)
     rank = dist.get_rank()
-    place = replace(grid.place, names=names_of(rank), node=this_node(rank))
+    place = replace(
+        grid.place, names=names_of(rank), node=this_node(rank),
+        pipeline=() if grid.pipeline_group is None else tuple(dist.get_process_group_ranks(grid.pipeline_group)),
+    )  # fmt: skip
     mine = (place, config, layout, _machine(kernels), failure)
     grid.meet()
     everyone = grid.gather(mine)

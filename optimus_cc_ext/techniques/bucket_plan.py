@@ -10,7 +10,7 @@ A plan knows shapes, ranges of the flat bucket and names of formats; it holds no
 hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -19,7 +19,7 @@ import torch
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
@@ -130,12 +130,17 @@ class BucketRules:
         fused: bool,
         levels: Levels = ONE_LEVEL,
         place: int = 0,
+        left_dense: Collection[TrafficClass] = (),
     ) -> "BucketRules":
         """Return the rules of a run.
 
         Args:
             fused: whether this stage has a part in fused embedding synchronisation.
+            left_dense: the classes of traffic that are dense because nothing of them leaves a node.
         """
+
+        def format_of(traffic: TrafficClass) -> str:
+            return "dense" if traffic in left_dense else config.format_of(traffic)
 
         def blocks(chosen: str) -> str | None:
             """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
@@ -143,15 +148,15 @@ class BucketRules:
             """
             return None if block_format(chosen) is None else "exact" if config.exact_blocks else chosen
 
-        gradients = config.format_of(DP_GRADIENTS)
+        gradients = format_of(DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place,
             rank=config.dp_compression_rank, force=config.force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
             wire=blocks(config.low_rank_wire),
-            fused=(blocks(config.format_of(EMBEDDING)) or "dense") if fused else None,
-            gathered=blocks(config.format_of(PARAM_GATHER)),
+            fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
+            gathered=blocks(format_of(PARAM_GATHER)),
         )  # fmt: skip
 
     @property

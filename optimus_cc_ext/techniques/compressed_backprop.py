@@ -19,11 +19,13 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD, PIPELINE_FORWARD, TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.crossing import hop_stays_inside
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import BlockMessages, DenseMessages, LinkPlan, LowRankMessages
 from optimus_cc_ext.techniques.schedule import Message, Schedule
@@ -62,10 +64,11 @@ class CompressedBackprop(Technique):
         assert grid.pipeline_group is not None, "the model has no pipeline"
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
         before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
+        crosses = partial(_crosses, self._config, PIPELINE_BACKWARD, grid, groups.places)
         # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
-        if stage > 0 or grid.chunks > 1:
+        if (stage > 0 or grid.chunks > 1) and crosses(before):
             self.connect_to(before, stage, grid.place.rank, ranks[before])
-        if stage < grid.stages - 1 or grid.chunks > 1:
+        if (stage < grid.stages - 1 or grid.chunks > 1) and crosses(after):
             self.receiving = self._link(LinkPlan(self._config, after, stage), grid.place.rank, ranks[after], "next")
 
     def connect_to(self, receiving_stage: int, sending_stage: int, rank: int, peer_rank: int) -> None:
@@ -218,10 +221,21 @@ class CompressedForward(Technique):
         codec: encodes the messages; None: activations are dense.
     """
 
-    def __init__(self, codec: Codec | None) -> None:
+    def __init__(self, config: OptimusConfig, codec: Codec | None) -> None:
         # Nothing is remembered, so it has no part in checkpoints.
         super().__init__("pipeline_forward", on=False, states=FactorStates(1), gauge=Gauge())
+        self._config = config
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
+        self._sends = self._receives = self.messages is not None
+
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """See `Technique.place`."""
+        if self.messages is not None:
+            stage = grid.place.stage
+            self._receives, self._sends = (
+                _crosses(self._config, PIPELINE_FORWARD, grid, groups.places, other % grid.stages)
+                for other in (stage - 1, stage + 1)
+            )
 
     def end(self) -> None:
         """Wait for the messages that are still being sent."""
@@ -232,8 +246,19 @@ class CompressedForward(Technique):
         """Make the transfers that replace activations in one of Megatron's point-to-point calls, by role."""
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]
         transfers = {}
-        if self.messages is not None and send_next is not None:
+        if self.messages is not None and self._sends and send_next is not None:
             transfers["send_next"] = self.messages.send(send_next)
-        if self.messages is not None and recv_prev is not None:
+        if self.messages is not None and self._receives and recv_prev is not None:
             transfers["recv_prev"] = self.messages.receive(recv_prev)
         return transfers
+
+
+def _crosses(
+    config: OptimusConfig, traffic: TrafficClass, grid: Grid, places: Sequence[RankPlace], other: int
+) -> bool:  # fmt: skip
+    """Return whether messages between this rank's stage and another one are compressed: not inside a node, if a preset
+    alone compresses them.
+    """
+    tensor = [grid.place.rank] if grid.tensor_group is None else dist.get_process_group_ranks(grid.tensor_group)
+    inside = config.is_dense_inside(traffic) and hop_stays_inside(places, tensor, grid.place.stage, other)
+    return not inside

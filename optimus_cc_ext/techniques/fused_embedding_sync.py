@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
+from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.bucket_plan import sent_alone
 from optimus_cc_ext.techniques.collective import all_reduce_sum
+from optimus_cc_ext.techniques.crossing import classes_inside
 from optimus_cc_ext.techniques.exchange import (
     BlockCodecs,
     ExchangePlan,
@@ -65,12 +67,13 @@ class FusedEmbeddingSync(Technique):
     Args:
         wanted: whether the technique is on.
         codecs: of its format; None: dense.
+        dense_inside: whether the embedding is reduced dense where nothing of it leaves a node.
     """
 
-    def __init__(self, *, wanted: bool = True, codecs: BlockCodecs | None = None) -> None:
+    def __init__(self, *, wanted: bool = True, codecs: BlockCodecs | None = None, dense_inside: bool = False) -> None:
         # An embedding's gradient is sent as it is or in blocks, without error feedback: nothing is remembered.
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
-        self._wanted, self._pool, self.codecs = wanted, MessagePool(), codecs
+        self._wanted, self._pool, self.codecs, self._dense_inside = wanted, MessagePool(), codecs, dense_inside
         self.group: dist.ProcessGroup | None = None
         """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
         part.
@@ -93,6 +96,8 @@ class FusedEmbeddingSync(Technique):
         if not self._wanted:
             return
         self.alone = groups.alone()
+        if self._dense_inside and EMBEDDING in classes_inside(groups.places):
+            self.codecs = None
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
         else:

@@ -39,6 +39,9 @@ class RankPlace:
     node: Node = field(default_factory=Node)
     """Node that holds the rank."""
 
+    pipeline: tuple[int, ...] = ()
+    """The ranks of the rank's pipeline, by stage; empty: there is one stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

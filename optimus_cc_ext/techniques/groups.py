@@ -1,19 +1,19 @@
 """Process groups of this package: made by their members alone, with the options of the group that they replace."""
 
 import copy
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.techniques.crossing import levels_of_group
 from optimus_cc_ext.techniques.exchange import Groups
 from optimus_cc_ext.techniques.grid import RankPlace
-from optimus_cc_ext.techniques.nodes import Levels, levels_of
 
-__all__ = ["NewGroups", "communicator_bytes", "communicator_line", "levels_of_replicas", "names_of", "new_group"]
+__all__ = ["NewGroups", "communicator_bytes", "communicator_line", "names_of", "new_group"]
 
 
 def new_group(
@@ -69,14 +69,6 @@ def names_of(rank: int, *, more: int = 0) -> int:
     return int(dist.distributed_c10d._get_default_store().add(f"optimus_cc/names/{rank}", more))
 
 
-def levels_of_replicas(places: Sequence[RankPlace]) -> list[Levels]:
-    """Return the levels of a model's data-parallel groups, those of the first group first, and equal ones once."""
-    nodes = defaultdict(list)
-    for place in sorted(places, key=lambda place: place.rank):
-        nodes[place.stage, place.tensor_rank].append(place.node.name)
-    return list(dict.fromkeys(map(levels_of, nodes.values())))
-
-
 class NewGroups:
     """Maker of the process groups of one session on one rank.
 
@@ -98,15 +90,18 @@ class NewGroups:
         self._like, self._timeout = like, timeout
         self._levels: dict[tuple[int, ...], Groups] = {}
 
-    def in_levels(self, group: dist.ProcessGroup) -> Groups:
+    def in_levels(self, group: dist.ProcessGroup, *, two: bool) -> Groups:
         """Return `group` with the groups of its two levels, if its nodes allow them; these are made once.
 
         All ranks of the model call this for the same kinds of groups, in the same order.
+
+        Args:
+            two: whether two levels are wanted.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._levels:
-            nodes = {place.rank: place.node.name for place in self.places}
-            levels = levels_of([nodes[rank] for rank in ranks])
+            levels = levels_of_group(self.places, ranks)
+            levels = levels if two else replace(levels, members=1, reason="")
             number, members = f"_{len(self._levels)}" if self._levels else "", levels.members
             first, place = group.rank() // members * members, group.rank() % members
             node, rail = (
@@ -146,6 +141,7 @@ class NewGroups:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         self.made.clear()
+        self._levels.clear()
 
     @property
     def line(self) -> str | None:

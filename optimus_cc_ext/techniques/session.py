@@ -7,7 +7,7 @@ wrapped, and told about steps and passes:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,19 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, TrafficClass
 from optimus_cc_ext.config.presets import Layout, check_layout
-from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
+from optimus_cc_ext.techniques.crossing import classes_inside, crossing_lines
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
-from optimus_cc_ext.techniques.groups import NewGroups, levels_of_replicas
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import coded_in
-from optimus_cc_ext.techniques.nodes import Levels
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
@@ -81,6 +80,9 @@ class Session:
         self.new_groups: NewGroups | None = None
         """Process groups of our own; None with every technique off."""
 
+        self.left_dense: frozenset[TrafficClass] = frozenset()
+        """The classes of traffic that are left dense because nothing of them leaves a node."""
+
         self.traffic = Traffic()
         self.active = False
         """True inside a training iteration. Forward-only passes leave it False, and then nothing is changed."""
@@ -92,7 +94,7 @@ class Session:
 
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
-        self.forward = CompressedForward(self.new_codec(config.pipeline_forward_format))
+        self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
@@ -100,7 +102,9 @@ class Session:
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format))
         self.embedding = FusedEmbeddingSync(
-            wanted=config.fused_embedding_sync, codecs=self.new_codecs(config.fused_embedding_sync_format)
+            wanted=config.fused_embedding_sync,
+            codecs=self.new_codecs(config.fused_embedding_sync_format),
+            dense_inside=config.is_dense_inside(EMBEDDING),
         )
         self.techniques: tuple[Technique, ...] = (
             self.forward, self.backprop, self.gradients, self.parameters, self.embedding
@@ -188,21 +192,12 @@ class Session:
         if not self.config.any_technique:
             return []
         places, notes = agree(grid, self.config, layout)
-        notes += self._in_levels(levels_of_replicas(places))
+        notes += crossing_lines(self.config, places)
+        self.left_dense = frozenset(filter(self.config.is_dense_inside, classes_inside(places)))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
             technique.place(grid, layout, self.new_groups)
         return notes
-
-    def _in_levels(self, of_replicas: Sequence[Levels]) -> list[str]:
-        """Return the log lines about the levels of gradients in blocks; refuse two levels where no group has them."""
-        if self.config.dp_compression_levels == "one" or not self.config.sums_in_blocks:
-            return []
-        if self.config.dp_compression_levels == "two" and not any(levels.two for levels in of_replicas):
-            reasons = ", ".join(dict.fromkeys(levels.reason or "no node holds two replicas" for levels in of_replicas))
-            raise FlagError("--dp-compression-levels", f"two levels are not possible: {reasons}", "Leave it out")
-        lines = [levels.line for levels in of_replicas]
-        return [f"data-parallel gradients in {line}" for line in lines if line is not None]
 
     @property
     def alone(self) -> dist.ProcessGroup | None:

@@ -44,8 +44,10 @@ class RunFailed(OptimusError):
 def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu") -> str:
     """Return the command line that a person would type for a run on one machine."""
     variable = "OPTIMUS_CC_DEVICE=shared-gpu " if device == "shared-gpu" else ""
-    return variable + shlex.join(
-        ["torchrun", "--standalone", f"--nproc_per_node={processes}", "-m", "optimus_cc_ext", *flags]
+    return (
+        "OPTIMUS_CC_NODE=ranks:1 "
+        + variable
+        + shlex.join(["torchrun", "--standalone", f"--nproc_per_node={processes}", "-m", "optimus_cc_ext", *flags])
     )
 
 
@@ -89,7 +91,9 @@ def _on_host(
     meeting = [f"--master-addr={hosts.address(0)}", "--master-port=29500", f"--log-dir={os.devnull}"]
     return hosts.popen(
         host, [sys.executable, "-m", *torchrun, *meeting, "-m", "optimus_cc_ext", *flags],
-        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(INTERFACE),
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        # All hosts are one machine, with one name.
+        env=_environment(INTERFACE) | {"OPTIMUS_CC_NODE": f"host{host}"},
     )  # fmt: skip
 
 
@@ -119,6 +123,7 @@ def _environment(interface: str, device: Device = "cpu") -> dict[str, str]:
     environment = dict(os.environ)
     # More threads than cores would be much slower.
     environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OPTIMUS_CC_NODE", "ranks:1")  # as if each rank had a machine of its own
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment

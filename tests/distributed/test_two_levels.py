@@ -47,7 +47,7 @@ def two_levels(members: int) -> Groups:
         RankPlace(rank=rank, stage=0, tensor_rank=0, node=Node(f"node {rank // members}"))
         for rank in range(dist.get_world_size())
     ]
-    return NewGroups(places, dist.group.WORLD, None).in_levels(dist.group.WORLD)
+    return NewGroups(places, dist.group.WORLD, None).in_levels(dist.group.WORLD, two=True)
 
 
 def plan_of(bucket: Bucket, used: BlockCodecs, levels: Levels, place: int, sharded: bool) -> TwoLevelPlan:

@@ -74,3 +74,22 @@ UNEQUAL = on_nodes("unequal nodes", 3, DP4, f"--train-iters 1 {table.SHARDED}", 
 def test_nodes_with_unequal_numbers_of_replicas_fall_back_to_one_level_and_say_so(runs):
     line = "data-parallel gradients in one level, because its nodes hold unequal numbers of its ranks"
     assert sum(line in said for said in runs.said) == 1
+
+
+INSIDE = on_nodes("one node", 4, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BLOCKS)
+ASKED = INSIDE.but("one node, one class asked for", ours="--dp-compression-format int8")
+ACROSS = on_nodes("a node for each stage", 2, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BLOCKS)
+
+
+@uses(INSIDE, full(ASKED), full(ACROSS))
+def test_balanced_leaves_dense_what_stays_inside_a_node(runs):
+    pipelines, sums = ("pipeline forward", "pipeline backward"), ("DP gradients", "parameter gather")
+    compressed = {INSIDE: (), ASKED: sums[:1], ACROSS: (*pipelines, "embedding")}[runs.spec]
+    for rank in runs.ranks:
+        for name in (*pipelines, *sums):
+            raw, sent = rank.ours.traffic[name]
+            assert (0 < sent < raw) if name in compressed and raw else sent == raw, name
+    line = "left dense, because nothing of it leaves a node: "
+    assert sum(said.count(line) for said in runs.said) == 1
+    asked = "compressed as asked for, although nothing of it leaves a node: data-parallel compression"
+    assert any(asked in said for said in runs.said) is (runs.spec is ASKED)

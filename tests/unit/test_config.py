@@ -106,7 +106,9 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 def test_every_field_but_the_tests_knob_is_documented() -> None:
     fields = dict(FIELDS)
-    assert {fields.pop(name).metadata["help"] for name in ("force_compression", "exact_blocks")} == {None}
+    assert {
+        fields.pop(name).metadata["help"] for name in ("force_compression", "exact_blocks", "only_between_nodes")
+    } == {None}
     for field in fields.values():
         assert field.metadata["help"].endswith(".")
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.errors import FlagError
@@ -51,15 +52,45 @@ def layout(stages: int = 4, replicas: int = 4, tied: bool = True, train_iters: i
     return Layout(stages=stages, data_parallel=replicas, tied_embeddings=tied, train_iters=train_iters, seed=99)
 
 
-def resolved(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
+def with_nodes(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False))
     return resolve(request_from(parser.parse_args(shlex.split(line))), on)
+
+
+def resolved(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
+    """Resolve a line; the classes that are compressed only between nodes have a test of their own."""
+    found = with_nodes(line, on)
+    return Resolution(found.config.replace(only_between_nodes=""), found.notes)
 
 
 def refused(line: str, on: Layout = FOUR_BY_FOUR) -> str:
     with pytest.raises(FlagError) as caught:
         resolved(line, on)
     return str(caught.value)
+
+
+PIPELINES, SUMS = ("pipeline_forward", "compressed_backprop"), ("dp_compression", "fused_embedding_sync")
+
+
+@pytest.mark.parametrize(
+    "line, classes",
+    [
+        ("", ()),
+        ("--optimus-cc", ()),
+        ("--dp-compression-format int4", ()),
+        ("--optimus-cc balanced", (*PIPELINES, *SUMS, "param_gather")),
+        ("--optimus-cc balanced --dp-compression-format int8 --param-gather-format int8", (*PIPELINES, SUMS[1])),
+        ("--optimus-cc balanced --compressed-backprop", (PIPELINES[0], *SUMS, "param_gather")),
+        ("--optimus-cc balanced --dp-compression-stages all", (*PIPELINES, *SUMS, "param_gather")),
+        ("--optimus-cc balanced --dp-compression-levels one", (*PIPELINES, SUMS[1], "param_gather")),
+        ("--optimus-cc balanced --dp-compression-levels two", (*PIPELINES, *SUMS, "param_gather")),
+    ],
+)
+def test_a_class_is_left_dense_inside_a_node_if_balanced_alone_asks_for_it(line: str, classes: tuple[str]) -> None:
+    config = with_nodes(line, SHARDED).config
+    assert [each.name for each in CLASSES if config.is_dense_inside(each)] == [
+        each.name for each in CLASSES if each.name in classes
+    ]
 
 
 def test_without_flags_everything_is_off_and_a_preset_is_what_it_is_said_to_be() -> None:

@@ -20,7 +20,7 @@ OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.optio
 RANKS, FRACTIONS = st.integers(-2, 64), st.sampled_from([-0.5, 0.0, 0.1, 1.0, 1.5, float("nan")])
 STAGES = st.one_of(st.sampled_from(["all", "auto"]), st.integers(-1, 9))
 TECHNIQUES = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
-KNOBS = {"force_compression", "exact_blocks"}
+KNOBS = {"force_compression", "exact_blocks", "only_between_nodes"}
 LOW_RANK_ONLY = {
     "compressed_backprop_format": ("compressed_backprop_rank", "residual_across_iterations"),
     "dp_compression_format": ("dp_compression_rank",),
@@ -41,6 +41,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dp_compression_warmup": FRACTIONS,
     "dp_error_feedback": st.booleans(),
     "dp_compression_stages": STAGES,
+    "dp_compression_levels": st.sampled_from(["auto", "one", "two"]),
     "compression_seed": st.integers(0, 2**31),
     "compression_state_dtype": st.sampled_from(["fp32", "bf16"]),
     "compression_metrics": st.booleans(),
@@ -85,7 +86,9 @@ def written(fields: dict[str, Any]) -> list[str]:
 def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
     """Resolve a line; check a refusal, and return the resolution or the refusal."""
     try:
-        return resolve(request_from(PARSER.parse_args(line)), layout)
+        found = resolve(request_from(PARSER.parse_args(line)), layout)
+        # Which classes a preset leaves dense inside a node depends on what was given one by one.
+        return Resolution(found.config.replace(only_between_nodes=""), found.notes)
     except FlagError as error:
         assert error.flag in OUR_FLAGS and str(error).startswith(f"{error.flag}: ")
         return error

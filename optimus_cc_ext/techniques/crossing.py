@@ -1,0 +1,118 @@
+"""Rules about the traffic that leaves a node: pure functions of the places of all ranks of a model.
+
+Ranks that have to keep equal bits take their decisions together. So the hops of all tensor-parallel ranks of a stage
+are compressed, or none; their data-parallel groups add up in the same levels; and parameters are gathered alike on all
+stages, since the first and the last one may hold a tied embedding.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+    TrafficClass,
+)
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.nodes import Levels, levels_of
+
+__all__ = ["classes_inside", "crossing_lines", "hop_stays_inside", "levels_of_group"]
+
+
+def hop_stays_inside(
+    places: Sequence[RankPlace], tensor_ranks: Collection[int], stage: int, other: int
+) -> bool:  # fmt: skip
+    """Return True if nothing leaves a node between two stages, on any of the tensor-parallel ranks of one of them."""
+    nodes, pipelines = _nodes(places), {place.rank: place.pipeline for place in places}
+    hops = ((pipelines[rank][stage], pipelines[rank][other]) for rank in tensor_ranks)
+    return all(nodes[one] == nodes[another] for one, another in hops)
+
+
+def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels:
+    """Return the levels of a group of ranks; one level if it is a data-parallel group, and its tensor-parallel
+    neighbours have other levels: all of them hold some parameters alike.
+    """
+    nodes, replicas = _nodes(places), _replicas(places)
+    levels = levels_of([nodes[rank] for rank in ranks])
+    stage = next((stage for (stage, _), found in replicas.items() if tuple(found) == tuple(ranks)), None)
+    neighbours = [_levels(nodes, found) for (other, _), found in replicas.items() if other == stage]
+    if any(other != levels for other in neighbours):
+        return Levels(nodes=max(levels.nodes, *(other.nodes for other in neighbours)), reason=_UNLIKE)
+    return levels
+
+
+_UNLIKE = "the groups of its tensor-parallel ranks lie on nodes in different ways"
+
+
+def classes_inside(places: Sequence[RankPlace]) -> frozenset[TrafficClass]:
+    """Return the classes of traffic of which nothing leaves a node, on any rank of the model."""
+    nodes, replicas, hops = _nodes(places), _replicas(places), list(_hops(places))
+    found: set[TrafficClass] = set()
+    if hops and all(nodes[one] == nodes[other] for one, other in hops):
+        found |= {PIPELINE_FORWARD, PIPELINE_BACKWARD}
+    if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in replicas.values()):
+        found |= {DP_GRADIENTS, PARAM_GATHER}
+    last = max(stage for stage, _ in replicas)
+    unions = ([*replicas[0, tensor], *replicas[last, tensor]] for stage, tensor in replicas if stage == 0)
+    if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in unions):
+        found.add(EMBEDDING)
+    return frozenset(found)
+
+
+def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterator[str]:
+    """Yield the log lines about traffic that stays inside nodes, and about levels.
+
+    Raises:
+        FlagError: two levels are asked for, and no group of replicas has them.
+    """
+    inside = classes_inside(places)
+    for dense, line in (
+        (True, "left dense, because nothing of it leaves a node"),
+        (False, "compressed as asked for, although nothing of it leaves a node"),
+    ):
+        named = [t.phrase for t in CLASSES if t in inside and config.is_on(t) and config.is_dense_inside(t) is dense]
+        if named:
+            yield f"{line}: {', '.join(named)}"
+    nodes, hops = _nodes(places), list(_hops(places))
+    staying = sum(nodes[one] == nodes[other] for one, other in hops)
+    pipelines = [t for t in (PIPELINE_FORWARD, PIPELINE_BACKWARD) if config.is_dense_inside(t)]
+    if pipelines and 0 < staying < len(hops):
+        yield f"{staying} of {len(hops)} hops between stages stay inside a node, and are left dense"
+    if config.dp_compression_levels == "one" or not config.sums_in_blocks:
+        return
+    levels = list(dict.fromkeys(levels_of_group(places, ranks) for ranks in _replicas(places).values()))
+    if config.dp_compression_levels == "two" and not any(each.two for each in levels):
+        reasons = ", ".join(dict.fromkeys(each.reason or "no node holds two replicas" for each in levels))
+        raise FlagError("--dp-compression-levels", f"two levels are not possible: {reasons}", "Leave it out")
+    for each in levels:
+        if each.line is not None:
+            yield f"data-parallel gradients in {each.line}"
+
+
+def _nodes(places: Sequence[RankPlace]) -> dict[int, str]:
+    return {place.rank: place.node.name for place in places}
+
+
+def _levels(nodes: dict[int, str], ranks: Sequence[int]) -> Levels:
+    return levels_of([nodes[rank] for rank in ranks])
+
+
+def _replicas(places: Sequence[RankPlace]) -> dict[tuple[int, int], list[int]]:
+    """Return the ranks of each data-parallel group, by stage and tensor-parallel rank."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place in sorted(places, key=lambda place: place.rank):
+        found[place.stage, place.tensor_rank].append(place.rank)
+    return dict(found)
+
+
+def _hops(places: Sequence[RankPlace]) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of ranks of neighbouring stages, in all pipelines."""
+    for pipeline in dict.fromkeys(place.pipeline for place in places):
+        yield from pairwise(pipeline)

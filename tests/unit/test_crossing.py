@@ -1,0 +1,104 @@
+"""Traffic between nodes follows from the places of all ranks, and ranks that keep equal bits decide alike."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.placement import Placement
+from optimus_cc_ext.techniques.crossing import classes_inside, crossing_lines, hop_stays_inside, levels_of_group
+from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.nodes import Levels, Node
+
+EVERYTHING = {each.name for each in CLASSES}
+PIPELINES = {"pipeline_forward", "compressed_backprop"}
+GRADIENTS = {"dp_compression", "param_gather"}
+BALANCED = OptimusConfig(
+    pipeline_forward_format="fp8", compressed_backprop_format="int8", dp_compression_format="int4",
+    fused_embedding_sync_format="int8", param_gather_format="int4", only_between_nodes=",".join(EVERYTHING),
+)  # fmt: skip
+INT4 = OptimusConfig(dp_compression_format="int4")
+
+
+def on_nodes(
+    nodes: str, *, tensor: int = 1, pipeline: int = 1, pipeline_before_data: bool = False
+) -> list[RankPlace]:  # fmt: skip
+    """The places of ranks in Megatron's order, on nodes that are named by letters."""
+    data = len(nodes) // tensor // pipeline
+    grid = Placement(tensor=tensor, data=data, pipeline=pipeline, pipeline_before_data=pipeline_before_data)
+    places = []
+    for ranks in grid.groups("pipeline"):
+        for stage, rank in enumerate(ranks):
+            members = next(group for group in grid.groups("tensor") if rank in group)
+            places.append(
+                RankPlace(
+                    rank=rank, stage=stage, tensor_rank=members.index(rank), node=Node(nodes[rank]),
+                    pipeline=tuple(ranks) if pipeline > 1 else (),
+                )
+            )  # fmt: skip
+    return places
+
+
+@pytest.mark.parametrize(
+    "places, inside",
+    [
+        (on_nodes("aaaa", pipeline=2), EVERYTHING),
+        (on_nodes("aabb", pipeline=2), GRADIENTS),
+        (on_nodes("abab", pipeline=2), PIPELINES),
+        (on_nodes("abcd", pipeline=2), set()),
+        (on_nodes("aabb", pipeline=2, pipeline_before_data=True), PIPELINES),
+        (on_nodes("aaab", pipeline=2), set()),
+        (on_nodes("aaaaaaaabbbbbbbb", tensor=4, pipeline=2), GRADIENTS),
+        (on_nodes("aaaabbbb", tensor=2), set()),
+        (on_nodes("aa"), GRADIENTS | {"fused_embedding_sync"}),
+    ],
+)
+def test_a_class_stays_inside_if_nothing_of_it_leaves_a_node_on_any_rank(
+    places: Sequence[RankPlace], inside: set[str]
+) -> None:
+    assert {each.name for each in classes_inside(places)} == inside
+
+
+def test_a_hop_is_inside_for_all_tensor_parallel_ranks_or_for_none() -> None:
+    # Ranks 0, 1: stage 0; 2, 3: stage 1. Rank 0 and rank 2 share a node, rank 1 and rank 3 do not.
+    places = on_nodes("abac", tensor=2, pipeline=2)
+    for stage, ranks in ((0, [0, 1]), (1, [2, 3])):
+        assert not hop_stays_inside(places, ranks, stage, 1 - stage)
+        assert hop_stays_inside(places, ranks[:1], stage, 1 - stage)
+
+
+def test_the_groups_of_tensor_parallel_ranks_add_up_in_the_same_levels() -> None:
+    alike, unlike = on_nodes("aaaabbbb", tensor=2), on_nodes("aaabbabb", tensor=2)
+    for ranks in ([0, 2, 4, 6], [1, 3, 5, 7]):
+        assert levels_of_group(alike, ranks) == Levels(nodes=2, members=2)
+        found = levels_of_group(unlike, ranks)
+        assert not found.two and "its tensor-parallel ranks lie on nodes in different ways" in found.reason
+    assert levels_of_group(unlike, [0, 1, 3, 4]) == Levels(nodes=2, members=2), "experts have groups of their own"
+
+
+def test_lines_say_what_is_left_dense_and_what_is_compressed_all_the_same() -> None:
+    assert list(crossing_lines(BALANCED, on_nodes("abcd", pipeline=2))) == []
+    (line,) = crossing_lines(BALANCED, on_nodes("aaaa", pipeline=2))
+    assert line.startswith("left dense, because nothing of it leaves a node: compressed activations, ")
+    (line,) = crossing_lines(INT4, on_nodes("aaaa"))
+    assert line.startswith("compressed as asked for, although nothing of it leaves a node: data-parallel compression")
+    lines = list(crossing_lines(BALANCED, on_nodes("aabb", pipeline=4)))
+    assert "2 of 3 hops between stages stay inside a node, and are left dense" in lines
+
+
+def test_lines_say_in_how_many_levels_gradients_are_added_up_and_why() -> None:
+    (line,) = crossing_lines(INT4, on_nodes("aabb"))
+    assert line.startswith("data-parallel gradients in two levels: 2 replicas on each of 2 nodes")
+    (line,) = crossing_lines(INT4, on_nodes("aaab"))
+    assert line == "data-parallel gradients in one level, because its nodes hold unequal numbers of its ranks"
+    assert list(crossing_lines(INT4.replace(dp_compression_levels="one"), on_nodes("aabb"))) == []
+
+
+@pytest.mark.parametrize(
+    "nodes, reason", [("abcd", "no node holds two replicas"), ("aaab", "unequal numbers"), ("aa", "no node holds two")]
+)
+def test_two_levels_are_refused_where_no_group_has_them(nodes: str, reason: str) -> None:
+    with pytest.raises(FlagError, match=f"--dp-compression-levels: two levels are not possible: .*{reason}"):
+        list(crossing_lines(INT4.replace(dp_compression_levels="two"), on_nodes(nodes)))
