@@ -1,4 +1,4 @@
-"""The bytes of codes, in torch: one class for each `Format.packing`; `formats` says which code is where."""
+"""Packing of codes into bytes, in torch: one class for each `Format.packing`; `formats` describes the packings."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ __all__ = ["PACKINGS", "Packing"]
 
 
 class Packing(ABC):
-    """The bytes of codes: one class for each `Format.packing`."""
+    """Packing of codes into bytes: one class for each `Format.packing`."""
 
     def __init__(self, format: Format, scratch: Scratch) -> None:
         self._format, self._scratch = format, scratch
@@ -31,7 +31,7 @@ class Packing(ABC):
 
 
 class _Integers(Packing):
-    """Fields of 2, 4, 6 or 8 bits; `formats` says which code is where."""
+    """Packing of integers in fields of 2, 4, 6 or 8 bits; `formats` says which code is where."""
 
     def __init__(self, format: Format, scratch: Scratch) -> None:
         super().__init__(format, scratch)
@@ -42,12 +42,12 @@ class _Integers(Packing):
         self._fields = [
             (slice(at * self._words, (at + 1) * self._words), at * format.bits) for at in range(codes_to_a_word)
         ]
-        """The codes of each field, and the field's lowest bit in a word."""
+        """Codes of each field, and the field's lowest bit in a word."""
 
         self._bytes = [
             slice(at * self._words, (at + 1) * self._words) for at in range(format.bits * codes_to_a_word // 8)
         ]
-        """The words' lowest bytes, then the next ones."""
+        """Lowest bytes of all words, then the next bytes."""
 
         self._offsets = sum(format.offset << shift for _, shift in self._fields)
 
@@ -56,7 +56,7 @@ class _Integers(Packing):
         if self._format.bits == 8:
             codes.view(torch.int8).copy_(x)
             return
-        # In fp32, which holds a word of 24 bits exactly.
+        # Computed in fp32, which holds a word of 24 bits exactly.
         words, shape = x[:, self._fields[0][0]], (x.shape[0], self._words)
         out = self._scratch.take("words", shape, torch.float32, x.device)
         for field, shift in self._fields[1:]:
@@ -84,7 +84,7 @@ class _Integers(Packing):
         out.sub_(self._format.offset)
 
     def _widened(self, codes: Tensor) -> Tensor:
-        """Words of several bytes, (b, words) in int32."""
+        """Return words of several bytes, (b, words) in int32."""
         *lower, highest = self._bytes
         words = self._scratch.take("wide words", (codes.shape[0], self._words), torch.int32, codes.device)
         words.copy_(codes[:, highest])
@@ -94,19 +94,20 @@ class _Integers(Packing):
 
 
 class _E4m3(Packing):
-    """A byte a code; what is above 448 would be NaN."""
+    """Packing of E4M3: one byte for each code. A value above 448 would become NaN."""
 
     def write(self, x: Tensor, codes: Tensor) -> None:
         codes.view(torch.float8_e4m3fn).copy_(x)
 
     def read(self, codes: Tensor, out: Tensor) -> None:
-        # A cast of torch's takes ten times as long: sign and exponent to their places, and the bias is 120 less.
+        # torch's cast takes ten times as long. Sign and exponent are shifted to their places; the bias is corrected by
+        # 2^120.
         out.view(torch.int32).copy_(codes.view(torch.int8)).bitwise_left_shift_(20).bitwise_and_(-0x7810_0000)
         out.mul_(2.0**120)
 
 
 class _Fp32(Packing):
-    """The values themselves."""
+    """Packing of the pass-through format: the values themselves, in fp32."""
 
     def write(self, x: Tensor, codes: Tensor) -> None:
         codes.view(torch.float32).copy_(x)
@@ -116,4 +117,4 @@ class _Fp32(Packing):
 
 
 PACKINGS: dict[str, type[Packing]] = {"integers": _Integers, "e4m3": _E4m3, "fp32": _Fp32}
-"""All packings by name."""
+"""Packings by name."""

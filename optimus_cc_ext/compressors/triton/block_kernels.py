@@ -1,14 +1,14 @@
 """Triton kernels of the block formats; `blocks` calls them. Needs triton to be imported.
 
-Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. `table` has for each block of
-each message, (N, blocks), the place of its values: start * 256 + length, both divisible by ALIGN; 0 where there is no
-such block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements from one message
-to the next. WIDEN: triton's interpreter neither multiplies bf16 nor rounds to it, so that it takes other ways to the
-same bits. Equal inputs give equal bits: no atomics, one order of sums. E4M3 is made of integers, so that every GPU
-rounds alike.
+Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. `table` has the place of the
+values of each block of each message, (N, blocks): start * 256 + length, both divisible by ALIGN; 0 if there is no such
+block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements from one message to the
+next. WIDEN: triton's interpreter neither multiplies bf16 nor rounds to it, so the kernels compute the same bits in
+another way. Equal inputs give equal bits, because there are no atomics and sums have one order. E4M3 is computed with
+integers, so that every GPU rounds alike.
 
 A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by additions of the four results, because
-128 x 128 = (4 x 4) x (32 x 32): a fourth of the products, and a matrix that fits the registers.
+128 x 128 = (4 x 4) x (32 x 32): this takes a fourth of the products, and a matrix that fits the registers.
 """
 
 import triton
@@ -19,7 +19,9 @@ __all__ = ["add_up_blocks", "add_up_values", "copy_values", "encode_blocks"]
 BLOCK = tl.constexpr(128)
 QUARTER = tl.constexpr(32)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
-"""fp32 numbers of this size are integers: a number added to it is rounded to the nearest one, of two to the even."""
+"""Size at which fp32 numbers are integers: adding it to a number rounds the number to the nearest integer, ties to
+even.
+"""
 
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
@@ -31,14 +33,14 @@ def _bits(x):
 
 @triton.jit
 def _bf16_bits(x):
-    """Round fp32 to the nearest bf16, of two to the even, as int32. A NaN stays one."""
+    """Round fp32 to the nearest bf16, ties to even, and return its bits as int32. A NaN stays a NaN."""
     bits = _bits(x)
     return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
 
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
-    """Round fp32 to the nearest number of `dtype`, of two to the even."""
+    """Round fp32 to the nearest number of `dtype`, ties to even."""
     if WIDEN and dtype == tl.bfloat16:
         x = _bf16_bits(x).to(tl.int16).to(dtype, bitcast=True)
     return x.to(dtype)
@@ -46,7 +48,7 @@ def _rounded(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _store(pointers, x, mask, ONTO: tl.constexpr, WIDEN: tl.constexpr):
-    """Store x in the dtype of the pointers. ONTO: add x, rounded to that dtype, to what is there."""
+    """Store x in the dtype of the pointers. ONTO: add x, rounded to that dtype, to the stored values."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     if ONTO:
         x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + _rounded(x, dtype, WIDEN).to(tl.float32)
@@ -55,7 +57,7 @@ def _store(pointers, x, mask, ONTO: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
-    """Return starts and lengths of a message's blocks `rows`; a length of 0 where there is none."""
+    """Return starts and lengths of a message's blocks `rows`; a length of 0 if there is no such block."""
     entry = tl.load(table + message.to(tl.int64) * blocks + rows, mask=rows < blocks, other=0)
     return tl.multiple_of(entry >> 8, ALIGN), tl.multiple_of((entry & 255).to(tl.int32), ALIGN)
 
@@ -64,9 +66,9 @@ def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
 def _times(x, matrices, WHICH: tl.constexpr, WIDEN: tl.constexpr):
     """Return X M, (rows, 32) in fp32, for matrix WHICH of `matrices` (4, 32, 32), whose entries are 1 and -1.
 
-    Tensor cores multiply in the dtype of the matrices. 16 bits must hold X exactly. TF32 has 11 of fp32's 24 bits: X is
-    the sum of its upper 11 bits and the rest, of which a product loses the last two at most, 2^-21 of X. Products with
-    1 and -1 are exact. A tensor core that takes TF32's subnormal numbers for 0 loses values below 2^-126.
+    Tensor cores multiply in the dtype of the matrices. In 16 bits, X must be exact. TF32 has 11 of fp32's 24 bits: X is
+    the sum of its upper 11 bits and the rest, of which a product loses at most the last two, 2^-21 of X. Products with
+    1 and -1 are exact. A tensor core that flushes TF32's subnormal numbers to 0 loses values below 2^-126.
     """
     i, j = tl.arange(0, QUARTER)[:, None], tl.arange(0, QUARTER)[None, :]
     matrix = tl.load(matrices + WHICH * QUARTER * QUARTER + i * QUARTER + j)
@@ -86,16 +88,17 @@ def _times(x, matrices, WHICH: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _upper_bits(x):
-    """Return the bits of fp32 that TF32 has as well."""
+    """Return the bits of fp32 that TF32 keeps."""
     return (_bits(x) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _to_e4m3(x):
-    """Return the bits of the nearest E4M3, of two the even, as int32; |x| <= 448."""
+    """Return the bits of the nearest E4M3, ties to even, as int32; |x| <= 448."""
     bits = _bits(x)
     size = bits & 0x7FFFFFFF
-    # Three bits of mantissa stay, and the exponent's bias falls from 127 to 7; below 2^-6 it is a multiple of 2^-9.
+    # Three bits of mantissa are kept, and the exponent's bias changes from 127 to 7; below 2^-6 numbers are multiples
+    # of 2^-9.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = _bits(size.to(tl.float32, bitcast=True) * 512.0 + ROUNDER) - ROUNDER_BITS
     return tl.where(size < (121 << 23), subnormal, normal) | ((bits >> 24) & 0x80)
@@ -114,8 +117,8 @@ def _from_e4m3(code):
 def _field(x, unit, PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr):
     """Return the fields of BITS bits, as int32, that stand for values in units of their scale.
 
-    Rotated values are sums that were rounded, so that a reciprocal's last bit matters no more than theirs. A rotated
-    block's unit is 0 or 2^-126 at least, 128 times a bf16, so that its reciprocal is finite.
+    Rotated values are rounded sums, so a reciprocal's last bit matters no more than theirs. A rotated block's unit is 0
+    or at least 2^-126, 128 times a bf16, so that its reciprocal is finite.
     """
     tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
     if ROTATED:
@@ -126,7 +129,7 @@ def _field(x, unit, PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.const
     x = tl.maximum(tl.minimum(x, LARGEST), -LARGEST)
     if PACKING == "e4m3":
         return _to_e4m3(x)
-    # A field that is not a whole byte has no sign.
+    # A field that is narrower than a byte has no sign.
     offset: tl.constexpr = 0 if BITS == 8 else 1 << (BITS - 1)
     return _bits(x + (ROUNDER + offset)) - ROUNDER_BITS
 
@@ -138,22 +141,23 @@ def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
     if PACKING == "e4m3":
         return _from_e4m3(code)
     offset: tl.constexpr = 1 << (BITS - 1)
-    if BITS == 8:  # Two's complement.
+    if BITS == 8:  # two's complement
         code ^= offset
-    # Not converted: of such small integers the compiler makes eight times as many instructions.
+    # Computed from bits, because for a conversion of such small integers the compiler makes eight times as many
+    # instructions.
     return (code | ROUNDER_BITS).to(tl.float32, bitcast=True) - (ROUNDER + offset)
 
 
 @triton.jit
 def _butterflies(a, b, c, d):
-    """Return the sums of four tensors with the signs that H has in each of its four rows of four quarters."""
+    """Return the sums of four tensors with the signs of each of H's four rows of four quarters."""
     a, b, c, d = a + b, a - b, c + d, c - d
     return a + c, b + d, a - c, b - d
 
 
 @triton.jit
 def _quarter(start, length, WHICH: tl.constexpr):
-    """Return the places of a quarter of each block in the tensor, and which of them are there."""
+    """Return the places of a quarter of each block in the tensor, and a mask of those that exist."""
     columns = WHICH * QUARTER + tl.arange(0, QUARTER)
     return start[:, None] + columns[None, :], columns[None, :] < length[:, None]
 
@@ -166,7 +170,9 @@ def _at_byte(codes, rows, FIRST: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _store_codes(codes, rows, a, b, c, d, used, BITS: tl.constexpr):
-    """Write the fields of four quarters, (rows, 32) int32 each, as integers of BITS bits; see `formats`."""
+    """Write the fields of four quarters, (rows, 32) int32 each, as integers of BITS bits, in the packing of
+    `formats`.
+    """
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
         tl.store(_at_byte(codes, rows, 0, BITS), a.to(tl.uint8), mask=used)
@@ -184,7 +190,7 @@ def _store_codes(codes, rows, a, b, c, d, used, BITS: tl.constexpr):
 
 @triton.jit
 def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers of the blocks `rows` of a message in units of their scales: four of (rows, 32)."""
+    """Return the numbers of the blocks `rows` of a message in units of their scales, as four tensors (rows, 32)."""
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
         a, b = _load_byte(codes, rows, 0, used, BITS), _load_byte(codes, rows, 1, used, BITS)
@@ -217,7 +223,7 @@ def encode_blocks(
     """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N).
 
     INVERSE: 1 over GAIN times the largest code; GAIN: the factor by which the rotation, which is not normalised,
-    lengthens a block. `rotations`: see `_times`; matrix h is that of rows 32 h to 32 h + 31 of diag(s) H.
+    lengthens a block. `rotations` are the matrices of `_times`; matrix h has rows 32 h to 32 h + 31 of diag(s) H.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     start, length = _place(table, message, rows, blocks, ALIGN)
@@ -246,12 +252,12 @@ def _load_quarter(values, start, length, WHICH: tl.constexpr):
 
 @triton.jit
 def _peak(a, b, c, d, ROTATED: tl.constexpr):
-    """Return the largest absolute value of each row, a NaN or an infinity where there is one."""
-    if ROTATED:  # A maximum passes over NaNs, but the rotation makes NaNs of all values of a block that has one.
+    """Return the largest absolute value of each row; NaN or infinity if the row has one."""
+    if ROTATED:  # A maximum ignores NaNs, but the rotation makes all values of a block NaN if one is.
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         return tl.max(largest, axis=1)
     else:
-        # As bits: those of a NaN are above those of infinity.
+        # Compared as bits, in which NaNs are larger than infinity.
         first = tl.maximum(_bits(a) & 0x7FFFFFFF, _bits(b) & 0x7FFFFFFF)
         second = tl.maximum(_bits(c) & 0x7FFFFFFF, _bits(d) & 0x7FFFFFFF)
         return tl.max(tl.maximum(first, second), axis=1).to(tl.float32, bitcast=True)
@@ -269,11 +275,11 @@ def add_up_blocks(
     PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
     ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write to `out` the sum of the values of `senders`. Grid: (blocks / ROWS, 1); ALONE, of one: (blocks / ROWS, N).
+    """Write the sum of the values of `senders` to `out`. Grid: (blocks / ROWS, 1); with ALONE, for one sender: (blocks
+    / ROWS, N).
 
-    ONTO: add it to what is there.
-
-    With one sender the scale comes after the rotation, whose sums of codes are exact.
+    ONTO: add the sum to the values in `out`. With one sender the scale is applied after the rotation, whose sums of
+    codes are exact.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     start, length = _place(table, message, rows, blocks, ALIGN)
@@ -317,7 +323,9 @@ def _store_quarter(out, start, length, WHICH: tl.constexpr, x, ONTO: tl.constexp
 
 @triton.jit
 def _chunk(table, slots, message, chunks, ROWS: tl.constexpr):
-    """Return the places of a program's dense values in the tensor and in the section, and which of them are there."""
+    """Return the places of a program's dense values in the tensor and in the section, and a mask of those that
+    exist.
+    """
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     start, length = _place(table, message, rows, chunks, 1)
     slot = tl.load(slots + message.to(tl.int64) * chunks + rows, mask=length > 0, other=0)
@@ -326,8 +334,11 @@ def _chunk(table, slots, message, chunks, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks", "stride"], do_not_specialize_on_alignment=["table", "slots"])
 def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr):
-    """Copy dense values to the messages: chunks (N, chunks) of up to 128, each from its place in `table` to that in
-    `slots`. Grid: (chunks / ROWS, N)."""
+    """Copy dense values to the messages. Grid: (chunks / ROWS, N).
+
+    There are (N, chunks) chunks of up to 128 values, each of which goes from its place in `table` to its place in
+    `slots`.
+    """
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
     tl.store(dense + message.to(tl.int64) * stride + slot, tl.load(values + at, mask=mask), mask=mask)
@@ -337,7 +348,9 @@ def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr)
 def add_up_values(
     dense, table, slots, out, stride, chunks, senders, WIDEN: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write to `out`, or add ONTO it, sums of such chunks over `senders`. Grid: (chunks / ROWS, 1), of one (.., N)."""
+    """Write the sums of dense chunks over `senders` to `out`, or with ONTO add them. Grid: (chunks / ROWS, 1); one
+    sender: (.., N).
+    """
     message = tl.program_id(1)
     at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
     sent = dense + message.to(tl.int64) * stride + slot

@@ -1,4 +1,6 @@
-"""`Codec` with Triton's kernels where they apply: values are read once, and messages written once."""
+"""Block codec with Triton's kernels for messages that the kernels take: values are read once, and messages written
+once.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +25,41 @@ if launches.AVAILABLE:
 __all__ = ["TritonCodec"]
 
 PACKINGS = ("integers", "e4m3")
-"""The packings that the kernels know; messages of others go the parent's way."""
+"""Packings that the kernels support; the parent's torch code encodes messages of others."""
 
 ROWS = 64
-"""Blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at once, and
-as many as fit the registers."""
+"""Number of blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at
+once, and as many as fit the registers.
+"""
 
 DENSE_ROWS = 16
-"""Runs of 128 dense values, likewise."""
+"""Number of runs of 128 dense values that one program works on at a time."""
 
 WIDEST = 16
-"""Values that are worth being read by one thread at once."""
+"""Largest number of values that one thread should read at once."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """A layout as kernels read it, on one device; int64."""
+    """Tables of a layout on one device, in the form that kernels read; int64."""
 
     blocks: Tensor
-    """(N, blocks): start * 256 + length of each; 0 where a message has no such block."""
+    """Entry start * 256 + length of each block, (N, blocks); 0 if a message has no such block."""
 
     align: int
-    """A power of two that divides all starts and lengths."""
+    """Power of two that divides all starts and lengths."""
 
     chunks: Tensor
-    """(N, chunks): the same for dense values, 128 at most each."""
+    """Entries of dense values, (N, chunks), in the same form as `blocks`, at most 128 values each."""
 
     slots: Tensor
-    """(N, chunks): places of the chunks in the messages' dense sections."""
+    """Offsets of the chunks in the messages' dense sections, (N, chunks)."""
 
 
 class TritonCodec(Codec):
-    """A codec that uses the kernels where they take values and messages, and its parent's way, in torch, elsewhere.
+    """Codec that uses the kernels for values and messages that they take, and its parent's torch code for others.
 
-    Which way a message goes changes nothing of the values that are decoded from it, to the bit; rotated codes may be
-    one apart.
+    Decoded values are the same with both, to the bit; codes of rotated blocks may differ by one.
     """
 
     def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
@@ -80,14 +82,14 @@ class TritonCodec(Codec):
             )
         if tables.blocks.numel():
             largest = self.format.largest
-            assert largest is not None  # such a format has no kernels
+            assert largest is not None  # formats without a largest code have no kernels
             block_kernels.encode_blocks[_grid(tables.blocks, ROWS)](
                 values, tables.blocks, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
                 scales.stride(0), codes.stride(0), layout.blocks,
                 PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
                 INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
                 WIDEN=INTERPRETED, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
-                maxnreg=128,  # four programs on a multiprocessor; nothing spills
+                maxnreg=128,  # four programs on a multiprocessor; no register spills
             )  # fmt: skip
 
     @torch.no_grad()
@@ -100,7 +102,7 @@ class TritonCodec(Codec):
 
     @torch.no_grad()
     def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
-        # A kernel for blocks, and one for dense values, whatever the number of messages.
+        # One kernel for blocks, and one for dense values, whatever the number of messages.
         messages = self._by_message(messages, layout, out.dtype)
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(None), 1, out, onto=True)
@@ -117,7 +119,9 @@ class TritonCodec(Codec):
     def _add_up(
         self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor, *, onto: bool = False
     ) -> None:
-        """Decode all messages of one sender, or one message of several; `onto`: add them to what is there."""
+        """Decode all messages of one sender, or one message of several senders; `onto`: add the values to those in
+        `out`.
+        """
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
         if tables.chunks.numel():
             chunks = tables.chunks[which]
@@ -127,7 +131,7 @@ class TritonCodec(Codec):
             )  # fmt: skip
         if tables.blocks.numel():
             blocks = tables.blocks[which]
-            # Sums of four codes are integers below 2^9, which 16 bits hold; those of senders are any numbers.
+            # Sums of four codes are integers below 2^9, which 16 bits hold exactly; sums over senders are not integers.
             dtype = torch.float16 if senders == 1 else torch.float32
             block_kernels.add_up_blocks[_grid(blocks, ROWS)](
                 scales, codes, blocks, self._rotations_in(dtype, out.device, back=True), out,
@@ -146,16 +150,16 @@ class TritonCodec(Codec):
         )
 
     def _tables_of(self, layout: BlockLayout, device: torch.device) -> Tables:
-        of = self._tables.setdefault(layout, {})
-        if device not in of:
-            of[device] = _tables(layout, device)
-        return of[device]
+        by_device = self._tables.setdefault(layout, {})
+        if device not in by_device:
+            by_device[device] = _tables(layout, device)
+        return by_device[device]
 
     def _rotations_in(self, dtype: torch.dtype, device: torch.device, *, back: bool) -> Tensor | None:
-        """Return the matrices by which kernels multiply the quarters of blocks, (4, 32, 32), or None without rotation.
+        """Return the matrices by which kernels multiply the quarters of blocks, (4, 32, 32); None without rotation.
 
-        Matrix k is that of columns 32 k to 32 k + 31 in the first 32 rows of H diag(s), if not `back` transposed; in
-        other rows of H the entries are the same, or all have the other sign.
+        Matrix k has columns 32 k to 32 k + 31 of the first 32 rows of H diag(s), transposed unless `back`. In other
+        rows of H the entries are the same, or all have the other sign.
         """
         if self._signs is None:
             return None
@@ -175,21 +179,21 @@ def _tables(layout: BlockLayout, device: torch.device) -> Tables:
             places.append(torch.arange(taken, taken + length, BLOCK))
             taken += length
     return Tables(
-        blocks=_stacked([[_entries(*of) for of in ranges] for ranges in coded], device),
-        align=math.gcd(WIDEST, *(number for ranges in coded for of in ranges for number in of)),
-        chunks=_stacked([[_entries(*of) for of in ranges] for ranges in layout.dense], device),
+        blocks=_stacked([[_entries(*span) for span in ranges] for ranges in coded], device),
+        align=math.gcd(WIDEST, *(number for ranges in coded for span in ranges for number in span)),
+        chunks=_stacked([[_entries(*span) for span in ranges] for ranges in layout.dense], device),
         slots=_stacked(slots, device),
     )
 
 
 def _entries(start: int, numel: int) -> Tensor:
-    """Make the entries of a run of values, 128 at a time."""
+    """Return the entries of a run of values, 128 values at a time."""
     starts = torch.arange(start, start + numel, BLOCK)
     return starts * 256 + (start + numel - starts).clamp_max(BLOCK)
 
 
 def _stacked(rows: list[list[Tensor]], device: torch.device) -> Tensor:
-    """Stack rows to (N, length of the longest), filled up with zeros."""
+    """Stack rows to (N, length of the longest row), padded with zeros."""
     joined = [torch.cat([torch.arange(0), *parts]) for parts in rows]
     return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True).to(device)
 

@@ -1,12 +1,12 @@
 """Triton kernels of the low-rank step; `launches` calls them. Needs triton to be imported.
 
-Conventions of all kernels: a (B, rows, columns) tensor is a tuple of its pointer and its strides in elements, which may
-be any, or None. `sizes` is (n, m, r) or (n, r). Tiles are powers of two and masked, so sizes may be any as well.
-Offsets are 64-bit: a batch of matrices passes 2^31 elements. Every element of a result is summed by one program in one
-order, without atomics: equal inputs give equal bits. What is split for the sake of parallelism is written as partial
-sums, which `add_up` adds in a fixed order. Triton's compiler takes `if x is not None` as a condition at compile time.
-The number of `splits` is no constant of the compiler: it follows from sizes, and kernels for it would be compiled in
-the first iteration, not when a run starts.
+Conventions of all kernels: a (B, rows, columns) tensor is passed as a tuple of its pointer and its strides in elements,
+which may have any values, or as None. `sizes` is (n, m, r) or (n, r). Tiles are powers of two and masked, so sizes may
+have any values as well. Offsets are 64-bit, because a batch of matrices has more than 2^31 elements. Every element of a
+result is summed by one program in one order, without atomics, so equal inputs give equal bits. Sums that are split
+among programs are written as partial sums, which `add_up` adds in a fixed order. Triton's compiler evaluates `if x is
+not None` at compile time. The number of `splits` is no constant of the compiler, because it depends on sizes: kernels
+for it would be compiled in the first iteration, and not when a run starts.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _inside(rows, columns, height, width):
 
 @triton.jit
 def _tile(tensor, batch, rows, columns, height, width):
-    """Load the elements `rows` x `columns` of matrix `batch`, and 0 outside of it."""
+    """Load the elements `rows` x `columns` of matrix `batch`, with 0 outside of the matrix."""
     return tl.load(_at(tensor, batch, rows, columns), mask=_inside(rows, columns, height, width), other=0.0)
 
 
@@ -43,7 +43,8 @@ def sum_and_project(
 ):  # fmt: skip
     """Compute total = matrices + residual; partial (B * splits, n, r) = the share of each split's columns in total Q.
 
-    Without `residual` the sum is `matrices` itself, without `total` it is not written. Grid: (row blocks, splits, B).
+    If `residual` is None the sum is `matrices` itself; if `total` is None the sum is not written. Grid: (row blocks,
+    splits, B).
     """
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, m, r = sizes[0], sizes[1], sizes[2]
@@ -65,7 +66,8 @@ def sum_and_project(
 def add_up(partial, out, sizes, splits, ADDENDS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute out (B, n, r) = the sum of partial (B * splits, n, r) over the splits. Grid: (blocks of n * r, B).
 
-    ADDENDS is `splits` rounded up to a power of two: all are loaded at once, for latency is what this kernel costs.
+    ADDENDS is `splits` rounded up to a power of two. All addends are loaded at once, because the cost of this kernel is
+    latency.
     """
     n, r = sizes[0], sizes[1]
     elements, addend, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ADDENDS), tl.program_id(1)
@@ -85,9 +87,9 @@ def multiply_out(
 ):  # fmt: skip
     """Compute out = P Q^T, rounded to its dtype, or, with `total`, total -= share * P Q^T rounded to P's dtype.
 
-    One kernel with one tiling for both, because a residual is right only where both give the same bits. STEP is the
-    number of the RANKS columns that are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit
-    dtype, whose products are exact in fp32. Grid: (row blocks, column blocks, B).
+    Both use one kernel with one tiling, because a residual is right only if both give the same bits. STEP is the number
+    of the RANKS columns that are multiplied at a time. WIDEN: multiply in fp32 instead of in P's and Q's 16-bit dtype,
+    whose products are exact in fp32. Grid: (row blocks, column blocks, B).
     """
     row_block, column_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n, m, r = sizes[0], sizes[1], sizes[2]
@@ -104,8 +106,8 @@ def multiply_out(
         _store(out, batch, rows, columns, n, m, product)
     else:
         arrives = product.to(p[0].dtype.element_ty).to(tl.float32)
-        remembered = _tile(total, batch, rows, columns, n, m)
-        _store(total, batch, rows, columns, n, m, remembered - share * arrives)
+        before = _tile(total, batch, rows, columns, n, m)
+        _store(total, batch, rows, columns, n, m, before - share * arrives)
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def _store(tensor, batch, rows, columns, height, width, values):
 
 @triton.jit
 def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
-    """Return a block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is one)."""
+    """Return a block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is NaN)."""
     ranks = tl.arange(0, RANKS)
     factor = _tile(inverse, batch, ranks, ranks, r, r)
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
@@ -144,10 +146,10 @@ def partial_grams(p, inverse, grams, sizes, splits, ROWS: tl.constexpr, RANKS: t
 def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS: tl.constexpr):
     """Compute inverses (B, r, r) = L^-1 with G + shift = L L^T, G the sum of grams (B * splits, r, r). Grid: (B,).
 
-    The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1.
-    ADDENDS is how many partial sums are loaded at once. Gauss elimination on [G | I], one column of L at a time:
-    scaled by 1 over the roots of the pivots, I becomes L^-1. A pivot that is not positive or not finite
-    gives NaN, as any NaN in G does.
+    The diagonal is multiplied by 1 + 16 n eps, the shift of `cholesky_qr`; an empty column gets a length of 1. ADDENDS
+    is the number of partial sums that are loaded at once. The kernel does Gauss elimination on [G | I], one column of L
+    at a time: scaled by 1 over the roots of the pivots, I becomes L^-1. A pivot that is not positive or not finite
+    gives NaN, and so does any NaN in G.
     """
     batch, ranks = tl.program_id(0), tl.arange(0, RANKS)
     n, r = sizes[0], sizes[1]
@@ -161,7 +163,7 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
         )
         gram += tl.sum(tl.load(addends, mask=(split < splits) & inside[None, :, :], other=0.0), axis=0)
     empty = tl.where(gram == 0.0, 1.0, 0.0).to(tl.float64)
-    # A Python float as an argument would come in float32, where this is 1.
+    # A Python float would be passed as float32, in which this value is 1.
     shifted = n * tl.full((1, 1), SIXTEEN_EPS, tl.float64) + 1.0
     gram = tl.where(i == j, gram * shifted + empty, gram)
     inverse = tl.where(i == j, 1.0, 0.0).to(tl.float64)
@@ -171,7 +173,8 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
         inverse_row = tl.sum(tl.where(i == k, inverse, 0.0), axis=0)[None, :]
         pivot = tl.sum(tl.where(i == k, column, 0.0), axis=0)[None, :]
         below = column / pivot
-        # tl.where and not a product with a mask: 0 * NaN would carry a NaN into the rows above, which have none.
+        # tl.where instead of a product with a mask, because 0 * NaN would carry a NaN into the rows above, which have
+        # none.
         gram = tl.where((i > k) & (j > k), gram - below * row, gram)
         inverse = tl.where(i > k, inverse - below * inverse_row, inverse)
         inverse = tl.where(i == k, inverse_row / tl.sqrt(pivot), inverse)
@@ -180,7 +183,7 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
 
 @triton.jit
 def orthonormal(p, first, second, out, sizes, ROWS: tl.constexpr, RANKS: tl.constexpr):
-    """Compute out = (P L1^-T) L2^-T, in float64 and then rounded; may be P itself. Grid: (row blocks, B)."""
+    """Compute out = (P L1^-T) L2^-T, in float64 and then rounded; `out` may be P itself. Grid: (row blocks, B)."""
     block, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)

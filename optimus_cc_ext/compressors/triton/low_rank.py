@@ -1,4 +1,4 @@
-"""`FastLowRank` with Triton's kernels where they apply."""
+"""Low-rank compressor with Triton's kernels for matrices that the kernels take, and `FastLowRank` for others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["TritonLowRank"]
 
 
 class TritonLowRank(FastLowRank):
-    """A compressor that uses the kernels where they take its matrices, and its parent's way, in torch, elsewhere.
+    """Compressor that uses the kernels for matrices that they take, and its parent's torch code for others.
 
-    The way of `reconstruct` and `subtract_reconstruction` follows from the factors alone, their dtype, their device
-    and their rank: both ends of a link go the same way, and equal factors give equal bits. They do between
-    GPUs of one generation; the tensor cores of another may round differently, as torch's own products do.
+    `reconstruct` and `subtract_reconstruction` choose by the factors alone, by their dtype, device and rank: both ends
+    of a link make the same choice, and equal factors give equal bits. This holds between GPUs of one generation; the
+    tensor cores of another one may round differently, as torch's own products do.
     """
 
     @torch.no_grad()
