@@ -43,7 +43,7 @@ _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
 def compress(
     models: "torch.nn.Module | Sequence[torch.nn.Module]",
     optimizer: Any,
-    config: OptimusConfig | str = "balanced",
+    config: OptimusConfig | str | None = "balanced",
     *,
     train_iters: int | None = None,
     measure_every: int = 10,
@@ -57,7 +57,7 @@ def compress(
         models: a model in megatron-core's DistributedDataParallel, or the list of its chunks on this rank.
         optimizer: Megatron's (the outermost one), or torch's, whose clipping is not known; None: `Handle.step`
             announces the steps.
-        config: "paper", "balanced", or an OptimusConfig.
+        config: "paper", "balanced", or an OptimusConfig; None: the model stays vanilla, and the handle does nothing.
         train_iters: iterations of the whole run, which warm-ups are a fraction of.
         measure_every: errors and times are measured in each step whose number this divides; 0: in none.
 

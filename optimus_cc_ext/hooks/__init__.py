@@ -5,7 +5,8 @@ Imports all folders of the extension. Start reading at `installation.py` (all mo
 model), then at the module that is named like the Megatron file you know; `registry.py` checks what is wrapped.
 """
 
-from optimus_cc_ext.hooks.handle import Handle, compress
+from optimus_cc_ext.hooks.attaching import compress
+from optimus_cc_ext.hooks.handle import Handle
 from optimus_cc_ext.hooks.installation import Installation
 
 __all__ = ["Handle", "Installation", "compress"]

@@ -25,7 +25,17 @@ from optimus_cc_ext.patching import Patches, around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["grid_of", "join", "layout_of", "place", "refuse_strangers", "wrap_model", "wraps"]
+__all__ = [
+    "check_groups",
+    "facts_of",
+    "grid_of",
+    "join",
+    "layout_of",
+    "place",
+    "refuse_strangers",
+    "wrap_model",
+    "wraps",
+]
 
 _TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
@@ -49,7 +59,7 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     Args:
         patches: holds the replaced attributes of the model.
     """
-    refuse_unsupported(_facts(model), session.config)
+    refuse_unsupported(facts_of(model), session.config)
     place(session, model)
     experts = _expert_parameters(model.module)
     for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
@@ -66,13 +76,9 @@ def place(session: Session, model: Any) -> None:
     if session.grid is not None:
         return
     grid = grid_of(model)
-    if session.config.any_technique:
-        _refuse_missing_groups(session.config, grid)
+    check_groups(session.config, grid)
     # With several models in one session, nothing says whether their embeddings are tied.
     layout = session.layout or layout_of(model, grid, session.train_iters, tied=True)
-    needs_pair = session.config.fused_embedding_sync and layout.distributed_optimizer
-    if needs_pair and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
-        raise _missing("--fused-embedding-sync", "embedding", "embd")
     lines = session.place(grid, layout)
     placement = grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) if session.config.any_technique else None
     if placement is not None:
@@ -149,7 +155,14 @@ def grid_of(model: Any) -> Grid:
     )
 
 
-def _refuse_missing_groups(config: OptimusConfig, grid: Grid) -> None:
+def check_groups(config: OptimusConfig, grid: Grid) -> None:
+    """Refuse a model that lacks a process group which a technique needs.
+
+    Raises:
+        FlagError: names the group.
+    """
+    if not config.any_technique:
+        return
     for group, name, attribute in (
         (grid.tensor_group, "tensor-parallel", "tp"),
         (grid.pipeline_group, "pipeline", "pp"),
@@ -158,6 +171,9 @@ def _refuse_missing_groups(config: OptimusConfig, grid: Grid) -> None:
         if group is None:
             on = [each.switch for each in CLASSES_BY_FLAG if config.is_on(each)]
             raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
+    # Megatron sums no tied embedding without this group, and the stages between have none.
+    if config.fused_embedding_sync and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
+        raise _missing("--fused-embedding-sync", "embedding", "embd")
 
 
 def _group(model: Any, attribute: str, default: Callable[[], Any]) -> Any:
@@ -215,7 +231,7 @@ def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
     )
 
 
-def _facts(ddp: Any) -> argparse.Namespace:
+def facts_of(ddp: Any) -> argparse.Namespace:
     """Return the facts about the run that a wrapped model holds, by the names of Megatron's flags."""
     facts = vars(ddp.ddp_config) | {
         "ddp_reduce_scatter_with_fp32_accumulation": ddp.ddp_config.reduce_scatter_with_fp32_accumulation,

@@ -5,33 +5,31 @@ Megatron's functions belong to the process. They are wrapped while there is a se
 look the session up by the model; a model without a session stays vanilla.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
 from optimus_cc_ext.checkpoint.resuming import settings_of
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.flags import PRESETS, Request
-from optimus_cc_ext.config.presets import Layout, resolve
-from optimus_cc_ext.errors import FlagError, OptimusError, UnfitState
+from optimus_cc_ext.errors import OptimusError, UnfitState
 from optimus_cc_ext.hooks import distrib_optimizer, finalize_model_grads, p2p_communication, schedules
-from optimus_cc_ext.hooks.distributed_data_parallel import grid_of, join, layout_of
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.distributed_data_parallel import join
 from optimus_cc_ext.hooks.param_and_grad_buffer import finish
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version
-from optimus_cc_ext.hooks.sessions import Sessions, layers_of
+from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Handle", "Step", "close_unless_used", "compress", "shared_sessions", "shared_wraps"]
+__all__ = ["Handle", "Off", "Step", "close_unless_used", "reasons", "shared_sessions", "shared_wraps"]
+
+_CHECKED_STEPS = 3
+"""Steps at whose end the ranks exchange if a class saw no message: what is wired wrong is so from the beginning."""
 
 _MADE_BY = "made_by"
 """Key of a state dict for the rank and the settings of the run that saved it."""
@@ -78,62 +76,6 @@ def shared_wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
     ]
 
 
-def compress(
-    models: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizer: Any,
-    config: OptimusConfig | str,
-    *,
-    train_iters: int | None,
-    measure_every: int,
-) -> "Handle":
-    """Compress a model (`optimus_cc_ext.compress`)."""
-    chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
-    wrapped = [_wrapped(chunk) for chunk in chunks]
-    layout = layout_of(
-        wrapped[0], grid_of(wrapped[0]), train_iters, tied=any(map(_is_tied, wrapped)),
-        precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),
-    )  # fmt: skip
-    if isinstance(config, str):
-        config = _preset(config, layout)
-    if shared_sessions().of(wrapped):
-        raise OptimusError("models: compressed by another handle already. Remove that one first")
-    handle = Handle(Session(config, layout))
-    try:
-        for model in wrapped:
-            handle.attach(model)
-    except BaseException:
-        handle.detach()
-        raise
-    handle.follow_steps(optimizer, measure_every)
-    return handle
-
-
-def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return the DistributedDataParallel that `chunk` is, or wraps."""
-    found = next((layer for layer in layers_of(chunk) if hasattr(layer, "bucket_groups")), None)
-    if found is None:
-        raise OptimusError(
-            f"models: this {type(chunk).__name__} is not wrapped in megatron-core's DistributedDataParallel, whose "
-            "gradient buckets are compressed. Wrap it first, or leave it out: a model without a handle stays vanilla"
-        )
-    return found
-
-
-def _is_tied(model: torch.nn.Module) -> bool:
-    """Return whether a model's word embedding is its output weight, too; the same on all stages."""
-    tied = (getattr(module, "share_embeddings_and_output_weights", False) for module in model.modules())
-    return any(tied) or tied_embedding(model) is not None
-
-
-def _preset(name: str, layout: Layout) -> OptimusConfig:
-    if name not in PRESETS:
-        raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
-    resolution = resolve(Request({}, {}, preset=name), layout)
-    for note in resolution.notes if dist.get_rank() == 0 else ():
-        print(f"optimus-cc: {note}", flush=True)
-    return resolution.config
-
-
 class Handle:
     """Compression of one model on this rank, made by `optimus_cc_ext.compress`. As a context manager it calls `remove`.
 
@@ -164,10 +106,13 @@ class Handle:
         session = self._compressing
         session.follows_zeroing = True
         for model in self._models:
-            self._patches.wrap(model, "zero_grad_buffer", partial(_zero, session, measure_every))
+            self._patches.wrap(model, "zero_grad_buffer", partial(_zero, session, measure_every, optimizer is None))
         if isinstance(optimizer, torch.optim.Optimizer):
-            hook = optimizer.register_step_post_hook(lambda *_: _end_step(session))
-            self._patches.callback(hook.remove)
+            for hook in (
+                optimizer.register_step_pre_hook(lambda *_: _check_messages(session)),
+                optimizer.register_step_post_hook(lambda *_: _end_step(session)),
+            ):
+                self._patches.callback(hook.remove)
         elif optimizer is not None:
             self._patches.wrap(optimizer, "step", partial(_step, session, optimizer))
 
@@ -200,13 +145,13 @@ class Handle:
             reason = self._misfit(session, state)
         except (AttributeError, KeyError, TypeError) as error:
             reason = f"it is not what a handle's state_dict() returned ({type(error).__name__}: {error})"
-        if found := next(_reasons(session.grid, reason), None):
+        if found := next(reasons(session.grid, reason), None):
             raise UnfitState("load_state_dict: nothing is changed: rank {}: {}".format(*found))
         session.load_state_dict(state)
 
     def _misfit(self, session: Session, state: Mapping[str, Any]) -> str | None:
         """Return why this rank cannot resume from `state`; None if it can."""
-        if session.active or session.is_announced:
+        if session.active or session.step.open:
             return "a step is open. Load between two steps"
         if "iteration" not in state:
             return "it has no `iteration`: give what a handle's state_dict() returned on this rank"
@@ -255,7 +200,7 @@ class Handle:
         try:
             yield Step(session)
         finally:
-            if session.is_announced:
+            if session.step.open:
                 session.end_step(applied=False)
 
     def remove(self) -> None:
@@ -302,10 +247,39 @@ class Handle:
         return self._session
 
 
+class Off(Handle):
+    """The handle of a model that is not compressed: its methods do nothing, and the model stays vanilla."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Leave `state` alone."""
+
+    @contextmanager
+    def step(self, iteration: int | None = None, *, measured: bool = False) -> Iterator["Step"]:
+        """Do nothing."""
+        yield Step(None)
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+    def detach(self) -> None:
+        """Do nothing."""
+
+
 class Step:
     """Training step that the training loop has announced."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None) -> None:
         self._session = session
 
     def done(self, *, applied: bool = True, grad_norm: float | None = None, clip_grad: float = 0.0) -> None:
@@ -319,26 +293,42 @@ class Step:
         Raises:
             OptimusError: no forward-backward pass has run in this step.
         """
+        if self._session is None:
+            return
         if not self._session.in_step:
             raise OptimusError("done: no forward-backward pass of this model has run in the step. Call it after one")
+        _check_messages(self._session)
         _agree_and_end(self._session, applied, {MAIN_NORM_GROUP: grad_norm}, clip_grad)
 
 
-def _reasons(grid: Grid | None, mine: str | None) -> Iterator[tuple[int, str]]:
+def reasons(grid: Grid | None, mine: str | None) -> Iterator[tuple[int, str]]:
     """Yield the ranks that have a reason to refuse, with the reason. Collective over all ranks of the model."""
     assert grid is not None, "the session has no place in the grid yet"
     everyone = grid.gather((grid.place.rank, mine))
     return ((rank, reason) for rank, reason in everyone if reason is not None)
 
 
-def _zero(session: Session, measure_every: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated."""
-    session.restart_step(measured=bool(measure_every) and (session.completed_steps + 1) % measure_every == 0)
+def _zero(
+    session: Session, measure_every: int, announced: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated.
+
+    Raises:
+        OptimusError: steps have to be announced, and this one was not.
+    """
+    if announced and session.in_step and not session.step.open:
+        raise OptimusError(
+            "optimizer: compress() was given None, so nothing ends the step that this pass began. Give the optimizer, "
+            "or train inside of `with handle.step() as step: ...; step.done(...)`"
+        )
+    if session.follows_zeroing:
+        session.restart_step(measured=bool(measure_every) and (session.completed_steps + 1) % measure_every == 0)
     return original(*args, **kwargs)
 
 
 def _step(session: Session, optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the step of Megatron's optimizer, which ends the step of the session."""
+    _check_messages(session)
     result = original(*args, **kwargs)
     applied, norm = result[:2] if isinstance(result, tuple) else (True, None)
     norms = {MAIN_NORM_GROUP: norm, **getattr(optimizer, "grad_norms_by_group", {})}
@@ -347,11 +337,56 @@ def _step(session: Session, optimizer: Any, original: Callable[..., Any], *args:
     return result
 
 
+def _check_messages(session: Session) -> None:
+    """Refuse a step in which a class saw none of the messages that it expects, on all ranks of the model.
+
+    Collective over these ranks in the first steps, and before the optimizer's own collectives.
+
+    Raises:
+        OptimusError: names the rank and its reason.
+    """
+    if not session.step.zeroed or session.checks_of_messages == _CHECKED_STEPS:
+        return
+    session.checks_of_messages += 1
+    for rank, reason in reasons(session.grid, _without_messages(session)):
+        raise OptimusError(f"rank {rank}: {reason}")
+
+
+def _without_messages(session: Session) -> str | None:
+    """Return why a class has seen none of the messages that it expects on this rank in this step; None: each has."""
+    step, embedding = session.step, session.embedding
+    step.zeroed = False
+    if step.strayed and not session.in_step:
+        return (
+            "gradients were reduced outside of the forward-backward passes that Optimus-CC sees. Call megatron-core's "
+            "schedule after compress(), by get_forward_backward_func(), and not by a name that was imported before"
+        )
+    if not session.in_step:
+        return None
+    if not step.reduced and (session.gradients.expects_reductions or embedding.group is not None):
+        return (
+            "no gradient bucket was reduced, or the model has none. Call finalize_model_grads() between the "
+            "forward-backward pass and the optimizer's step"
+        )
+    if embedding.left_out:
+        return (
+            "the tied embedding was not summed over its stages. Call finalize_model_grads(), not finish_grad_sync() "
+            "alone"
+        )
+    staged = session.grid is not None and session.grid.stages > 1
+    if staged and session.forward.messages is not None and not session.forward.seen:
+        return (
+            "no activation passed between stages by megatron-core's point-to-point calls, which "
+            "pipeline_forward_format compresses. Leave it out with another communicator"
+        )
+    return None
+
+
 def _end_step(
     session: Session, applied: bool = True, norms: Mapping[str, float | None] | None = None, clip_grad: float = 0.0
 ) -> None:
     """End a step that a pass has begun, unless the training loop announced the step and ends it by itself."""
-    if session.in_step and not session.is_announced:
+    if session.in_step and not session.step.open:
         _agree_and_end(session, applied, norms or {}, clip_grad)
 
 
@@ -365,7 +400,7 @@ def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, float | 
 
     assert session.grid is not None, "a handle's session has a place"
     groups = (MAIN_NORM_GROUP, *getattr(optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()))
-    mine = [float(not (applied and session.succeeds)), *(_number(norms.get(group)) for group in groups)]
+    mine = [float(not applied or session.step.failed), *(_number(norms.get(group)) for group in groups)]
     agreed = torch.tensor(mine, dtype=torch.float64).to(training_device())
     session.grid.largest(agreed)
     skipped, *largest = agreed.tolist()

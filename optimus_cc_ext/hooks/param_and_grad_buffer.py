@@ -49,6 +49,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
         levels=groups.levels, place=groups.place, left_dense=left_dense,
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
+    _refuse_several_stages(session, replicas)
     if gradients.reduces(plan) and any(bucket.params_with_extra_main_grads for bucket in bucket_group.buckets):
         raise FlagError(
             "--ddp-param-name-patterns-for-fp32-local-accumulation",
@@ -71,6 +72,21 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
         ]
         session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
+
+
+def _refuse_several_stages(session: Session, replicas: dist.ProcessGroup) -> None:
+    """Refuse replicas that are on stages of which only some compress gradients: they would wait for each other."""
+    if session.new_groups is None:
+        return
+    ranks, chosen = dist.get_process_group_ranks(replicas), session.gradients.compressed_stages
+    stages = sorted({place.stage for place in session.new_groups.places if place.rank in ranks})
+    if len(stages) > 1 and (chosen is None or len({stage in chosen for stage in stages}) > 1):
+        raise FlagError(
+            "--dp-compression-stages",
+            f"the replicas of a gradient bucket are on the stages {', '.join(map(str, stages))}, which do not all "
+            "compress alike",
+            "Give all",
+        )
 
 
 def finish(session: Session, bucket_group: Any) -> None:

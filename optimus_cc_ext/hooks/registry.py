@@ -72,9 +72,15 @@ class Seam:
         found = inspect.signature(value).parameters
         missing = [parameter for parameter in self.parameters if parameter not in found]
         if missing:
+            cure = _cure()
+            if value.__module__.split(".")[0] != module_name.split(".")[0]:
+                cure = (
+                    f"{value.__module__}.{value.__qualname__} has replaced it: let the replacement keep the signature "
+                    "(functools.wraps), or make it after Optimus-CC has wrapped the function"
+                )
             raise UnsupportedMegatron(
                 f"megatron-core {megatron_version()}: {self.target} has no parameter {', '.join(missing)} "
-                f"(it has: {', '.join(found)}). {_cure()}"
+                f"(it has: {', '.join(found)}). {cure}"
             )
         return owner, name, value
 

@@ -227,6 +227,8 @@ class CompressedForward(Technique):
         self._config = config
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
         self._sends = self._receives = self.messages is not None
+        self.seen = False
+        """True if an activation has passed."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """See `Technique.place`."""
@@ -246,6 +248,7 @@ class CompressedForward(Technique):
         """Make the transfers that replace activations in one of Megatron's point-to-point calls, by role."""
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]
         transfers = {}
+        self.seen |= send_next is not None or recv_prev is not None
         if self.messages is not None and self._sends and send_next is not None:
             transfers["send_next"] = self.messages.send(send_next)
         if self.messages is not None and self._receives and recv_prev is not None:

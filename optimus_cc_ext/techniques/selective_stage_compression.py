@@ -228,6 +228,11 @@ class SelectiveStageCompression(Technique):
         return self.stage in (self.compressed_stages or ())
 
     @property
+    def expects_reductions(self) -> bool:
+        """True if gradients of this rank are reduced by this technique, dense in a warm-up."""
+        return self.compresses_this_stage and any(buckets.plan.rules.ranks > 1 for buckets in self.buckets)
+
+    @property
     def stages_are_open(self) -> bool:
         """True while it is not decided which stages compress their gradients."""
         return self.stage is not None and self.compressed_stages is None

@@ -39,11 +39,11 @@ from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
-__all__ = ["Session"]
+__all__ = ["Session", "StepProgress"]
 
 
 @dataclass
-class _Step:
+class StepProgress:
     """Position of this rank within a training step."""
 
     iteration: int = 0
@@ -63,6 +63,15 @@ class _Step:
 
     failed: bool = False
     """True if a pass raised an exception, so that the changes of the passes must be discarded."""
+
+    zeroed: bool = False
+    """True from the zeroing of the gradients until the ranks have exchanged which class saw no message."""
+
+    reduced: bool = False
+    """True if the reduction of a gradient bucket began in a pass of this step."""
+
+    strayed: bool = False
+    """True if the reduction of a gradient bucket began outside of a pass."""
 
 
 class Session:
@@ -92,6 +101,9 @@ class Session:
         Otherwise a later pass of a step counts as a repetition of the earlier one.
         """
 
+        self.checks_of_messages = 0
+        """Number of steps at whose end the ranks have exchanged which class saw no message."""
+
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
@@ -113,7 +125,7 @@ class Session:
         # By gradient-norm group; equal on all ranks, because the norms are.
         self._preallocated = False
         self._unreported_steps = 0
-        self._step = _Step()
+        self.step = StepProgress()
 
     def new_codec(self, chosen: str) -> Codec | None:
         """Make a codec with memory of its own for the format `chosen`; None if that is no block format."""
@@ -231,12 +243,12 @@ class Session:
     @property
     def loss_scale(self) -> float:
         """Factor of this iteration's gradients and residuals, read from the device."""
-        return 1.0 if self._step.loss_scale is None else float(self._step.loss_scale)
+        return 1.0 if self.step.loss_scale is None else float(self.step.loss_scale)
 
     @property
     def completed_steps(self) -> int:
         """Number of applied steps."""
-        return self._step.iteration
+        return self.step.iteration
 
     @property
     def in_step(self) -> bool:
@@ -244,12 +256,7 @@ class Session:
 
         It is True longer than `active`: a training loop may reduce and finalise its gradients after the pass.
         """
-        return self._step.passes > 0
-
-    @property
-    def succeeds(self) -> bool:
-        """True if no pass of this step has raised an exception so far."""
-        return not self._step.failed
+        return self.step.passes > 0
 
     def begin_step(self, iteration: int | None, *, measured: bool = False) -> None:
         """Begin a step, which the training loop announces. `iteration` is the number of completed steps; None: count
@@ -261,9 +268,9 @@ class Session:
             measured: True if errors and times of this step will be asked for.
         """
         self._settle(applied=self._each_pass_counts)
-        self._step.open, self._step.measured = True, measured
+        self.step.open, self.step.measured = True, measured
         if iteration is not None:
-            self._step.iteration = iteration
+            self.step.iteration = iteration
 
     def end_step(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
         """End the step.
@@ -273,7 +280,7 @@ class Session:
             clip: the factor by which clipping multiplied the gradients, by gradient-norm group.
         """
         self._settle(applied=applied, clip=clip)
-        self._step.open = self._step.measured = False
+        self.step.open = self.step.measured = False
 
     def restart_step(self, *, measured: bool = False) -> None:
         """Discard the passes of a step that has not ended, because the gradients are zeroed and the passes will be
@@ -283,18 +290,14 @@ class Session:
             measured: as in `begin_step`, whose value counts if the training loop announced the step.
         """
         self._settle(applied=False)
-        if not self._step.open:
-            self._step.measured = measured
-
-    @property
-    def is_announced(self) -> bool:
-        """True between `begin_step` and `end_step`."""
-        return self._step.open
+        self.step.zeroed, self.step.reduced, self.step.strayed = True, False, False
+        if not self.step.open:
+            self.step.measured = measured
 
     @property
     def _each_pass_counts(self) -> bool:
         """True if nobody tells the session where steps begin and end: each pass then counts as an applied step."""
-        return not (self._step.open or self.follows_zeroing)
+        return not (self.step.open or self.follows_zeroing)
 
     @contextmanager
     def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
@@ -304,11 +307,11 @@ class Session:
             RanksDisagree: more or fewer gradient messages passed than the schedule has.
         """
         self.begin_pass(schedule, loss_scale)
-        failed = self._step.failed
-        self.active = self._step.failed = True
+        failed = self.step.failed
+        self.active = self.step.failed = True
         try:
             yield
-            self._step.failed = failed
+            self.step.failed = failed
         finally:
             self.active = False
         for technique in self.techniques:
@@ -316,52 +319,53 @@ class Session:
 
     def before_reduction(self) -> None:
         """Begin a pass at the first reduced gradient if no schedule has begun one: a single stage needs no schedule."""
-        if self.in_step or not self.follows_zeroing or self.grid is None or self.grid.stages > 1:
-            return
-        # the forecast needs timed passes, and only the passes of a schedule are timed
-        if self.gradients.stages_are_open:
-            self.gradients.choose_stages([self.grid.place.stage])
-        self.begin_pass(NonInterleaved(1, 1))
+        if not self.in_step and self.follows_zeroing and self.grid is not None and self.grid.stages == 1:
+            # the forecast needs timed passes, and only the passes of a schedule are timed
+            if self.gradients.stages_are_open:
+                self.gradients.choose_stages([self.grid.place.stage])
+            self.begin_pass(NonInterleaved(1, 1))
+        self.step.reduced |= self.in_step
+        self.step.strayed |= not self.in_step
 
     def begin_pass(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> None:
         """Begin a forward-backward pass, whose end is unknown here; `iteration` knows the end, too."""
         if not self.follows_zeroing:
             # In an announced step, a second pass repeats the first one, whose changes must be discarded.
             self._settle(applied=self._each_pass_counts)
-        if not self._step.passes:
+        if not self.step.passes:
             self._rescale_residuals(loss_scale)
         this = Iteration(
-            schedule=schedule, number=self._step.iteration,
-            train_iters=self.layout.train_iters if self.layout else None, measured=self._step.measured,
+            schedule=schedule, number=self.step.iteration,
+            train_iters=self.layout.train_iters if self.layout else None, measured=self.step.measured,
         )  # fmt: skip
         for technique in self.techniques:
             technique.begin(this)
-        self._step.passes += 1
+        self.step.passes += 1
 
     def _rescale_residuals(self, loss_scale: torch.Tensor | None) -> None:
         """Scale the residuals to this pass's loss scale, on the device."""
-        if loss_scale is not None and self._step.loss_scale is not None:
-            factor = loss_scale / self._step.loss_scale
+        if loss_scale is not None and self.step.loss_scale is not None:
+            factor = loss_scale / self.step.loss_scale
             for technique in self.techniques:
                 technique.states.rescale_residuals(factor)
-        self._step.loss_scale = loss_scale
+        self.step.loss_scale = loss_scale
 
     def _settle(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
         """Commit or discard the changes of all passes since the last call."""
-        if not self._step.passes:
+        if not self.step.passes:
             return
-        if applied and not self._step.failed:
+        if applied and not self.step.failed:
             # Without compression state there is nothing to scale, and checkpoints have no clip factors.
             clip = clip if any(technique.on for technique in self.techniques) else None
             shrinkage = {group: self._usual_clipping[group].shrinkage(c) for group, c in (clip or {}).items()}
             for technique in self.techniques:
                 technique.commit(shrinkage)
-            self._step.iteration += 1
+            self.step.iteration += 1
             self._unreported_steps += 1
         else:
             for technique in self.techniques:
                 technique.states.rollback()
-        self._step.passes, self._step.failed = 0, False
+        self.step.passes, self.step.failed = 0, False
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -373,9 +377,9 @@ class Session:
         """
         if self._each_pass_counts:
             self._settle(applied=True)
-        state: dict[str, Any] = {"iteration": self._step.iteration}
-        if self._step.loss_scale is not None:
-            state["loss_scale"] = self._step.loss_scale
+        state: dict[str, Any] = {"iteration": self.step.iteration}
+        if self.step.loss_scale is not None:
+            state["loss_scale"] = self.step.loss_scale
         if self._usual_clipping:
             state["usual_clipping"] = {group: usual.state for group, usual in self._usual_clipping.items()}
         return state | {technique.name: technique.state_dict() for technique in self.techniques if technique.on}
@@ -389,7 +393,7 @@ class Session:
         """
         if reasons := self.mismatches(state):
             raise ValueError("; ".join(f"{technique}: {reason}" for technique, reason in reasons.items()))
-        self._step = _Step(iteration=state["iteration"], loss_scale=state.get("loss_scale"))
+        self.step = StepProgress(iteration=state["iteration"], loss_scale=state.get("loss_scale"))
         for group, usual in state.get("usual_clipping", {}).items():
             self._usual_clipping[group] = UsualClipping.from_state(usual)
         for technique in self.techniques:

@@ -81,7 +81,9 @@ def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
     return get_megatron_optimizer(config, [model])
 
 
-def pass_of(model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0, fail: bool = False) -> None:
+def pass_of(
+    model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0, fail: bool = False, schedule: Any = None
+) -> None:
     """Run one forward-backward pass, over the same data for each `batch`; without `zero`, gradients add up."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -104,7 +106,8 @@ def pass_of(model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0
     if zero:
         model.zero_grad_buffer()
     stages = model.config.pipeline_model_parallel_size
-    get_forward_backward_func(pp_size=stages, vp_size=None)(
+    schedule = schedule or get_forward_backward_func(pp_size=stages, vp_size=None)
+    schedule(
         forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=MICRO_BATCHES,
         seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, forward_only=False, **own,
     )  # fmt: skip

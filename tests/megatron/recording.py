@@ -55,7 +55,7 @@ def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
 
 def iteration_of(session: Session) -> int:
     """Return the number of the current iteration, counted from 0."""
-    return session._step.iteration
+    return session.step.iteration
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Law: compression belongs to a model. A handle is attached after DDP and optimizer, and changes nothing else."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -57,6 +58,7 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def compressed_beside_a_vanilla_model(config: Any) -> tuple[dict[str, float], float, bool, int]:
     own_loops.start(2)
+    os.environ["OPTIMUS_CC_NODE"] = f"node {torch.distributed.get_rank()}"  # balanced compresses between nodes only
     vanilla, model = own_loops.build(2), own_loops.build(2)
     optimizer = own_loops.optimizer_of(model)
     own_loops.pass_of(vanilla)

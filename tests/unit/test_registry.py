@@ -43,6 +43,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         def method(self, bucket: int) -> int:
             return bucket
 
+    function.__module__ = MODULE
     made = types.ModuleType(MODULE)
     made.function, made.Class = function, Class  # type: ignore[attr-defined]
     # The package's attribute with the module's name is another object, as in `megatron.core.distributed`.
@@ -84,6 +85,12 @@ def test_what_is_missing_is_refused_by_name_and_version(
     said = refused(Seam(target, needed).resolve)
     assert f"megatron-core {SUPPORTED_MEGATRON[-1]}: {target} {reason}" in said
     assert INSTALL in said
+
+
+def test_whoever_replaced_a_function_and_changed_its_parameters_is_named(module: types.ModuleType) -> None:
+    module.function = loudly(module.function)  # type: ignore[attr-defined]
+    said = refused(Seam(FUNCTION, ("model",)).resolve)
+    assert f"{__name__}.loudly.<locals>.<lambda> has replaced it" in said and "functools.wraps" in said
 
 
 def test_wraps_are_on_after_applying_even_twice_and_off_after_removing(module: types.ModuleType) -> None:

@@ -1,0 +1,119 @@
+"""Decides how a model is compressed, and attaches a handle to it: on all ranks of the model, or on none."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.flags import PRESETS, Request
+from optimus_cc_ext.config.presets import Layout, check_layout, resolve
+from optimus_cc_ext.config.refusals import refuse_unsupported
+from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_of, grid_of, layout_of
+from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, reasons, shared_sessions
+from optimus_cc_ext.hooks.sessions import layers_of
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.session import Session
+
+__all__ = ["compress"]
+
+
+def compress(
+    models: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    config: OptimusConfig | str | None,
+    *,
+    train_iters: int | None,
+    measure_every: int,
+) -> Handle:
+    """See `optimus_cc_ext.compress`."""
+    chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
+    if config is None or (isinstance(config, OptimusConfig) and not config.any_technique):
+        return Off()
+    if not isinstance(config, OptimusConfig | str):
+        raise TypeError(f"config: a preset's name or an OptimusConfig is needed, not a {type(config).__name__}")
+    wrapped = [_wrapped(chunk) for chunk in chunks]
+    try:
+        return _attach(wrapped, optimizer, config, train_iters, measure_every)
+    finally:
+        close_unless_used()  # where nothing was attached
+
+
+def _attach(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    config: OptimusConfig | str,
+    train_iters: int | None,
+    measure_every: int,
+) -> Handle:
+    grid, refused = grid_of(models[0]), None
+    try:
+        chosen, layout = _settled(models, grid, optimizer, config, train_iters)
+    except OptimusError as error:
+        refused = error
+    grid.meet()
+    for rank, reason in reasons(grid, None if refused is None else str(refused)):
+        raise refused or OptimusError(f"rank {rank}: {reason}")
+    if not chosen.any_technique:
+        return Off()
+    handle = Handle(Session(chosen, layout))
+    try:
+        for model in models:
+            handle.attach(model)
+    except BaseException:
+        handle.detach()
+        raise
+    handle.follow_steps(optimizer, measure_every)
+    return handle
+
+
+def _settled(
+    models: Sequence[torch.nn.Module], grid: Grid, optimizer: Any, config: OptimusConfig | str, train_iters: int | None
+) -> tuple[OptimusConfig, Layout]:
+    """Return the configuration for a model, and the facts that decided on it.
+
+    Raises:
+        OptimusError: the model cannot be compressed in this way.
+    """
+    layout = layout_of(
+        models[0], grid, train_iters, tied=any(map(_is_tied, models)),
+        precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),
+    )  # fmt: skip
+    if isinstance(config, str):
+        config = _preset(config, layout)
+    if shared_sessions().of(models):
+        raise OptimusError("models: compressed by another handle already. Remove that one first")
+    check_groups(config, grid)
+    check_layout(config, layout)
+    for model in models:
+        refuse_unsupported(facts_of(model), config)
+    return config, layout
+
+
+def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the DistributedDataParallel that `chunk` is, or wraps."""
+    found = next((layer for layer in layers_of(chunk) if hasattr(layer, "bucket_groups")), None)
+    if found is None:
+        raise OptimusError(
+            f"models: this {type(chunk).__name__} is not wrapped in megatron-core's DistributedDataParallel, whose "
+            "gradient buckets are compressed. Wrap it first, or leave it out: a model without a handle stays vanilla"
+        )
+    return found
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    """Return whether a model's word embedding is its output weight, too; the same on all stages."""
+    tied = (getattr(module, "share_embeddings_and_output_weights", False) for module in model.modules())
+    return any(tied) or tied_embedding(model) is not None
+
+
+def _preset(name: str, layout: Layout) -> OptimusConfig:
+    if name not in PRESETS:
+        raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
+    resolution = resolve(Request({}, {}, preset=name), layout)
+    for note in resolution.notes if dist.get_rank() == 0 else ():
+        print(f"optimus-cc: {note}", flush=True)
+    return resolution.config
