@@ -28,7 +28,7 @@ class Watch(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """Number of operators."""
+        """Number of operators that torch ran."""
         return len(self.called)
 
     def count(self, name: str) -> int:

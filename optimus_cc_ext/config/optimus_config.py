@@ -83,7 +83,9 @@ class OptimusConfig(
 
     @property
     def sums_in_blocks(self) -> bool:
-        """True if gradients of replicas travel in blocks of few bits: data-parallel gradients or the tied embedding."""
+        """True if gradients of replicas are sent in blocks of few bits: data-parallel gradients or the tied
+        embedding.
+        """
         return any(block_format(self.format_of(traffic)) for traffic in (DP_GRADIENTS, EMBEDDING))
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:

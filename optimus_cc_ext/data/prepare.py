@@ -125,9 +125,9 @@ def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] 
 def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dict[str, int]:
     from tqdm import tqdm
 
-    def bar(what: str, total: int) -> Any:
+    def bar(label: str, total: int) -> Any:
         # None draws the bar on a terminal only.
-        return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None if progress else True)
+        return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 
     text_bytes = 0
     with bar("training the tokenizer", sum(size for size, _ in corpus.files.values())) as training:

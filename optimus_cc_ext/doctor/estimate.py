@@ -278,7 +278,9 @@ def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> i
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:
-    """Compression ranks at which everything is sent as it is."""
+    """Return a line for each class of traffic that low rank does not shrink, because its compression rank is too
+    high.
+    """
     found = bytes_by_class(gpt, layout, dataclasses.replace(config, dp_compression_stages="all"), schedule)
     return [
         saves_nothing(config, traffic)

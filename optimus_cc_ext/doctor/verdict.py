@@ -140,7 +140,7 @@ def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, fl
         if args.sequence_parallel and args.recompute_granularity == "selective"
         else getattr(theory, "compute_activation_memory_without_sp", theory.compute_activation_memory)
     )
-    copy = argparse.Namespace(**vars(args))  # Megatron writes into its arguments
+    copy = argparse.Namespace(**vars(args))  # Megatron's estimate changes the arguments
     if copy.padded_vocab_size is None:
         copy.padded_vocab_size = copy.vocab_size or 0
     try:

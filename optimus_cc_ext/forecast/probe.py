@@ -58,8 +58,8 @@ def probe_link(
         # buffer of this machine, and only the answer shows that they have arrived.
         for size, to, source in ((nbytes, stage + 1, stage - 1), (1, stage - 1, stage + 1)):
             operations = [
-                dist.P2POp(what, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
-                for what, peer in ((dist.isend, to), (dist.irecv, source))
+                dist.P2POp(operation, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
+                for operation, peer in ((dist.isend, to), (dist.irecv, source))
                 if 0 <= peer < stages
             ]
             for work in dist.batch_isend_irecv(operations):

@@ -41,7 +41,7 @@ class When(Enum):
 
 
 class Link(Enum):
-    """The ranks between which a class travels."""
+    """The ranks between which the messages of a class of traffic are sent."""
 
     TENSOR = "tensor-parallel ranks"
     STAGES = "neighbouring stages"
@@ -65,7 +65,9 @@ class Rate:
         return Sent(nbytes=nbytes, transfer=self.seconds(nbytes), encode=encode, decode=decode, remember=remember)
 
     def then(self, other: "Rate", share: float) -> "Rate":
-        """Return the rate of bytes of which this share follows on another link, once the rest has arrived."""
+        """Return the rate of messages of which the part `share` is sent on the link `other` after the rest has
+        arrived.
+        """
         seconds = (1 - share) / self.bytes_per_second + share / other.bytes_per_second
         return Rate(self.latency + other.latency, 1 / seconds if seconds else float("inf"))
 
@@ -196,7 +198,7 @@ class IterationTimes:
     """End of each stage's last backward pass, in seconds since the iteration's beginning."""
 
     reductions: tuple[float, ...]
-    """Seconds of each stage's gradient reduction that are left at that end."""
+    """Seconds of each stage's gradient reduction that are left at the end of its last backward pass."""
 
     embedding: float
     """Seconds of the tied embedding's sum over the first and the last stage, which follows their reductions."""

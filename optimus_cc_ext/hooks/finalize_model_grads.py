@@ -71,7 +71,7 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
     if bucket.params != {embedding}:
         raise OptimusError(
             "--fused-embedding-sync: the tied embedding shares a bucket with other parameters, so the shards of the "
-            "first and the last stage are not alike. Leave it out with this optimizer"
+            "first and the last stage are not alike. Leave --fused-embedding-sync out with the distributed optimizer"
         )
     return own_shard(bucket_group, bucket)
 

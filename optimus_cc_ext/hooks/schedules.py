@@ -207,7 +207,7 @@ def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> N
     assert session.grid is not None
     everyone = session.grid.gather({technique.name: technique.shrinks(gradient) for technique in session.techniques})
     for traffic in CLASSES if session.grid.is_first else ():
-        known = {of_rank[traffic.name] for of_rank in everyone} - {None}
+        known = {answers[traffic.name] for answers in everyone} - {None}
         if session.config.format_of(traffic) == "low-rank" and known == {False}:
             print(f"optimus-cc: {saves_nothing(session.config, traffic)}", flush=True)
 

@@ -120,14 +120,14 @@ def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
     else:
         once = 2 * all_reduce(cluster, group, nbytes)
     if job.tp_overlap:
-        # The transfer is cut into tp pieces that travel while the GEMMs of other pieces run. Exposed are the first
+        # The transfer is cut into tp pieces that are sent while the GEMMs of other pieces run. Exposed are the first
         # piece, and the time by which the transfer is longer than the GEMMs.
         once = _contended(once, max(once / job.tp, once - layer.forward))
     return Seconds(once, once * (2 if job.recompute == "full" else 1))
 
 
 def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
-    """Return, for a rank of each stage, what it computes and sends, both dense and as `config` says."""
+    """Return the costs of one rank of each stage: its computation and its messages, both dense and as `config` says."""
     layer, layers = seconds.layer(cluster.gpu, job), job.layers_per_stage / job.vpp
     tensor, inner = _tensor_parallel(cluster, job, layer) * layers, layer * (layers * cluster.software_scale)
     last = inner + seconds.head(cluster.gpu, job) * (cluster.software_scale / job.vpp)

@@ -163,7 +163,7 @@ class Group:
     """Number of ranks of the group on one node."""
 
     rings: int
-    """Number of such groups that share a node and reduce at the same time."""
+    """Number of equal groups that share a node and reduce at the same time."""
 
     @property
     def nodes(self) -> int:
@@ -172,7 +172,9 @@ class Group:
 
     @staticmethod
     def strided(ranks: int, stride: int, gpus_per_node: int) -> "Group":
-        """Return a group of `ranks` ranks, every `stride`-th one; each rank of a node belongs to one such group."""
+        """Return a group of `ranks` ranks, every `stride`-th one; each rank of a node belongs to one group of this
+        kind.
+        """
         per_node = max(1, min(ranks, gpus_per_node // stride))
         return Group(ranks, per_node, max(1, min(stride, gpus_per_node // per_node)))
 

@@ -85,7 +85,7 @@ def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
     """Return a row for each layout on each cluster."""
     columns = (
         "nodes", "GPUs", "link", "tensor", "pipeline", "chunks", "data", "micro-batch", "batch", "recompute",
-        "GB a rank", "vanilla s", *(f"{name}: {what} %" for name in names for what in ("gain", "from", "to")),
+        "GB a rank", "vanilla s", *(f"{name}: {bound} %" for name in names for bound in ("gain", "from", "to")),
     )  # fmt: skip
     rows = [
         (

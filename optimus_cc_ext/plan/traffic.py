@@ -98,7 +98,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
 
     def dense(values: float) -> Sent:
         reduce = reduce_scatter if job.distributed_optimizer else all_reduce
-        # The size of one bucket's message decides what share of the line rate it reaches.
+        # The share of the line rate that a bucket's message reaches depends on the message's size.
         parts = job.buckets if job.overlap_grad_reduce else 1
         nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))

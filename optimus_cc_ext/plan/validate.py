@@ -143,7 +143,7 @@ def _number(path: Path, line: int, column: str, cell: str | None) -> float:
 
 
 def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
-    """Return the job of a row, with assumptions for what the columns do not give.
+    """Return the job of a row, with assumptions for settings that the columns do not give.
 
     A100s ran the Megatrons of 2021 and 2022: no overlaps, no fused attention, the full optimizer state on every rank.
     H100s ran those of 2023, which have all of these.
@@ -202,7 +202,7 @@ class Campaign:
 
     @property
     def worst(self) -> str:
-        """The three rows with the largest errors, as text."""
+        """Names and errors of the three rows with the largest errors."""
         last = {row.model: error for row, error in sorted(self.errors, key=lambda item: abs(item[1]))}
         return ", ".join(f"{model} {100 * error:+.0f} %" for model, error in list(last.items())[:-4:-1])
 

@@ -130,15 +130,15 @@ class Comparison:
 
     def traffic(self) -> Table:
         """Return the table of raw bytes of each class, and of sent bytes of each run that compressed something."""
-        of_runs = self._shares()
+        by_run = self._shares()
         shown = {
-            name: {share.name: share for share in of}
-            for name, of in of_runs.items()
-            if name == [*of_runs][-1] or any(share.raw != share.sent for share in of)
+            name: {share.name: share for share in found}
+            for name, found in by_run.items()
+            if name == [*by_run][-1] or any(share.raw != share.sent for share in found)
         }
         rows: list[tuple[Cell, ...]] = []
-        for share in max(of_runs.values(), key=len, default=[]):
-            here = [of.get(share.name, Share(share.name, 0, 0)) for of in shown.values()]
+        for share in max(by_run.values(), key=len, default=[]):
+            here = [found.get(share.name, Share(share.name, 0, 0)) for found in shown.values()]
             sent = (cell for each in here for cell in (f"{each.sent / 1e6:.3f}", f"{each.ratio:.1%}"))
             rows.append((share.name, f"{share.raw / 1e6:.3f}", *sent))
         columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
@@ -196,9 +196,9 @@ class Comparison:
         # Imported here because matplotlib takes a second to import, which the tables should not wait for.
         from optimus_cc_ext.report import pictures
 
-        drawn, of_runs = [], self._shares()
+        drawn, by_run = [], self._shares()
         if len(self.runs) > 1 and not self.missing():
-            drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), of_runs)))
+            drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), by_run)))
         for name, tag, band in (("training", TRAINING, None), ("validation", VALIDATION, self.band)):
             if all(tag in record.scalars for record in self.runs.values()):
                 figure = pictures.loss_curves(f"{name.capitalize()} loss", self._curves(tag), band)
@@ -206,8 +206,8 @@ class Comparison:
         if any(SECONDS in record.scalars for record in self.runs.values()):
             figure = pictures.curves("Seconds per iteration", "s", self._curves(SECONDS))
             drawn.append(Picture("seconds", figure))
-        if of_runs:
-            drawn.append(Picture("traffic", pictures.traffic_bars(*list(of_runs.items())[-1])))
+        if by_run:
+            drawn.append(Picture("traffic", pictures.traffic_bars(*list(by_run.items())[-1])))
         errors = {
             f"{name}: {_place(match)}": record.curve(tag)
             for name, record in self.runs.items()
@@ -221,8 +221,8 @@ class Comparison:
 
     def _shares(self) -> dict[str, list[Share]]:
         """Return the bytes of each run that has logged them, by class."""
-        of_runs = {name: shares(record) for name, record in self.runs.items()}
-        return {name: of for name, of in of_runs.items() if len(of) > 1}
+        by_run = {name: shares(record) for name, record in self.runs.items()}
+        return {name: found for name, found in by_run.items() if len(found) > 1}
 
     def _curves(self, tag: str) -> dict[str, Curve]:
         return {name: record.curve(tag) for name, record in self.runs.items()}

@@ -100,8 +100,8 @@ def failure_reason(lines: Sequence[str]) -> str | None:
 
 
 def _root_cause(lines: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return (rank, signal) of the first failure from the last block of torchrun's report; None for what it does not
-    name.
+    """Return (rank, signal) of the first failure from the last block of torchrun's report; None for a rank or a signal
+    that the block does not name.
     """
     starts = [index for index, line in enumerate(lines) if _ROOT_CAUSE in line]
     rank = signal = None

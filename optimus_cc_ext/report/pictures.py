@@ -106,7 +106,7 @@ def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> No
     axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_ylabel("difference")  # the legend says of what: names can be longer than this axis
+    axes.set_ylabel("difference")  # the legend names the runs: names can be longer than this axis
 
 
 def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:
@@ -135,14 +135,14 @@ def gain(
         traffic: bytes of each run by class, with the sum at the end.
     """
     figure, ((time, loss, sent),) = panels(1, 3, 4.2, 3.6)
-    for group, of_runs in enumerate(seconds.values()):
-        for place, (name, (lower, median, upper)) in enumerate(of_runs.items()):
-            x = group + 0.4 * (place - 0.5 * (len(of_runs) - 1))
+    for group, by_run in enumerate(seconds.values()):
+        for place, (name, (lower, median, upper)) in enumerate(by_run.items()):
+            x = group + 0.4 * (place - 0.5 * (len(by_run) - 1))
             time.bar(x, median, 0.36, color=PALETTE[place], label="" if group else name)
             time.vlines(x, lower, upper, color=INK, lw=1.2)
             time.text(x, upper, f"{median:.2f} s", ha="center", va="bottom", fontsize="small", color=INK)
     time.set_xticks(range(len(seconds)), list(seconds))
-    time.set_ylim(0, 1.18 * max(upper for of_runs in seconds.values() for *_, upper in of_runs.values()))
+    time.set_ylim(0, 1.18 * max(upper for by_run in seconds.values() for *_, upper in by_run.values()))
     time.legend(frameon=False, fontsize="small")
     tidy(time, "Seconds per iteration")
     _draw_losses(loss, losses)

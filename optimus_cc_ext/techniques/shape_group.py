@@ -205,10 +205,10 @@ def _parts(same: EqualMatrices, flat: torch.Tensor, shard: torch.Tensor | None) 
             for piece in progression.shared_with(start, start + shard.numel(), rows * columns):
                 top, bottom = piece.low // columns, -(-piece.high // columns)
                 cut = gradients[piece.index : piece.index + piece.count, top:bottom]
-                of_batch = slice(first + piece.index, first + piece.index + piece.count)
+                cut_matrices = slice(first + piece.index, first + piece.index + piece.count)
                 all_of_it = cut.shape == (count, rows, columns)
                 low = piece.low - top * columns
                 high = low + (piece.high - piece.low) * piece.count
-                own.append(_Part(cut, of_batch, slice(top, bottom), all_of_it, low, high))
+                own.append(_Part(cut, cut_matrices, slice(top, bottom), all_of_it, low, high))
         first += progression.count
     return whole, own

@@ -86,7 +86,7 @@ class Bucket:
         )  # fmt: skip
 
     def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> BlockReducer:
-        """Return the reducer of that plan, over all ranks."""
+        """Return the reducer of this bucket in blocks of few bits, over all ranks; `exchange` is its plan."""
         plan = self.exchange(codecs, dist.get_world_size(), sharded)
         return BlockReducer(plan, self.flat, Groups(dist.group.WORLD), codecs, **how)
 

@@ -38,7 +38,7 @@ SHAPES = [(24, 8), (8, 8), (24, 8), (8, 32)]
 def _measure() -> list[float]:
     dist.init_process_group("gloo")
     random_state = torch.get_rng_state()
-    matrices = [torch.ones(shape) for shape in SHAPES]  # each in a storage of its own
+    matrices = [torch.ones(shape) for shape in SHAPES]  # each has a storage of its own
     keep = {
         "alone": dist.group.WORLD, "compressor": FastLowRank(), "config": CONFIG, "state_dtype": torch.float32,
         "codecs": None, "sharded": False,

@@ -30,7 +30,7 @@ busy ones.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a text of 500 KB. All tests share it, because the rests of one must not disturb the next."""
+    """Make a folder with a text of 500 KB. All tests share it, because leftovers of one must not disturb the next."""
     folder = tmp_path_factory.mktemp("quickstart")
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_ends_everything_with_the_reason_on_the_terminal(folder
     assert not (folder / "out").exists()
 
 
-# Deliberately after the tests above: in the same folder, it starts from their rests.
+# Deliberately after the tests above: in the same folder, it starts from their leftovers.
 def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

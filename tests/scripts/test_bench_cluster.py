@@ -97,7 +97,7 @@ def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> 
 
 def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
     plan = FindRate(3, "10mbit", each=2)
-    # 2 s of computation, 100 Mbit that nothing hides.
+    # 2 s of computation, and 100 Mbit whose transfer overlaps no computation.
     _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
     assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
     assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)

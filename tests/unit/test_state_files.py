@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_
     start_staging(tmp_path)
     write_rank_file(staging_folder(tmp_path), 0, 4, state(0))
     assert load(folder, 1)["iteration"] == 4
-    # The next save removes all rests, also the file of a rank that does not exist any more.
+    # The next save removes all leftovers of the killed one, also the file of a rank that does not exist any more.
     (staging_folder(tmp_path) / "rank_00007.pt").touch()
     folder = save(tmp_path, 6)
     assert sorted(path.name for path in (folder / FOLDER).iterdir()) == [

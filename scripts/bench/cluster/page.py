@@ -34,13 +34,13 @@ def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> st
     where = ", ".join(f"{name} {value}" for name, value in here.items())
     parts = []
     for model, layout in dict.fromkeys((run.model, run.layout) for run in runs):
-        of_times, of_traffic = (table.where(model=model, layout=layout) for table in tables.values())
+        times_here, traffic_here = (table.where(model=model, layout=layout) for table in tables.values())
         sent = proportions(MODELS[model], Layout.parsed(layout))
         parts.append(Box(f"{model}, {layout}", [
-            f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", of_times, of_traffic,
+            f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", times_here, traffic_here,
             Points.of(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)])),
-            Picture(f"time_{model}_{layout}", _draw_times(of_times.where(block=ALL))),
-            Picture(f"recovered_{model}_{layout}", _draw_shares(of_times)),
+            Picture(f"time_{model}_{layout}", _draw_times(times_here.where(block=ALL))),
+            Picture(f"recovered_{model}_{layout}", _draw_shares(times_here)),
         ]))  # fmt: skip
     document = ReportDocument("Training on shaped links", f"{where}. Arguments: `{json.dumps(arguments)}`.", parts)
     document.write(folder, markdown=MARKDOWN_NAME)

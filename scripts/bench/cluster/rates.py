@@ -36,7 +36,7 @@ def rate_list(rates: Sequence[str], *, each: int, cycles: int, warm_up: int, ini
     listed = [initial] * warm_up
     for cycle in range(cycles):
         for rate in rates if cycle % 2 == 0 else reversed(rates):
-            switched = not listed or listed[-1] != rate  # no iteration is lost if the rate stays
+            switched = not listed or listed[-1] != rate  # after a switch, one iteration is not measured
             listed += [rate] * (each + switched)
     return listed
 
