@@ -76,7 +76,7 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        assert data_iterator is not None  # needs_datasets is true on this rank
+        assert data_iterator is not None  # `needs_datasets` is true on this rank, so it has an iterator
         sample = next(data_iterator)
         present = {key: sample[key] for key in BATCH_KEYS if sample.get(key) is not None}
         batch = dict.fromkeys(BATCH_KEYS)

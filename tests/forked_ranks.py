@@ -164,7 +164,7 @@ def _kill(rank: _Rank) -> None:
     """Kill a rank and the processes that it started. Ranks that have answered wait for this, so no peer loses them
     early.
     """
-    for kill in (os.killpg, os.kill):  # the second for a rank that died before it formed its own group
+    for kill in (os.killpg, os.kill):  # the second call is for a rank that died before it formed a process group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(rank.process.pid, signal.SIGKILL)
     rank.process.join()

@@ -108,7 +108,7 @@ class MegatronRun:
 
     @property
     def said(self) -> list[str]:
-        """Lines of our own."""
+        """Lines that Optimus-CC printed, without their mark."""
         return [line.removeprefix("optimus-cc: ") for line in self.printed if line.startswith("optimus-cc: ")]
 
 
@@ -163,7 +163,7 @@ def megatron_run(
     try:
         entry()
     except SystemExit as ended:
-        run.ended = ended.code or None  # 0 if an exit interval ends it early
+        run.ended = ended.code or None  # an exit status of 0 means that --exit-interval ended the run
     except OptimusError as error:
         run.ended = str(error)
     if built:
@@ -211,7 +211,7 @@ def _record_training(run: MegatronRun) -> list[Any]:
         # Our hook wraps train_step once the flags are known; the record is taken around the hook.
         training.train_step = _recording_step(run, training.train_step, built)
         result = train(*args, **kwargs)
-        # before a last save, which may change them
+        # Megatron's last save, which comes next, may change the gradients.
         run.gradients = {name: hash_of(p.main_grad) for name, p in named_parameters(built[0])}
         return result
 

@@ -25,7 +25,7 @@ class Resumption:
     """The techniques that are off, or keep no state in their format, but have state in the checkpoint."""
 
     def without(self, reasons: Mapping[str, str]) -> "Resumption":
-        """Return the same decision with these techniques reset, for these reasons."""
+        """Return the same decision with further techniques reset: the keys of `reasons`, each with its reason."""
         kept = tuple(technique for technique in self.restored if technique not in reasons)
         return Resumption(restored=kept, reset={**self.reset, **reasons}, ignored=self.ignored)
 
@@ -84,7 +84,7 @@ def decide(
         if manifest is None:
             return _NO_STATE
         if checkpoint is None:
-            # Training went on without us from an earlier checkpoint, and wrote this iteration again.
+            # A run without Optimus-CC resumed from an earlier checkpoint, and saved this iteration again.
             return "the checkpoint was overwritten without Optimus-CC, and the state belongs to the earlier one"
         if difference := _difference(topology, manifest.topology):
             return difference

@@ -87,7 +87,7 @@ class Save:
 
     @property
     def mark(self) -> str:
-        """The mark of this save, which Megatron's own files carry as well; empty before `stage`."""
+        """The mark of this save, a random word that Megatron's own files contain, too; empty before `stage`."""
         return self._manifest.checkpoint
 
     def stage(self, session: Remembers, *, copied: bool = False) -> None:

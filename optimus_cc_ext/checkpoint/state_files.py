@@ -74,7 +74,7 @@ class Manifest:
 
     iteration: int
     checkpoint: str
-    """The mark of the save that these files belong to."""
+    """The mark of the save that wrote the rank files."""
 
     topology: dict[str, Any]
     """The run's layout by description; every rank's state depends on it."""

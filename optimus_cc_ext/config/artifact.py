@@ -54,7 +54,7 @@ class RemovedFlag(OldFlag):
     """The values that the flag accepts; empty: every value."""
 
     cure: str = ""
-    """The cure in the refusal; empty: the flag is not refused."""
+    """The cure that the flag's refusal names; empty: the flag is not refused."""
 
     implies: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of Megatron that the flag sets unless the user has set them."""
@@ -75,7 +75,7 @@ ARTIFACT_FLAGS = (
     ArtifactFlag("--check_orth_error_acti", ("compression_error_statistics",), const=True),
     ArtifactFlag("--comp_seed", ("compression_seed",), int, 714),
 )
-"""The artifact's flags, with the defaults of its megatron/arguments.py."""
+"""The artifact's flags, with the defaults of the artifact's megatron/arguments.py."""
 
 REMOVED_FLAGS = (
     RemovedFlag("--data-impl", today="the memory-mapped dataset is the only one today", accepts=("mmap", "infer")),

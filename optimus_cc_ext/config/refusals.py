@@ -40,7 +40,7 @@ class Refusal:
     """A test for the option in Megatron's arguments; None: the argument of the flag's own name is true."""
 
     where: Callable[[OptimusConfig, TrafficClass], bool] = OptimusConfig.is_on
-    """A test for whether the option affects one of these classes in a configuration."""
+    """A test for whether the option affects a class of traffic in a configuration."""
 
     def affected(self, args: argparse.Namespace, config: OptimusConfig) -> tuple[TrafficClass, ...]:
         """Return the classes of traffic that these arguments make unsupported."""

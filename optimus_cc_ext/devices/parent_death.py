@@ -50,7 +50,7 @@ def install() -> None:
         return
     os.register_at_fork(before=_remember_forker, after_in_child=_keep_forker)
     multiprocessing.util.register_after_fork(_forking, lambda _: _end_with_forker())
-    patches = Patches()  # for the life of this process
+    patches = Patches()  # undone only by the end of this process
     patches.wrap(multiprocessing.util, "spawnv_passfds", _spawn)
     patches.wrap(subprocess.Popen, "__init__", _start_subprocess)
 

@@ -158,7 +158,7 @@ class StagedGloo(dist.ProcessGroup):
         return self._gloo.barrier(dist.BarrierOptions())
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend whose timeout torch sets, and whose abilities torch asks for."""
+        """Return gloo's backend: torch sets its timeout, and asks which operations it supports."""
         return self._gloo
 
     @property

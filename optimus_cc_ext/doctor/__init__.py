@@ -21,7 +21,7 @@ from optimus_cc_ext.placement import Placement, placement_line
 __all__ = ["examine"]
 
 REFUSED = 2
-"""Exit status of training if our refusals, or Megatron's parser, end it."""
+"""Exit status of training that is ended by a refusal of Optimus-CC or by Megatron's parser."""
 
 
 def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Diagnosis:

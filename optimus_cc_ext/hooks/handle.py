@@ -238,7 +238,7 @@ class Handle:
         if error is None:
             self.remove()
         else:
-            self.detach()  # nothing is waited for, because other ranks may not come here
+            self.detach()  # does not wait: other ranks may not have failed, and would not answer
 
     @property
     def _compressing(self) -> Session:

@@ -85,7 +85,7 @@ class Seam:
         return owner, name, value
 
     def importers(self, name: str, value: Any) -> list[Any]:
-        """Return the modules in `imported_by` that hold `value` by this name; the others will import the wrap."""
+        """Return the modules in `imported_by` that hold `value` as `name`; other modules will import the wrap."""
         modules = (sys.modules.get(module) for module in self.imported_by)
         return [module for module in modules if getattr(module, name, None) is value]
 

@@ -138,7 +138,7 @@ def read_events(folder: Path) -> Record:
     earlier: tuple[Path, int] | None = None
     for file in files:
         found = _read_events(file)
-        if not found:  # a run that ended before its first iteration
+        if not found:  # the run ended before its first iteration
             continue
         begins = min(step for steps in found.values() for step in steps)
         if earlier and begins <= earlier[1]:

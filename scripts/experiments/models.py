@@ -37,13 +37,13 @@ class Model:
     heads: int
     sequence: int
     vocabulary: int
-    """Tokens of the tokenizer; Megatron pads them to a multiple of 128 for each tensor-parallel rank."""
+    """Number of tokens of the tokenizer; Megatron pads it to a multiple of 128 for each tensor-parallel rank."""
 
     micro_batch: int
-    """Sequences in a micro-batch."""
+    """Number of sequences in a micro-batch."""
 
     micro_batches: int
-    """Micro-batches of each replica in an iteration."""
+    """Number of micro-batches of each replica in an iteration."""
 
 
 MODELS: Mapping[str, Model] = {

@@ -46,7 +46,7 @@ class Check:
     claim: str
     run: Callable[[Setting], Iterator[Row]]
     limit: int
-    """Limit in seconds; all checks together may take `TOTAL`."""
+    """Limit of this check in seconds; all checks together may take `TOTAL`."""
 
     interpreted: bool = False
     """True if Triton's interpreter runs the kernels in a dry run."""

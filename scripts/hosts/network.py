@@ -173,7 +173,7 @@ def network(hosts: int) -> Iterator[Network]:
 
 @dataclass(frozen=True)
 class _Holder:
-    """Holder of a network namespace and a process namespace: a process that they end with."""
+    """Holder of a network namespace and a process namespace: a process; the namespaces are gone when it ends."""
 
     pid: int
     as_user: bool

@@ -51,7 +51,7 @@ class Workspace:
 
     @property
     def unfinished(self) -> Path:
-        """Folder for all files until they are complete."""
+        """Folder for the files of all runs until the results are complete."""
         return self.output.with_name(f"{self.output.name}.unfinished")
 
     def run_folder(self, name: str) -> Path:
@@ -61,7 +61,7 @@ class Workspace:
         return folder
 
     def discard(self) -> None:
-        """Remove the unfinished folder."""
+        """Remove the folder `unfinished` of a run that failed or was interrupted."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def publish(self) -> None:

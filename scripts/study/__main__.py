@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_common_options(parser: argparse.ArgumentParser, output: Path) -> None:
-    """Add the options that the study of gradients has as well."""
+    """Add the options that this study shares with the study of gradients (`gradients.py`)."""
     parser.add_argument(
         "--output", type=Path, default=output, metavar="DIR", help="folder of the results (%(default)s)"
     )

@@ -146,5 +146,5 @@ def extent_of(label: "Annotation") -> "Bbox":
     """Return the area of a label's text, in pixels, without the line to its point."""
     from matplotlib.text import Text
 
-    label.get_window_extent()  # puts the text in its place
+    label.get_window_extent()  # computes the position of the text
     return Text.get_window_extent(label)

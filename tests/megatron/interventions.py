@@ -202,7 +202,7 @@ def unbatched() -> None:
 
 
 def nodes_of(ranks: int) -> None:
-    """So many ranks share a node."""
+    """Let `ranks` consecutive ranks share a node."""
     os.environ["OPTIMUS_CC_NODE"] = f"ranks:{ranks}"
 
 

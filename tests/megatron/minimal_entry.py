@@ -41,7 +41,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
     return data, data, data
 
 
-# With this, Megatron calls it on every rank, not only on the first tensor-parallel one.
+# Let Megatron call `datasets` on every rank, not only on the first tensor-parallel one.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

@@ -143,7 +143,7 @@ class Ours:
     """State that a checkpoint has, with the hash of every tensor."""
 
     groups: list[tuple[str, Any]]
-    """Process groups of our own: description, time limit."""
+    """Description and time limit of each process group that Optimus-CC made."""
 
 
 def read(session: Session) -> Ours:

@@ -67,7 +67,7 @@ def note_sends() -> None:
         @functools.wraps(schedule)
         def ended(*args: Any, **kwargs: Any) -> Any:
             result = schedule(*args, **kwargs)
-            computing[0] = next(computations)  # all computation of this pass is done
+            computing[0] = next(computations)  # the schedule has started all computation of the pass
             return result
 
         return ended

@@ -25,13 +25,13 @@ class RunSpec:
 
     name: str = field(compare=False)
     layout: Layout = (4, "--pipeline-model-parallel-size 2")
-    """Number of ranks, and flags of the layout; two replicas unless it says otherwise."""
+    """Number of ranks, and flags of the layout. With the default flags there are two stages and two replicas."""
 
     flags: str = ""
     """Flags of Megatron."""
 
     ours: str | None = None
-    """Flags of Optimus-CC; None: it is not installed."""
+    """Flags of Optimus-CC; None: the run does not install Optimus-CC."""
 
     before: tuple[Callable[[], Any], ...] = ()
     """Interventions before Optimus-CC is installed."""
@@ -72,7 +72,7 @@ class Run:
     spec: RunSpec
     ranks: list[MegatronRun]
     folder: Path
-    """Folder that {here} stands for in its flags."""
+    """Folder that {here} stands for in the run's flags."""
 
     def by_place(self) -> dict[tuple[int, int, int], MegatronRun]:
         """Return the ranks' records by stage, tensor-parallel rank and data-parallel rank."""

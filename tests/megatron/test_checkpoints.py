@@ -109,7 +109,9 @@ def test_a_kill_while_a_background_save_ends_leaves_all_or_none_and_the_run_goes
     killed, spec = tmp_path / "killed", runs.spec
     argv = shlex.split(f"{spec.layout[1]} {spec.flags} {spec.ours}".format(here=killed))
     before = partial(_prepare, partial(interventions.kill_in_the_last_save, function, done=done))
-    with pytest.raises(AssertionError, match=r"died without an answer|Connection"):  # the error of its peer
+    with pytest.raises(
+        AssertionError, match=r"died without an answer|Connection"
+    ):  # "Connection": the error of the surviving rank
         run_megatron(2, argv, before=before)
     assert (killed / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (killed / "iter_0000008").exists() and (killed / "iter_0000008" / "optimus_cc").exists() == ours

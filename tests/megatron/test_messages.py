@@ -22,7 +22,9 @@ NUMBERS = [
 
 
 def schedules(numbers: list[tuple[int, int, int, int]]) -> list[tuple[Interleaved, list[tuple[int, int]]]]:
-    """Return our schedule and Megatron's own table for all numbers, from a rank, where Megatron is imported."""
+    """Return our schedule and Megatron's own table for each entry of `numbers`. Call it on a rank: it imports
+    Megatron.
+    """
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
     from optimus_cc_ext.hooks.schedules import interleaved_schedule

@@ -208,7 +208,7 @@ def test_a_signal_to_the_watcher_ends_what_it_watches() -> None:
     while not (children := watcher.children()) and time.monotonic() < deadline:
         time.sleep(0.05)
     [child] = children
-    time.sleep(0.5)  # until its handlers are set, which happens right after the start
+    time.sleep(0.5)  # the program sets its signal handlers right after its start
     watcher.send_signal(signal.SIGTERM)
     assert watcher.wait(20) == 128 + signal.SIGTERM
     assert not child.is_running()

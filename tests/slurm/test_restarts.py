@@ -62,7 +62,7 @@ def test_a_rank_that_dies_after_a_save_restarts_the_job_and_one_that_dies_before
 def test_an_experiment_of_the_paper_requeued_ends_at_the_very_loss_of_one_left_alone(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """The experiment is shrunk to tiny, and longer, so that there is time to interrupt it."""
+    """The experiment runs at the scale tiny with more iterations, so that there is time to interrupt it."""
 
     def submit(name: str, partition: str) -> tuple[str, Path]:
         folder = tmp_path / name

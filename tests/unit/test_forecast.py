@@ -214,7 +214,7 @@ def test_a_rank_that_saves_nothing_is_told_as_doctor_tells_it_and_no_gain_is_cre
 
 
 def test_a_session_has_one_forecaster_which_goes_with_it():
-    """Micro-batches ask for it as well, and a process may have many sessions one after the other."""
+    """Every micro-batch asks for the forecaster, and a process may have many sessions one after the other."""
     forecasters, session = _Forecasters(), Session(OptimusConfig())
     made = weakref.ref(forecasters.of(session))
     with patch("optimus_cc_ext.hooks.schedules.Forecaster", side_effect=AssertionError("made once more")):

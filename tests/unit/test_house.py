@@ -234,7 +234,7 @@ def test_the_house_is_low_and_nothing_imports_upwards() -> None:
 
 
 def test_nothing_inside_imports_the_face_of_the_package() -> None:
-    """It loads all that a training loop calls, whatever one name out of it is wanted for."""
+    """The face, `optimus_cc_ext/__init__.py`, imports all that a training loop calls, even for a single name."""
     found = {
         f"{name}:{node.lineno}"
         for name, path in SOURCES.items()

@@ -120,7 +120,7 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
 
 
 def swap_for_another_iteration(files: Path) -> None:
-    """Swap in a complete file of the same run, two iterations later, described as if it belonged to this iteration."""
+    """Swap in rank 1's file from the save two iterations later, and describe it as a file of the checkpoint."""
     later = save(files.parent.parent, 6) / FOLDER
     (later / "rank_00001.pt").replace(files / "rank_00001.pt")
     of_later = read_manifest(later.parent)

@@ -122,7 +122,11 @@ def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket
     ("dense", "compressed", "chosen"),
     [
         (3, 1, {0}),  # the paper's case: reductions that fit into the slack of the later stages
-        (30, 1, {0, 1, 2, 3}),  # much longer than the cooldown: any stage that stays dense holds up the iteration
+        (
+            30,
+            1,
+            {0, 1, 2, 3},
+        ),  # reductions much longer than the cooldown: a stage that stays dense holds up the iteration
         (9, 3, {0, 1, 2}),
         (1, 2, set()),  # compression takes longer than it saves
         (INDIFFERENT / 2, 0, set()),  # without a gain, accuracy is not given up

@@ -138,7 +138,7 @@ class Bench:
         self.options, self.further = options, further
         self.runs: list[Run] = []
         self.text = ""
-        self._claimed = ExitStack()  # held for as long as this object lives
+        self._claimed = ExitStack()  # the lock is held for as long as this object lives
         self._claimed.enter_context(claimed(options.output))
         if not (options.output / JSON_NAME).exists():
             return

@@ -165,7 +165,7 @@ def order(found: Sequence[Ratio]) -> tuple[int, int]:
     right = count = 0
     for one, other in combinations(found, 2):
         same = (one.model, one.layout, one.rate, one.block) == (other.model, other.layout, other.rate, other.block)
-        told = one.planned != other.planned  # otherwise the layout gives both the same traffic
+        told = one.planned != other.planned  # variants with equal plans send the same bytes on this layout
         if same and told and abs(one.measured - other.measured) > max(one.spread, other.spread):
             count += 1
             right += (one.measured < other.measured) == (one.planned < other.planned)
