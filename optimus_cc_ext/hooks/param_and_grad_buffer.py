@@ -109,7 +109,7 @@ class _Done:
 
 
 def _groups(session: Session, replicas: dist.ProcessGroup) -> tuple[Groups, frozenset[TrafficClass]]:
-    """Return the groups that gradients in blocks travel over, and the classes that are left dense inside a node."""
+    """Return the groups whose ranks exchange gradients in blocks, and the classes that are left dense inside a node."""
     config = session.config
     if session.new_groups is None:
         return Groups(replicas), frozenset()

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 ReductionPlan = DensePlan | ExchangePlan | TwoLevelPlan | LowRankPlan
-"""The plan of one reduction of a bucket: as it is, in blocks of few bits in one level or two, or as P and Q."""
+"""The plan of one reduction of a bucket: dense, in blocks of few bits in one level or in two, or as P and Q."""
 
 NOT_BLOCKS = ("dense", "low-rank")
 """Formats of gradients that are not block formats."""
@@ -65,7 +65,7 @@ class BucketRecord:
     """Dtype of the gradients."""
 
     parameters: Sequence[ParameterRecord]
-    """Records of its parameters, in the order in which Megatron lists them."""
+    """Records of the bucket's parameters, in the order in which Megatron lists them."""
 
     parameter_dtype: torch.dtype = torch.float32
 
@@ -103,7 +103,7 @@ class BucketRules:
     """Compression rank of the low-rank approximation."""
 
     wire: str | None = None
-    """Block format of P and Q; None: they are not in blocks."""
+    """Block format of P and Q; None: P and Q are not sent in blocks."""
 
     fused: str | None = None
     """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
@@ -112,7 +112,7 @@ class BucketRules:
     """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
 
     levels: Levels = ONE_LEVEL
-    """The nodes of the group, and how many levels blocks are added up in."""
+    """The levels in which the group adds up blocks: one, or two if its nodes allow that."""
 
     place: int = 0
     """The place of this rank in its node, among the ranks of the group."""
@@ -135,7 +135,7 @@ class BucketRules:
         """Return the rules of a run.
 
         Args:
-            fused: whether this stage has a part in fused embedding synchronisation.
+            fused: True if this stage takes part in fused embedding synchronisation.
             left_dense: the classes of traffic that are dense because nothing of them leaves a node.
         """
 
@@ -186,10 +186,10 @@ class BucketPlan:
 
     record: BucketRecord
     warmup: ReductionPlan | None
-    """Reduction while gradients are not compressed; None: Megatron's."""
+    """Reduction while gradients are not compressed; None: Megatron's own."""
 
     compressed: ReductionPlan | None
-    """Reduction while gradients are compressed; None: Megatron's."""
+    """Reduction while gradients are compressed; None: Megatron's own."""
 
     fused: bool
     """True if the bucket is a tied embedding's own, which is always reduced in the format of fused embedding
@@ -197,7 +197,7 @@ class BucketPlan:
     """
 
     gather: ExchangePlan | None
-    """Gather of its parameters; None: Megatron's."""
+    """Gather of the bucket's parameters; None: Megatron's own."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -65,7 +65,7 @@ class CompressedBackprop(Technique):
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
         before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
         crosses = partial(_crosses, self._config, PIPELINE_BACKWARD, grid, groups.places)
-        # With interleaving the first stage sends gradients too: to an earlier chunk, on the last stage.
+        # With interleaving the first stage, too, sends activation gradients: to an earlier chunk, on the last stage.
         if (stage > 0 or grid.chunks > 1) and crosses(before):
             self.connect_to(before, stage, grid.place.rank, ranks[before])
         if (stage < grid.stages - 1 or grid.chunks > 1) and crosses(after):
@@ -222,13 +222,13 @@ class CompressedForward(Technique):
     """
 
     def __init__(self, config: OptimusConfig, codec: Codec | None) -> None:
-        # Nothing is remembered, so it has no part in checkpoints.
+        # The technique keeps no residuals and no warm starts, so checkpoints have no state of it.
         super().__init__("pipeline_forward", on=False, states=FactorStates(1), gauge=Gauge())
         self._config = config
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
         self._sends = self._receives = self.messages is not None
         self.seen = False
-        """True if an activation has passed."""
+        """True if this rank has sent or received an activation."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """See `Technique.place`."""
@@ -259,8 +259,8 @@ class CompressedForward(Technique):
 def _crosses(
     config: OptimusConfig, traffic: TrafficClass, grid: Grid, places: Sequence[RankPlace], other: int
 ) -> bool:  # fmt: skip
-    """Return whether messages between this rank's stage and another one are compressed: not inside a node, if a preset
-    alone compresses them.
+    """Return whether messages between this rank's stage and the stage `other` are compressed. They are not if a preset
+    alone asks for it and the stages share a node.
     """
     tensor = [grid.place.rank] if grid.tensor_group is None else dist.get_process_group_ranks(grid.tensor_group)
     inside = config.is_dense_inside(traffic) and hop_stays_inside(places, tensor, grid.place.stage, other)

@@ -115,13 +115,13 @@ class BlockCodecs(NamedTuple):
 
     @property
     def formats(self) -> Formats:
-        """Names of their formats."""
+        """Names of the formats of both codecs."""
         return Formats(self.gradients.format.name, self.sums.format.name)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that an exchange travels over, in one level or in two; see `two_levels`."""
+    """The process groups whose ranks exchange messages, in one level or in two (module `two_levels`)."""
 
     whole: dist.ProcessGroup
     levels: Levels = ONE_LEVEL

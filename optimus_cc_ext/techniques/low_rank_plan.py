@@ -44,22 +44,22 @@ class EqualMatrices:
     """Offsets of the matrices in the flat bucket, in the order of the bucket."""
 
     r: int
-    """Columns of their factors, r."""
+    """Number r of columns of the matrices' factors."""
 
     @property
     def name(self) -> str:
-        """Name of their state in checkpoints."""
+        """Name of the matrices' state in checkpoints."""
         apart = "" if self.norm_group == MAIN_NORM_GROUP else f" {self.norm_group}"
         return f"{self.rows}x{self.columns}{apart}"
 
     @property
     def p_numel(self) -> int:
-        """Number of values of all their P."""
+        """Number of values of P, of all matrices."""
         return len(self.starts) * self.rows * self.r
 
     @property
     def q_numel(self) -> int:
-        """Number of values of all their Q."""
+        """Number of values of Q, of all matrices."""
         return len(self.starts) * self.columns * self.r
 
 

@@ -156,7 +156,7 @@ class BlockMessages(DenseMessages):
             residual.zero_()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
-        """Allocate the residual."""
+        """Allocate the residual for gradients like `like`, of one model chunk."""
         self._residual(like, chunk)
 
     @torch.no_grad()
@@ -244,7 +244,7 @@ class LowRankMessages(DenseMessages):
             self._wire.end()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
-        """Make the state of the chunk."""
+        """Make residual and warm start for gradients like `like`, of one model chunk."""
         self._state(like, chunk)
 
     @torch.no_grad()

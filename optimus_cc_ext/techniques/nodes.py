@@ -73,7 +73,7 @@ class Levels:
 
     @property
     def two(self) -> bool:
-        """True if sums of nodes cross, and not the gradients of every rank."""
+        """True if sums over the ranks of a node are sent between nodes, and not the gradients of every rank."""
         return self.nodes > 1 and self.members > 1
 
     @property
