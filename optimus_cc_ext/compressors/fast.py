@@ -1,4 +1,4 @@
-"""The compressors that training uses on this machine: with Triton's kernels where there is a GPU, and Triton for it."""
+"""Compressors for training on this machine: with Triton's kernels if it has a GPU and Triton, else with torch."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def fast_codec(format: str, *, seed: int, rotated: bool) -> Codec:
         rotated: whether blocks are rotated, in formats that are.
 
     Raises:
-        ValueError: see `formats.format_named`.
+        ValueError: no format has this name.
     """
     generator = private_generator(seed, "block signs")
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None

@@ -49,16 +49,17 @@ __all__ = [
 ]
 
 MAX_RANK = 128
-"""Above it a tile of P or Q no longer fits in registers."""
+"""Largest rank of the kernels: a tile of P or Q with more columns does not fit in registers."""
 
 MAX_ORTHOGONALIZED_RANK = 64
-"""Above it the r x r float64 tile of the Cholesky factor no longer does: 128 x 128 of them are 128 KiB."""
+"""Largest rank of the orthogonalisation: at twice the rank, the float64 tile of the Cholesky factor, 128 x 128, takes
+128 KiB and does not fit in registers."""
 
 PROGRAMS = 512
-"""Programs that a launch should have: about four for each of an H100's 132 multiprocessors."""
+"""Number of programs that a launch should have: about four for each of an H100's 132 multiprocessors."""
 
 MAX_SPLITS = 32
-"""Partial sums that are added in one go."""
+"""Largest number of partial sums that `add_up` adds in one launch."""
 
 NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
@@ -75,13 +76,14 @@ GRAM_ROWS = 64
 
 
 def supported(matrices: Tensor, r: int) -> bool:
-    """Tell if these kernels take a batch of matrices (B, n, m) at rank r: `takes_factors`, and contiguous rows."""
+    """Return whether the kernels take a batch of matrices (B, n, m) at rank r: `takes_factors`, and contiguous rows."""
     rows_are_contiguous = matrices.dim() == 3 and (matrices.stride(-1) == 1 or matrices.shape[-1] == 1)
     return rows_are_contiguous and takes_factors(matrices, r)
 
 
 def takes_factors(p: Tensor, r: int) -> bool:
-    """Tell if they take P or Q: fp32, bf16 or fp16 on a GPU, of any strides; on a CPU where triton interprets (tests).
+    """Return whether the kernels take P or Q: fp32, bf16 or fp16 on a GPU, of any strides; also on a CPU if Triton
+    interprets (tests).
 
     `reconstruct` and `subtract_reconstruction` ask no more, so that both ends of a link get the same answer.
     """
@@ -103,7 +105,7 @@ def project_sum(
     Args:
         matrices: (B, n, m), fp32, bf16 or fp16.
         residual: (B, n, m) of any of these dtypes; None stands for zero.
-        q: (B, m, r), likewise.
+        q: (B, m, r), fp32, bf16 or fp16.
         total: (B, n, m), the sum; may be `matrices` or `residual` itself. None: it is not written.
             P is of the sum in fp32, whatever `total` rounds it to.
         out: (B, n, r).
@@ -150,7 +152,7 @@ def orthogonalize(p: Tensor, out: Tensor, scratch: Scratch | None = None) -> Ten
         )
     scratch = scratch or Scratch()
     if p.dtype in NARROW:
-        # Triton's compiler fails on products in float64 of what was loaded in 16 bits.
+        # Triton's compiler fails on products in float64 of values that were loaded in 16 bits.
         p = scratch.take("wide_p", tuple(p.shape), torch.float32, p.device).copy_(p)
     take = partial(scratch.take, dtype=torch.float64, device=p.device)
     first, second = (take(name, (batch, r, r)) for name in ("first_inverse", "second_inverse"))
@@ -189,7 +191,7 @@ def _project(
     rows, columns = PROJECTION_TILE
     blocks = triton.cdiv(n, rows)
     splits = _splits(batch * blocks, m, columns)
-    # `out` itself where nothing is split.
+    # A sum that is not split into parts is written to `out` at once.
     take = (scratch or Scratch()).take
     sums = out if splits == 1 else take("partial_sums", (batch * splits, n, r), torch.float32, out.device)
     _launch(
@@ -216,17 +218,17 @@ def add_up(partial: Tensor, out: Tensor) -> Tensor:
 def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], **options: Any
 ) -> None:
-    """Run `kernel` on `grid` programs, with its arguments as `kernels`' conventions have them."""
+    """Run `kernel` on `grid` programs, with the arguments in the order that the module `kernels` describes."""
     kernel[grid](*(None if tensor is None else (tensor, *tensor.stride()) for tensor in tensors), sizes, **options)
 
 
 def _padded(r: int) -> int:
-    """Return the ranks in a tile: 16 is the least that tensor cores multiply."""
+    """Return the number of ranks in a tile: at least 16, the smallest side that tensor cores multiply."""
     return max(16, triton.next_power_of_2(r))
 
 
 def _splits(programs: int, length: int, step: int) -> int:
-    """Count the parts that a sum over `length`, `step` at a time, is split into where there are few programs."""
+    """Return the number of parts into which a sum over `length`, `step` at a time, is split if programs are few."""
     return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, step), MAX_SPLITS))
 
 

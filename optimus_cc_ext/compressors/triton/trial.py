@@ -63,7 +63,7 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         compressor.project_sum(matrices, carried, q.to(state_dtype), total=total, out=p)
     for splits in (2, 4, 8, 16, launches.MAX_SPLITS):
         launches.add_up(p.expand(splits, -1, -1).contiguous(), p)
-    # Factors travel in `dtype`, or, of gradients, are widened when they have arrived.
+    # Factors are sent in `dtype`; factors of gradients are widened to fp32 after they have arrived.
     for wire in {dtype, torch.float32}:
         compressor.orthogonalize(p.to(wire), out=p)
         compressor.back_project(total, p.to(wire), out=q)
