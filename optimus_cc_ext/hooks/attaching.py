@@ -29,7 +29,7 @@ def compress(
     train_iters: int | None,
     measure_every: int,
 ) -> Handle:
-    """See `optimus_cc_ext.compress`."""
+    """Attach compression to `models`, and return its handle; `optimus_cc_ext.compress` has the arguments."""
     chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
     if config is None or (isinstance(config, OptimusConfig) and not config.any_technique):
         return Off()

@@ -231,7 +231,7 @@ class CompressedForward(Technique):
         """True if this rank has sent or received an activation."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
-        """See `Technique.place`."""
+        """Decide for each direction whether this rank's activations are compressed."""
         if self.messages is not None:
             stage = grid.place.stage
             self._receives, self._sends = (

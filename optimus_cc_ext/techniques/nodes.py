@@ -89,7 +89,7 @@ class Levels:
         if not self.two:
             return None
         return (
-            f"two levels: {self.members} replicas on each of {self.nodes} nodes are summed as they are, and the sums "
+            f"two levels: {self.members} replicas on each of {self.nodes} nodes are summed dense, and the sums "
             "of nodes are sent compressed"
         )
 

@@ -41,7 +41,7 @@ def gradients(rank: int, ranks: int, dtype: torch.dtype = torch.float32, shapes:
 
 
 def two_levels(members: int) -> Groups:
-    """The groups of all ranks, of which so many are on each node."""
+    """Return the groups of all ranks, if each node holds `members` of them."""
     dist.init_process_group("gloo")
     places = [
         RankPlace(rank=rank, stage=0, tensor_rank=0, node=Node(f"node {rank // members}"))
@@ -80,7 +80,7 @@ def reduced(
     nodes: int, members: int, format: str, sharded: bool, whole: bool,
     dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES,
 ) -> torch.Tensor:  # fmt: skip
-    """Return what every replica has, after checking that whole gradients have the same bits on all replicas."""
+    """Return the reduced gradients of every replica, after checking that whole gradients are equal to the bit."""
     found = run_ranks(nodes * members, _reduce, members, format, sharded, whole, dtype, shapes)
     if sharded and not whole:
         return torch.cat(found)
@@ -114,7 +114,7 @@ def test_a_bucket_without_whole_blocks_for_each_rank_is_summed_all_the_same(shar
 
 
 def by_hand(nodes: int, members: int, used: BlockCodecs) -> torch.Tensor:
-    """The shards of all ranks: the sums of nodes, encoded and decoded by hand, and added up."""
+    """Return the shards of all ranks: the sums of nodes, encoded and decoded by hand, and added up."""
     ranks = nodes * members
     sums = [
         sum(
@@ -145,7 +145,7 @@ def test_shards_are_what_decoding_the_sums_of_nodes_by_hand_gives_to_the_bit(for
 
 
 def _left_out() -> tuple[torch.Tensor, float]:
-    """A range in the midst of the bucket is summed elsewhere, as a tied embedding is."""
+    """Leave a range in the middle of the bucket out of its sum, as Megatron's hook does with a tied embedding."""
     groups = two_levels(2)
     bucket = gradients(dist.get_rank(), 4, shapes=[(64, 32), (40, 32), (64, 32)])
     used = codecs("exact")

@@ -11,16 +11,16 @@ class Proportions:
     """Number of values that one rank sends in an iteration without compression, by class."""
 
     dp: float
-    """Gradients of a stage's layers, by a ring all-reduce over the replicas."""
+    """Number of values of a stage's layers' gradients, sent by a ring all-reduce over the replicas."""
 
     forward: float
-    """Activations for the next stage; their gradients for the stage before are as many."""
+    """Number of values of activations for the next stage; their gradients for the stage before are as many."""
 
     embedding: float
-    """This rank's part of one copy of the tied embedding."""
+    """Number of values of one copy of the tied embedding on this rank."""
 
     embedding_share: float
-    """The same part, as a fraction of the parameters of a stage's layers."""
+    """`embedding` as a fraction of the parameters of a stage's layers."""
 
     @property
     def dp_to_forward(self) -> float:
