@@ -64,6 +64,15 @@ class Forecast:
     exchange: float = 0.0
     """Bytes per second of an all-to-all over replicas; 0 if the run uses none."""
 
+    inside: float = 0.0
+    """Bytes per second of sums inside a node; 0 if gradients are compressed in one level."""
+
+    across: float = 0.0
+    """Bytes per second of an all-to-all between nodes; 0 if gradients are compressed in one level."""
+
+    one_level: bool = False
+    """True if gradients in two levels would take longer than in one, so that `auto` takes one."""
+
     warmups: Mapping[str, float]
     """Share of the iterations in which a class waits for the end of its warm-up, by flag. The prediction assumes none.
     """
@@ -77,7 +86,8 @@ class Forecast:
     def lines(self) -> list[str]:
         """Return the log lines: the measured links, the gain of each class, and the classes that do not pay."""
         rates = (
-            (self.link, "between stages"), (self.replicas, "among replicas"), (self.exchange, "in their all-to-all")
+            (self.link, "between stages"), (self.replicas, "among replicas"), (self.exchange, "in their all-to-all"),
+            (self.inside, "inside a node"), (self.across, "in an all-to-all between nodes"),
         )  # fmt: skip
         links = ", ".join(f"{rate / 1e6:.1f} MB/s {where}" for rate, where in rates if rate)
         plain, ours = self.plain.reduced, self.ours.reduced
@@ -139,6 +149,11 @@ def forecast(
     """
     ranks, nowhere = [m.cost for m in everyone], frozenset[int]()
     on, lacking = Switches.of(config, schedule.stages), dict[int, int]()
+    one_level = (
+        stages is None and config.dp_compression_levels == "auto" and _is_faster_in_one_level(everyone, schedule, on)
+    )
+    if one_level:
+        ranks = [m.in_one_level or m.cost for m in everyone]
     if GRADIENTS not in on.stages:
         stages = nowhere
     elif stages is None:
@@ -160,6 +175,9 @@ def forecast(
         link=_mean_rate([m.link for m in everyone]),
         replicas=_mean_rate([m.replicas for m in everyone]),
         exchange=_mean_rate([m.exchange for m in everyone]),
+        inside=_mean_rate([m.inside for m in everyone]),
+        across=_mean_rate([m.across for m in everyone]),
+        one_level=one_level,
         lacking=lacking,
         without_gain={
             row.tag: saves_nothing(config, row)
@@ -168,6 +186,18 @@ def forecast(
         },
         warmups={flag_of(f"{row.name}_warmup"): share for row, share in waiting.items() if share},
     )
+
+
+def _is_faster_in_one_level(everyone: Sequence[Measured], schedule: Schedule, on: Switches) -> bool:
+    """Return whether an iteration that compresses gradients on all stages is shorter with one level than with two."""
+    if GRADIENTS not in on.stages or all(m.in_one_level is None for m in everyone):
+        return False
+    everywhere = on.where(GRADIENTS, frozenset(range(schedule.stages)))
+    two, one = (
+        iteration(ranks, schedule, everywhere).reduced
+        for ranks in ([m.cost for m in everyone], [m.in_one_level or m.cost for m in everyone])
+    )
+    return one < two
 
 
 def _shrinks_nowhere(ranks: Sequence[RankCost], name: str) -> bool:
@@ -229,6 +259,8 @@ class Forecaster:
         everyone = session.grid.gather(measure(session, self._stopwatch, gradient, device))
         found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
         if session.gradients.stages_are_open:
+            if found.one_level:
+                session.gradients.choose_one_level()
             session.gradients.choose_stages(found.compressed_stages)
         if session.grid.is_first:
             _say(session, found)
@@ -239,5 +271,7 @@ def _say(session: Session, found: Forecast) -> None:
     if session.config.dp_compression_stages == "auto":
         chosen = ", ".join(map(str, sorted(found.compressed_stages))) or "none"
         lines.insert(0, f"--dp-compression-stages auto: compressed stages (of {len(found.ours.ends)}): {chosen}")
+        if found.one_level and found.compressed_stages:
+            lines.insert(1, "--dp-compression-levels auto: one level, because sums inside a node take longer here")
     for line in lines:
         print(f"optimus-cc: {line}", flush=True)

@@ -1,7 +1,7 @@
 """Measurements of one rank for the forecast: rates of its links, and seconds and bytes of each class of traffic."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Ra
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.techniques.bucket_plan import GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
@@ -41,6 +42,15 @@ class Measured:
 
     exchange: Rate | None = None
     """Rate of an all-to-all over the replicas; None with one replica, or if the run uses no all-to-all."""
+
+    inside: Rate | None = None
+    """Rate of a reduce-scatter over the replicas of a node; None if gradients are compressed in one level."""
+
+    across: Rate | None = None
+    """Rate of an all-to-all between nodes; None if gradients are compressed in one level."""
+
+    in_one_level: RankCost | None = None
+    """The same costs with gradients compressed in one level; None if they are."""
 
     lacking: int = 0
     """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
@@ -74,24 +84,40 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     }  # fmt: skip
     replicas = found[Collective.ALL_REDUCE]
     rates = _Rates.of({collective: rate or FREE for collective, rate in found.items()})
-    classes = (
-        _forward(session, gradient, link or FREE),
-        _backward(session, gradient, link or FREE),
-        _gradients(session, rates, sharded),
-        *_embedding(session, rates, replicas or link or FREE, sharded),
-        _gather(session, rates.gather),
-    )
-    return Measured(
-        cost=RankCost(
-            stage=session.grid.place.stage,
-            forward=passes.median("forward"),
-            backward=passes.median("backward"),
-            classes=classes,
-            buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
+    inside = across = None
+    if session.two_levels:
+        groups = gradients.buckets[0].groups if gradients.buckets else None
+        node, rail = (None, None) if groups is None else (groups.node, groups.rail)
+        inside = probe_collective(node, device, everyone, Collective.REDUCE_SCATTER)
+        across = probe_collective(rail, device, everyone, Collective.ALL_TO_ALL)
+        rates = replace(rates, inside=inside or FREE, across=across or FREE)
+    coding = _coding(session, sharded)
+    plans = [buckets.plan for buckets in gradients.buckets]
+    cost = RankCost(
+        stage=session.grid.place.stage,
+        forward=passes.median("forward"),
+        backward=passes.median("backward"),
+        classes=(
+            _forward(session, gradient, link or FREE),
+            _backward(session, gradient, link or FREE),
+            _gradients(session, plans, rates, coding, sharded),
+            *_embedding(session, rates, replicas or link or FREE, sharded),
+            _gather(session, rates.gather),
         ),
+        buckets=sum(buckets.overlapping for buckets in gradients.buckets) or 1,
+    )
+    one = None
+    if session.two_levels:
+        in_one = _gradients(session, [plan.in_one_level for plan in plans], rates, coding, sharded)
+        one = replace(cost, classes=tuple(in_one if each.name == GRADIENTS else each for each in cost.classes))
+    return Measured(
+        cost=cost,
         link=link,
         replicas=replicas,
         exchange=found.get(Collective.ALL_TO_ALL),
+        inside=inside,
+        across=across,
+        in_one_level=one,
         lacking=_lacking(gradients.state_bytes, device),
     )
 
@@ -118,6 +144,12 @@ class _Rates:
 
     gather: Rate
     """The rate of encoded sums, and of parameters, that travel to all ranks: an all-gather."""
+
+    inside: Rate = FREE
+    """The rate of sums inside a node: a reduce-scatter over the replicas of the node."""
+
+    across: Rate = FREE
+    """The rate of the encoded sums of nodes: an all-to-all between nodes."""
 
     @classmethod
     def of(cls, found: Mapping[Collective, Rate]) -> "_Rates":
@@ -155,37 +187,52 @@ def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassC
     return ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, dense, compressed)
 
 
-def _gradients(session: Session, rates: _Rates, sharded: bool) -> ClassCost:
-    gradients, config, coding = session.gradients, session.config, 0.0
-    if config.dp_compression and session.alone is not None:
-        coding = time_gradients(
-            [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
-            alone=session.alone,
-            compressor=fast_compressor(),
-            config=config,
-            state_dtype=gradients.state_dtype,
-            codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
-            wire=session.new_codec(config.low_rank_wire),
-            sharded=sharded,
-        )
+def _coding(session: Session, sharded: bool) -> float:
+    """Return the seconds to code all gradients of this rank in one level."""
+    gradients, config = session.gradients, session.config
+    if not config.dp_compression or session.alone is None:
+        return 0.0
+    return time_gradients(
+        [matrix for buckets in gradients.buckets for matrix in buckets.matrices],
+        alone=session.alone,
+        compressor=fast_compressor(),
+        config=config,
+        state_dtype=gradients.state_dtype,
+        codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
+        wire=session.new_codec(config.low_rank_wire),
+        sharded=sharded,
+    )
+
+
+def _gradients(
+    session: Session, plans: Sequence[GroupPlan], rates: _Rates, coding: float, sharded: bool
+) -> ClassCost:  # fmt: skip
+    """Return the cost of gradients that are reduced by `plans`; `coding`: see `_coding`."""
+    gradients = session.gradients
     share = _second_phase(gradients.codecs, sharded)
-    if gradients.codecs is not None:
+    inside = sum(plan.inside_bytes for plan in plans)
+    if inside:
+        # Each rank codes the part of the node's sum that it holds.
+        first = later = rates.across
+        coding /= max(plan.rules.levels.members for plan in plans)
+    elif gradients.codecs is not None:
         first, later = rates.blocks, rates.gather
     else:
         # The sums of P and the sums of Q are gathered in the format in which the parts arrived.
         first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
-    plans = [buckets.plan for buckets in gradients.buckets]
     # Megatron reduces the bucket groups in which nothing can be compressed.
     others = rates.dense.sent(sum(plan.dense_bytes for plan in plans if not plan.compresses))
-    coded = reduction(first, sum(plan.compressed_bytes() for plan in plans if plan.compresses), coding, share, later)
+    sent = sum(plan.compressed_bytes() for plan in plans if plan.compresses)
+    coded = reduction(first, sent - inside, coding, share, later)
+    summed = rates.inside.sent(inside)
     return ClassCost(
         GRADIENTS,
         When.AFTER_BACKWARD,
         Link.REPLICAS,
         rates.dense.sent(sum(plan.dense_bytes for plan in plans)),
         Sent(
-            nbytes=coded.nbytes + others.nbytes,
-            transfer=coded.transfer + others.transfer,
+            nbytes=coded.nbytes + others.nbytes + summed.nbytes,
+            transfer=coded.transfer + others.transfer + summed.transfer,
             second_phase=coded.second_phase,
         ),
     )

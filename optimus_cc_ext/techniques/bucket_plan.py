@@ -289,6 +289,23 @@ class GroupPlan:
         sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
         return sum(reduce_scatter_bytes(nbytes, self.rules.ranks) for nbytes in sizes)
 
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that are sent inside a node, as they are, if gradients are compressed in two levels."""
+        plans = (bucket.compressed for bucket in self.buckets)
+        return sum(plan.inside_bytes for plan in plans if isinstance(plan, TwoLevelPlan))
+
+    @property
+    def in_one_level(self) -> "GroupPlan":
+        """The same plan with gradients in one level; a tied embedding's own bucket keeps its levels."""
+        levels = replace(self.rules.levels, members=1)
+        one = GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, levels=levels))
+        buckets = (
+            before if before.fused else replace(before, compressed=after.compressed)
+            for before, after in zip(self.buckets, one.buckets, strict=True)
+        )
+        return GroupPlan(rules=one.rules, buckets=tuple(buckets))
+
     def compressed_bytes(self, whole: bool = False) -> int:
         """Return the bytes of a compressed reduction, without a tied embedding; `whole` is the argument of
         `Reducer.start`.

@@ -23,7 +23,7 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.nodes import Levels, levels_of
 
-__all__ = ["classes_inside", "crossing_lines", "hop_stays_inside", "levels_of_group"]
+__all__ = ["adds_up_in_two_levels", "classes_inside", "crossing_lines", "hop_stays_inside", "levels_of_group"]
 
 
 def hop_stays_inside(
@@ -87,13 +87,24 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
         yield f"{staying} of {len(hops)} hops between stages stay inside a node, and are left dense"
     if config.dp_compression_levels == "one" or not config.sums_in_blocks:
         return
-    levels = list(dict.fromkeys(levels_of_group(places, ranks) for ranks in _replicas(places).values()))
+    levels = _levels_of_replicas(places)
     if config.dp_compression_levels == "two" and not any(each.two for each in levels):
         reasons = ", ".join(dict.fromkeys(each.reason or "no node holds two replicas" for each in levels))
         raise FlagError("--dp-compression-levels", f"two levels are not possible: {reasons}", "Leave it out")
     for each in levels:
         if each.line is not None:
             yield f"data-parallel gradients in {each.line}"
+
+
+def adds_up_in_two_levels(config: OptimusConfig, places: Sequence[RankPlace]) -> bool:
+    """Return True if gradients of some data-parallel group can be added up in two levels, and may be."""
+    may = config.sums_in_blocks and config.dp_compression_levels != "one"
+    return may and any(levels.two for levels in _levels_of_replicas(places))
+
+
+def _levels_of_replicas(places: Sequence[RankPlace]) -> list[Levels]:
+    """Return the levels of all data-parallel groups, equal ones once."""
+    return list(dict.fromkeys(levels_of_group(places, ranks) for ranks in _replicas(places).values()))
 
 
 def _nodes(places: Sequence[RankPlace]) -> dict[int, str]:

@@ -63,7 +63,7 @@ class BucketGroup:
         side: SideStream | None,
         fused: FusedEmbeddingSync | None,
     ) -> None:
-        self.plan, self.group, self._flats, self._groups = plan, groups.whole, flats, groups
+        self.plan, self.groups, self._flats = plan, groups, flats
         self._technique, self._side, self._fused = technique, side, fused
         self.overlapping = len(flats) if side is not None else 0
         """Number of buckets that are reduced while the backward pass goes on."""
@@ -119,7 +119,7 @@ class BucketGroup:
         holders = zip(self.plan.buckets, self._flats, strict=True)
         bucket, flat = next((bucket, flat) for bucket, flat in holders if bucket.record.tied_numel)
         if self.plan.rules.sharded and bucket.record.is_all_tied:
-            return flat.view(self.plan.rules.ranks, -1)[self.group.rank()]
+            return flat.view(self.plan.rules.ranks, -1)[self.groups.whole.rank()]
         start, length = next(parameter.range for parameter in bucket.record.parameters if parameter.tied)
         return flat[start : start + length]
 
@@ -128,7 +128,7 @@ class BucketGroup:
         for bucket, plan, flat in zip(self.plan.buckets, plans, self._flats, strict=True):
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
-                self._made[plan] = self._technique.make_reducer(plan, flat, self._groups, fused=fused)
+                self._made[plan] = self._technique.make_reducer(plan, flat, self.groups, fused=fused)
         return [self._made[plan] for plan in plans if plan is not None]
 
 
@@ -177,6 +177,7 @@ class SelectiveStageCompression(Technique):
         self.under_way: list[Reducer] = []
         """Reducers whose second phase has not begun; the reductions of this rank (`Reduction`) share the list."""
 
+        self._one_level = False
         self._stream: SideStream | None = None
         self._single_rank: set[str] = set()
         """Kinds of gradients that stay dense because a group of one rank sends nothing."""
@@ -237,6 +238,13 @@ class SelectiveStageCompression(Technique):
         """True while it is not decided which stages compress their gradients."""
         return self.stage is not None and self.compressed_stages is None
 
+    def choose_one_level(self) -> None:
+        """Compress gradients in one level, on all ranks alike, before any stage has been chosen."""
+        assert self.stages_are_open, "reducers are made"
+        self._one_level = True
+        for buckets in self.buckets:
+            buckets.plan = buckets.plan.in_one_level
+
     def choose_stages(self, stages: Collection[int]) -> None:
         """Set the stages that compress their gradients, between two iterations, on all ranks alike."""
         self.compressed_stages = frozenset(stages)
@@ -264,7 +272,7 @@ class SelectiveStageCompression(Technique):
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of the model as this one."""
-        return self.buckets[0].group if self.buckets else None
+        return self.buckets[0].groups.whole if self.buckets else None
 
     @property
     def state_bytes(self) -> int:
@@ -314,6 +322,7 @@ class SelectiveStageCompression(Technique):
         state = super().state_dict()
         if self._config.dp_compression_stages == "auto" and self.compressed_stages is not None:
             state["stages"] = sorted(self.compressed_stages)
+            state |= {"one_level": True} if self._one_level else {}
         return state
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
@@ -331,6 +340,8 @@ class SelectiveStageCompression(Technique):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state, and take over the stages that `auto` chose in the run that saved it."""
         if self._takes_over_stages(state_dict):
+            if state_dict.get("one_level"):
+                self.choose_one_level()
             self.choose_stages(state_dict["stages"])
         super().load_state_dict(state_dict)
 

@@ -26,7 +26,7 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
-from optimus_cc_ext.techniques.crossing import classes_inside, crossing_lines
+from optimus_cc_ext.techniques.crossing import adds_up_in_two_levels, classes_inside, crossing_lines
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -91,6 +91,9 @@ class Session:
 
         self.left_dense: frozenset[TrafficClass] = frozenset()
         """The classes of traffic that are left dense because nothing of them leaves a node."""
+
+        self.two_levels = False
+        """True if some replicas of the model can add up their gradients in two levels, and may."""
 
         self.traffic = Traffic()
         self.active = False
@@ -205,6 +208,7 @@ class Session:
             return []
         places, notes = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places)
+        self.two_levels = adds_up_in_two_levels(self.config, places)
         self.left_dense = frozenset(filter(self.config.is_dense_inside, classes_inside(places)))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:

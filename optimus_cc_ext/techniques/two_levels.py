@@ -110,15 +110,20 @@ class TwoLevelPlan:
         """Memory for messages."""
         return self.across.wire_bytes
 
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that one rank sends inside its node: to add up, and without the distributed optimizer to gather."""
+        size, members = self.dtype.itemsize, self.levels.members
+        summed = sum(reduce_scatter_bytes(length * size, members) for _, length in self.slabs)
+        return summed * (1 if self.sharded else 2)
+
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that one rank sends, inside its node and to others; `whole`: see `Reducer.start`."""
-        members, ranks = self.levels.members, self.levels.members * self.levels.nodes
-        inside = sum(reduce_scatter_bytes(length * self.dtype.itemsize, members) for _, length in self.slabs)
-        sent = inside + self.across.sent_bytes()
-        if not self.sharded:
-            rests = sum(length for _, length in self.rests)
-            return sent + inside + all_reduce_bytes(rests * self.dtype.itemsize, ranks)
-        return sent + (reduce_scatter_bytes(self.numel * self.dtype.itemsize, ranks) if whole else 0)
+        size, ranks = self.dtype.itemsize, self.levels.members * self.levels.nodes
+        dense = sum(all_reduce_bytes(length * size, ranks) for _, length in self.rests)
+        if self.sharded and whole:
+            dense = reduce_scatter_bytes(self.numel * size, ranks)
+        return self.inside_bytes + self.across.sent_bytes() + dense
 
 
 class TwoLevelReducer(Reducer):

@@ -10,7 +10,7 @@ import pytest
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast.forecast import Forecast, Measured, forecast
-from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, When, reduction
+from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
 from optimus_cc_ext.hooks.schedules import _Forecasters
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.session import Session
@@ -89,6 +89,39 @@ def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -
     assert found.ours.reduced < found.plain.reduced / 1.5
     assert all(found.ours.reduced < without for without in found.without.values())
     assert "does not pay" not in both(found)
+
+
+def _in_levels(two: float, one: float) -> Forecast:
+    """Forecast of one stage whose reduction takes 10 s dense, and so many seconds in two levels and in one."""
+
+    def cost(seconds: float) -> RankCost:
+        found = rank(0, Rate(0.0, 1e6), stages=1).cost
+        reduced = Sent(nbytes=1.0, transfer=seconds)
+        return replace(
+            found, classes=tuple(
+                replace(each, compressed=reduced) if each.name == "DP gradients" else each for each in found.classes
+            )
+        )  # fmt: skip
+
+    everyone = [Measured(cost=cost(two), link=None, replicas=None, in_one_level=cost(one))] * 2
+    return forecast(everyone, NonInterleaved(1, 4), AUTO, None)
+
+
+@pytest.mark.parametrize(
+    ("two", "one", "one_level", "stages"),
+    [(1.0, 5.0, False, {0}), (5.0, 1.0, True, {0}), (20.0, 15.0, True, set()), (15.0, 20.0, False, set())],
+)
+def test_auto_takes_the_fastest_of_dense_one_level_and_two_levels(
+    two: float, one: float, one_level: bool, stages: set[int]
+) -> None:
+    found = _in_levels(two, one)
+    assert (found.one_level, set(found.compressed_stages)) == (one_level, stages)
+    assert not forecast(
+        [Measured(cost=rank(0, Rate(0.0, 1e6), stages=1).cost, link=None, replicas=None)],
+        NonInterleaved(1, 4),
+        AUTO,
+        None,
+    ).one_level, "without two levels there is nothing to choose"
 
 
 def test_a_stage_without_the_memory_for_residuals_is_not_chosen_and_the_cure_is_said() -> None:
