@@ -12,6 +12,7 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["all_reduce_word_embedding", "tied_embedding", "wraps"]
@@ -82,7 +83,26 @@ def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) 
     nbytes, replicas = gradient.nbytes, session.grid.data_parallel
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)
     if ours:
-        sent = fused_bytes(nbytes, replicas, sharded=sharded, formats=session.embedding.formats, dtype=gradient.dtype)
+        fused = session.embedding
+        sent = fused_bytes(
+            nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype,
+            levels=_levels(session, sharded),
+        )  # fmt: skip
     else:
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
     session.traffic.add(EMBEDDING, raw=raw, sent=sent)
+    if session.new_groups is not None:
+        # The part over the replicas was counted with its bucket.
+        session.traffic.add_leaving(
+            raw=session.embedding.pair_leaving_bytes(nbytes),
+            sent=session.embedding.leaving_bytes(nbytes, replicas, ours=ours, dtype=gradient.dtype),
+        )
+
+
+def _levels(session: Session, sharded: bool) -> Levels:
+    """Return the levels of the group over which an embedding in blocks is reduced: the replicas if it is sharded, else
+    the union of both stages' replicas.
+    """
+    if not sharded:
+        return ONE_LEVEL if session.embedding.groups is None else session.embedding.groups.levels
+    return next(buckets.plan.rules.levels for buckets in session.gradients.buckets if buckets.plan.tied_bytes)

@@ -125,3 +125,5 @@ def _count(session: Session, tensors: Mapping[str, torch.Tensor | None], transfe
         if tensor is not None:
             sent = transfers[role].tensor if role in transfers else tensor
             session.traffic.add(traffic_class, raw=tensor.nbytes, sent=sent.nbytes)
+            if role in session.leaving_roles:
+                session.traffic.add_leaving(raw=tensor.nbytes, sent=sent.nbytes)

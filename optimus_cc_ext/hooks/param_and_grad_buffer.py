@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.metrics.traffic import leaving_ring
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
@@ -46,7 +47,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     groups, left_dense = _groups(session, replicas)
     rules = BucketRules.of(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
-        levels=groups.levels, place=groups.place, left_dense=left_dense,
+        levels=groups.levels, place=groups.place, beside=groups.beside, left_dense=left_dense,
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     _refuse_several_stages(session, replicas)
@@ -166,6 +167,7 @@ def _start_grad_sync(
         if session.in_step and not started_already:
             buckets.tied_saved = 0
             session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
+            _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.plan.dense_leaving_bytes)
         return
     with _single_rank_group(session, bucket_group, buckets.plan):
         original(force_all_reduce)
@@ -180,6 +182,7 @@ def _start_grad_sync(
         handle.wait()
     sent = buckets.sent_bytes(reducers, whole=whole)
     session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=sent)
+    _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.leaving_bytes(reducers, whole=whole))
 
 
 def _start_param_sync(
@@ -213,6 +216,13 @@ def _start_param_sync(
     if session.grid is not None:
         sent = sum(shard.sent_bytes for shard in shards) if ours else plan.gather_bytes
         session.traffic.add(PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
+        raw, left = (leaving_ring(nbytes, plan.rules.ranks, plan.rules.beside) for nbytes in (plan.gather_bytes, sent))
+        _count_leaving(session, raw, left)
+
+
+def _count_leaving(session: Session, raw: float, sent: float) -> None:
+    if session.new_groups is not None:
+        session.traffic.add_leaving(raw=raw, sent=sent)
 
 
 @contextmanager

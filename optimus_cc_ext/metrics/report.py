@@ -16,6 +16,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import Gauge, norm
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 
 __all__ = ["ErrorAlarm", "Report", "StageMetrics", "TechniqueMetrics", "collect", "technique_metrics"]
 
@@ -85,6 +86,9 @@ class Report:
     formats: Mapping[str, str] = field(default_factory=dict)
     """The wire format of each compressed class, by its title."""
 
+    leaving: tuple[float, float] = (0.0, 0.0)
+    """(raw, sent) bytes per iteration that leave a node, summed over all ranks; zeros if nodes are not known."""
+
     def errors(self) -> dict[str, float]:
         """Return the relative error over all stages in the measured iteration, by the title of each
         compressed class.
@@ -101,8 +105,8 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the log."""
         parts = [
-            f"{traffic.tag}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
-            for traffic, (raw, sent) in self.traffic.items()
+            f"{name}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
+            for name, (raw, sent) in self._bytes()
             if raw
         ]
         yield f"traffic per iteration | {' | '.join(parts) or 'none'}"
@@ -121,9 +125,9 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """Return the scalars for TensorBoard and W&B, by tag."""
         named: dict[str, float] = {}
-        for traffic, (raw, sent) in self.traffic.items():
-            named[f"{traffic.tag} raw bytes"] = raw
-            named[f"{traffic.tag} sent bytes"] = sent
+        for name, (raw, sent) in self._bytes():
+            named[f"{name} raw bytes"] = raw
+            named[f"{name} sent bytes"] = sent
         for number, stage in enumerate(self.stages):
             for name, technique in stage.techniques.items():
                 if technique.seconds:
@@ -137,6 +141,13 @@ class Report:
                 named[f"error mean/stage {number}"] = stage.statistics.error_mean / pairs
                 named[f"activation difference mean/stage {number}"] = stage.statistics.difference_mean / pairs
         return {f"optimus-cc/{name}": value for name, value in named.items()}
+
+    def _bytes(self) -> Iterator[tuple[str, tuple[float, float]]]:
+        """Yield (raw, sent) bytes per iteration of each class, then those of all classes that leave a node."""
+        for traffic, both in self.traffic.items():
+            yield traffic.tag, both
+        if any(self.leaving):
+            yield BETWEEN_NODES, self.leaving
 
     def _technique(self, title: str, error: float) -> str:
         """Return one technique's part of a log line: its error over all stages, and the largest residual norm and time
@@ -171,10 +182,12 @@ def collect(
     table = table.to(device)
     add_up(table)
     sums = [values / iterations for values in table[:, -len(traffic) :].sum(0).tolist()]
+    both = list(zip(sums[::2], sums[1::2], strict=True))
     return Report(
-        dict(zip(CLASSES, zip(sums[::2], sums[1::2], strict=True), strict=True)),
+        dict(zip(CLASSES, both[:-1], strict=True)),
         tuple(StageMetrics.from_list(values) for values in table.tolist()),
         formats,
+        both[-1],
     )
 
 

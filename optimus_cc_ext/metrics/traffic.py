@@ -7,7 +7,19 @@ bytes on a real transport can differ.
 
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 
-__all__ = ["Traffic", "all_reduce_bytes", "exchanged_bytes", "reduce_scatter_bytes"]
+__all__ = [
+    "BETWEEN_NODES",
+    "Traffic",
+    "all_reduce_bytes",
+    "exchanged_bytes",
+    "leaving_exchange",
+    "leaving_ring",
+    "reduce_scatter_bytes",
+]
+
+
+BETWEEN_NODES = "between nodes"
+"""The name of the bytes of all classes that leave a node."""
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
@@ -27,11 +39,30 @@ def exchanged_bytes(message: int, ranks: int) -> int:
     return message * (ranks - 1)
 
 
+def leaving_ring(sent: float, ranks: int, beside: int) -> float:
+    """Return one rank's share of the bytes that leave its node in a ring collective: the ring of `ranks` ranks crosses
+    each node once, whatever the number of its ranks.
+
+    Args:
+        sent: the bytes that one rank sends in the ring.
+        beside: the ranks of the group on this rank's node, itself included.
+    """
+    return sent / beside if beside < ranks else 0.0
+
+
+def leaving_exchange(message: int, ranks: int, beside: int) -> int:
+    """Return the bytes of one rank that leave its node if every other rank gets a message of `message` bytes from it;
+    `beside`: see `leaving_ring`.
+    """
+    return message * (ranks - beside)
+
+
 class Traffic:
     """Counters of one process, since its start and since the last report."""
 
     def __init__(self) -> None:
         self._counts = {traffic: [0, 0] for traffic in CLASSES}
+        self._leaving = [0, 0]
         self._reported = self.as_list()
 
     def add(self, traffic: TrafficClass, *, raw: int, sent: int) -> None:
@@ -40,13 +71,24 @@ class Traffic:
         count[0] += raw
         count[1] += sent
 
+    def add_leaving(self, *, raw: float, sent: float) -> None:
+        """Count the bytes of a transfer that leave this rank's node, as in `add`."""
+        self._leaving[0] += round(raw)
+        self._leaving[1] += round(sent)
+
+    @property
+    def leaving(self) -> tuple[int, int]:
+        """The (raw, sent) bytes that left this rank's node since the start; zeros if nodes are not known."""
+        raw, sent = self._leaving
+        return raw, sent
+
     def total(self) -> dict[TrafficClass, tuple[int, int]]:
         """Return the (raw, sent) bytes by class since the start."""
         return {traffic: (raw, sent) for traffic, (raw, sent) in self._counts.items()}
 
     def as_list(self) -> list[int]:
-        """Return the counters in the order of `CLASSES`, raw before sent."""
-        return [value for count in self._counts.values() for value in count]
+        """Return the counters in the order of `CLASSES`, raw before sent; the last two are of bytes between nodes."""
+        return [value for count in (*self._counts.values(), self._leaving) for value in count]
 
     def since_last_report(self) -> list[int]:
         """Return the counters' increments since the last call, in the order of `as_list`."""

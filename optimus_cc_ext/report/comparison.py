@@ -12,6 +12,7 @@ from typing import Any
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.report import ReportError
 from optimus_cc_ext.report.document import Box, Part, Picture, Points, ReportDocument
 from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
@@ -141,6 +142,11 @@ class Comparison:
             here = [found.get(share.name, Share(share.name, 0, 0)) for found in shown.values()]
             sent = (cell for each in here for cell in (f"{each.sent / 1e6:.3f}", f"{each.ratio:.1%}"))
             rows.append((share.name, f"{share.raw / 1e6:.3f}", *sent))
+        leaving = [record for name, record in self.runs.items() if name in shown and record.raw(BETWEEN_NODES).values]
+        if len(leaving) == len(shown) > 0:
+            both = [(record.raw(BETWEEN_NODES).mean, record.sent(BETWEEN_NODES).mean) for record in leaving]
+            cells = (cell for raw, sent in both for cell in (f"{sent / 1e6:.3f}", f"{sent / raw:.1%}"))
+            rows.insert(len(rows) - 1, (f"of these {BETWEEN_NODES}", f"{both[0][0] / 1e6:.3f}", *cells))
         columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
         note = "Logical bytes. Raw: the bytes that vanilla Megatron sends."
         return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True, name="traffic")

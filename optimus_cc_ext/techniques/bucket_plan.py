@@ -12,7 +12,7 @@ hook makes it from Megatron's buckets, doctor from a model on the meta device, a
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
@@ -20,12 +20,12 @@ from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring, reduce_scatter_bytes
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import DensePlan
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan, sent_alone
 
 __all__ = [
     "BucketPlan",
@@ -35,7 +35,6 @@ __all__ = [
     "ParameterRecord",
     "gather_plan",
     "replaced_group",
-    "sent_alone",
 ]
 
 ReductionPlan = DensePlan | ExchangePlan | TwoLevelPlan | LowRankPlan
@@ -117,6 +116,9 @@ class BucketRules:
     place: int = 0
     """The place of this rank in its node, among the ranks of the group."""
 
+    beside: int = 1
+    """Ranks of the group on this rank's node, itself included."""
+
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
 
@@ -130,6 +132,7 @@ class BucketRules:
         fused: bool,
         levels: Levels = ONE_LEVEL,
         place: int = 0,
+        beside: int = 1,
         left_dense: Collection[TrafficClass] = (),
     ) -> "BucketRules":
         """Return the rules of a run.
@@ -150,7 +153,7 @@ class BucketRules:
 
         gradients = format_of(DP_GRADIENTS)
         return cls(
-            ranks=ranks, sharded=sharded, levels=levels, place=place,
+            ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside,
             rank=config.dp_compression_rank, force=config.force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
@@ -330,6 +333,19 @@ class GroupPlan:
                 tied += self._part_of_tied(whole)
         return sent - tied, self._dense(self.tied_bytes) - tied
 
+    def leaving_bytes(self, *, compressing: bool, whole: bool) -> float:
+        """Bytes of one reduction of one rank that leave its node, the tied embedding's included."""
+        plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
+        if None in plans:
+            return self.dense_leaving_bytes
+        return sum(plan.leaving_bytes(self.rules.beside, whole) for plan in plans if plan is not None)
+
+    @cached_property
+    def dense_leaving_bytes(self) -> float:
+        """Bytes of one rank that leave its node in vanilla Megatron's reduction, the tied embedding's included."""
+        nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
+        return leaving_ring(self._dense(nbytes), self.rules.ranks, self.rules.beside)
+
     def _part_of_tied(self, whole: bool) -> int:
         """Return the bytes of a tied embedding that are sent with the bucket that it shares with other parameters."""
         rules, dtype = self.rules, self.buckets[0].record.dtype
@@ -397,29 +413,6 @@ def _reduction(
     )  # fmt: skip
 
 
-def block_plan(
-    numel: int,
-    coded: Sequence[Range],
-    dense: Sequence[Range],
-    dtype: torch.dtype,
-    ranks: int,
-    *,
-    sharded: bool,
-    formats: Formats,
-    levels: Levels,
-    place: int = 0,
-) -> ExchangePlan | TwoLevelPlan:
-    """Plan a sum in blocks of few bits over a group of ranks, in the levels that its nodes allow."""
-    if levels.two:
-        return TwoLevelPlan(
-            numel=numel, coded=coded, dense=dense, dtype=dtype, levels=levels, place=place, sharded=sharded,
-            formats=formats,
-        )  # fmt: skip
-    return ExchangePlan(
-        numel=numel, coded=coded, dense=dense, dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
-    )  # fmt: skip
-
-
 def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
     """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors are not."""
     coded, dense = (
@@ -430,21 +423,3 @@ def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
         numel=record.numel, coded=coded, dense=dense, dtype=record.parameter_dtype, ranks=ranks, sharded=True,
         formats=Formats(format, format),
     )  # fmt: skip
-
-
-@lru_cache
-def sent_alone(
-    numel: int,
-    dtype: torch.dtype,
-    ranks: int,
-    sharded: bool,
-    formats: Formats,
-    whole: bool = False,
-    levels: Levels = ONE_LEVEL,
-) -> int:
-    """Bytes that one rank sends of one encoded parameter, in an exchange of its own."""
-    bucket = -(-numel // ranks) * ranks
-    plan = block_plan(
-        bucket, [(0, numel)], (), dtype, ranks, sharded=sharded, formats=formats, levels=levels
-    )  # fmt: skip
-    return plan.sent_bytes(whole)

@@ -23,7 +23,14 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.nodes import Levels, levels_of
 
-__all__ = ["adds_up_in_two_levels", "classes_inside", "crossing_lines", "hop_stays_inside", "levels_of_group"]
+__all__ = [
+    "adds_up_in_two_levels",
+    "classes_inside",
+    "crossing_lines",
+    "hop_stays_inside",
+    "leaving_roles",
+    "levels_of_group",
+]
 
 
 def hop_stays_inside(
@@ -33,6 +40,17 @@ def hop_stays_inside(
     nodes, pipelines = _nodes(places), {place.rank: place.pipeline for place in places}
     hops = ((pipelines[rank][stage], pipelines[rank][other]) for rank in tensor_ranks)
     return all(nodes[one] == nodes[another] for one, another in hops)
+
+
+def leaving_roles(places: Sequence[RankPlace], rank: int, stage: int) -> frozenset[str]:
+    """Return the roles of messages, `send_prev` and `send_next`, that leave the node of `rank`, which holds `stage`."""
+    nodes = _nodes(places)
+    pipeline = next((place.pipeline for place in places if place.rank == rank), ())
+    peers = {role: pipeline[(stage + step) % len(pipeline)] for role, step in _STEPS.items()} if pipeline else {}
+    return frozenset(role for role, peer in peers.items() if nodes[peer] != nodes[rank])
+
+
+_STEPS = {"send_prev": -1, "send_next": 1}
 
 
 def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK, SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import exchanged_bytes
+from optimus_cc_ext.metrics.traffic import exchanged_bytes, leaving_exchange, leaving_ring
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather, start_all_to_all
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
@@ -131,6 +131,9 @@ class Groups:
     rail: dist.ProcessGroup | None = None
     """The ranks of the group that have this rank's place in their nodes; None: one level."""
 
+    beside: int = 1
+    """Ranks of the group on this rank's node, itself included; 1 if nodes are not known."""
+
     @property
     def place(self) -> int:
         """The place of this rank in its node, among the ranks of the group."""
@@ -229,6 +232,14 @@ class ExchangePlan:
         """
         gradients, sums = self.message_bytes
         return exchanged_bytes(gradients + (sums if whole or not self.sharded else 0), self.ranks)
+
+    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
+        """Bytes of one rank that leave its node, which holds `beside` ranks of the group; sums go round in a ring."""
+        gradients, sums = self.message_bytes
+        exchanged = leaving_exchange(gradients, self.ranks, beside)
+        if self.sharded and not whole:
+            return exchanged
+        return exchanged + leaving_ring(exchanged_bytes(sums, self.ranks), self.ranks, beside)
 
     def gathered_bytes(self) -> int:
         """Return the bytes that one rank sends in an all-gather of messages in the format of gradients."""

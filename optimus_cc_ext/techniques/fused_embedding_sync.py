@@ -23,13 +23,11 @@ from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.bucket_plan import sent_alone
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, reduce_scatter_bytes
 from optimus_cc_ext.techniques.collective import all_reduce_sum
 from optimus_cc_ext.techniques.crossing import classes_inside
 from optimus_cc_ext.techniques.exchange import (
     BlockCodecs,
-    ExchangePlan,
     Formats,
     GatheredSum,
     Groups,
@@ -38,9 +36,11 @@ from optimus_cc_ext.techniques.exchange import (
 )
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import BlockReducer
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
+from optimus_cc_ext.techniques.two_levels import TwoLevelReducer, block_plan, block_reducer, sent_alone
 
 __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
@@ -68,12 +68,21 @@ class FusedEmbeddingSync(Technique):
         wanted: whether the technique is on.
         codecs: of its format; None: dense.
         dense_inside: whether the embedding is reduced dense where nothing of it leaves a node.
+        two_levels: whether blocks may be added up in two levels.
     """
 
-    def __init__(self, *, wanted: bool = True, codecs: BlockCodecs | None = None, dense_inside: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        wanted: bool = True,
+        codecs: BlockCodecs | None = None,
+        dense_inside: bool = False,
+        two_levels: bool = True,
+    ) -> None:
         # An embedding's gradient is sent as it is or in blocks, without error feedback: nothing is remembered.
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
         self._wanted, self._pool, self.codecs, self._dense_inside = wanted, MessagePool(), codecs, dense_inside
+        self._two_levels = two_levels
         self.group: dist.ProcessGroup | None = None
         """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
         part.
@@ -85,7 +94,13 @@ class FusedEmbeddingSync(Technique):
         self.left_out = False
         """True if the last reduction over the replicas left the embedding out, so that it has still to be reduced."""
 
-        self._of_union: BlockReducer | None = None
+        self._pair_crosses = False
+        """True if the first and the last stage of this rank's pipeline are on different nodes."""
+
+        self.groups: Groups | None = None
+        """The group with its levels."""
+
+        self._of_union: BlockReducer | TwoLevelReducer | None = None
         self._of_pair: dict[int, GatheredSum] = {}
         """Sums over the pair, by number of values: a shard, or the whole embedding if Megatron needs that."""
 
@@ -98,15 +113,22 @@ class FusedEmbeddingSync(Technique):
         self.alone = groups.alone()
         if self._dense_inside and EMBEDDING in classes_inside(groups.places):
             self.codecs = None
+        nodes = {place.rank: place.node.name for place in groups.places}
+        pipelines = {place.rank: place.pipeline for place in groups.places}
+        first, *_, last = pipelines[grid.place.rank]
+        self._pair_crosses = nodes[first] != nodes[last]
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
-        else:
-            union = groups.make(union_ranks(groups.places, grid.stages), "OPTIMUS_CC_EMBEDDING")
-            self.join(union, sharded=False)
+            return
+        union = groups.make(union_ranks(groups.places, grid.stages), "OPTIMUS_CC_EMBEDDING")
+        self.join(union, sharded=False)
+        if union is not None:
+            self.groups = groups.in_levels(union, two=self._two_levels and self.codecs is not None)
 
     def join(self, group: dist.ProcessGroup | None, *, sharded: bool) -> None:
         """Set the group over which the embedding is summed."""
         self.group, self.sharded = group, sharded
+        self.groups = None if group is None else Groups(group)
 
     def takes_over(self, in_step: bool) -> bool:
         """Return whether this technique, and not Megatron, sums the embedding when gradients are finalised.
@@ -117,6 +139,30 @@ class FusedEmbeddingSync(Technique):
             in_step: True if the gradients are finalised inside a training step.
         """
         return self.group is not None and (self.left_out or (self.sharded and in_step))
+
+    def pair_leaving_bytes(self, nbytes: int) -> int:
+        """Bytes of one rank that leave its node if the pair of stages sums `nbytes`, as vanilla Megatron does."""
+        return all_reduce_bytes(nbytes, 2) if self._pair_crosses else 0
+
+    def leaving_bytes(self, nbytes: int, replicas: int, *, ours: bool, dtype: torch.dtype) -> float:
+        """Bytes of one rank that leave its node between the pair of stages, or over the union of their replicas.
+
+        Args:
+            nbytes: bytes of the whole gradient.
+            ours: whether this technique, and not Megatron, sums the gradient.
+        """
+        if not ours:
+            return self.pair_leaving_bytes(nbytes)
+        formats = self.formats
+        if self.sharded:
+            shard = nbytes // replicas
+            if formats is not None:
+                shard = message_bytes(BlockLayout.of_one(shard // dtype.itemsize), formats.gradients, dtype)
+            return self.pair_leaving_bytes(shard)
+        beside = self._joined.beside
+        if self._of_union is not None:
+            return float(self._of_union.plan.leaving_bytes(beside))
+        return leaving_ring(all_reduce_bytes(nbytes, 2 * replicas), 2 * replicas, beside)
 
     @property
     def formats(self) -> Formats | None:
@@ -132,7 +178,7 @@ class FusedEmbeddingSync(Technique):
         """Allocate the messages for the gradient that `reduce` will get, once."""
         if self.codecs is None:
             return
-        groups = Groups(self._joined)
+        groups = self._joined
         flat = gradient.view(-1)
         if self.sharded and flat.numel() not in self._of_pair:
             self._of_pair[flat.numel()] = GatheredSum(
@@ -140,16 +186,16 @@ class FusedEmbeddingSync(Technique):
                 pool=self._pool, purpose=_PURPOSE,
             )  # fmt: skip
         elif not self.sharded and self._of_union is None:
-            plan = ExchangePlan(
-                numel=flat.numel(), coded=[(0, flat.numel())], dtype=flat.dtype, ranks=groups.whole.size(),
-                sharded=False, formats=self.codecs.formats,
+            plan = block_plan(
+                flat.numel(), [(0, flat.numel())], (), flat.dtype, groups.whole.size(), sharded=False,
+                formats=self.codecs.formats, levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            self._of_union = BlockReducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
+            self._of_union = block_reducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
 
     @property
-    def _joined(self) -> dist.ProcessGroup:
-        assert self.group is not None, "this rank has no part in fused embedding synchronisation"
-        return self.group
+    def _joined(self) -> Groups:
+        assert self.groups is not None, "this rank has no part in fused embedding synchronisation"
+        return self.groups
 
     def reduce(self, gradient: torch.Tensor) -> None:
         """Sum the embedding's gradient, already scaled by 1/D, in place.
@@ -166,7 +212,7 @@ class FusedEmbeddingSync(Technique):
         elif self._of_pair:
             self._of_pair[gradient.numel()].reduce(gradient.view(-1))
         else:
-            all_reduce_sum(gradient, self._joined, _PURPOSE)
+            all_reduce_sum(gradient, self._joined.whole, _PURPOSE)
 
 
 def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
@@ -182,15 +228,20 @@ def fused_bytes(
     sharded: bool = False,
     formats: Formats | None = None,
     dtype: torch.dtype = torch.float32,
+    levels: Levels = ONE_LEVEL,
 ) -> int:
-    """Bytes per rank of what is done instead, in `formats` (None: dense) and of gradients of `dtype`."""
+    """Bytes per rank of what is done instead, in `formats` (None: dense) and of gradients of `dtype`.
+
+    Args:
+        levels: of the union of both stages' replicas; with the distributed optimizer of the replicas.
+    """
     if formats is None and not sharded:
         return all_reduce_bytes(nbytes, 2 * data_parallel)
     if formats is None:
         return reduce_scatter_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes // data_parallel, 2)
     numel = nbytes // dtype.itemsize
     ranks = data_parallel if sharded else 2 * data_parallel
-    sent = sent_alone(numel, dtype, ranks, sharded, formats)
+    sent = sent_alone(numel, dtype, ranks, sharded, formats, levels=levels)
     if sharded:
         layout = BlockLayout.of_one(numel // data_parallel)
         sent += exchanged_bytes(message_bytes(layout, formats.gradients, dtype), 2)

@@ -108,7 +108,9 @@ class NewGroups:
                 self.make([of] if levels.two else [], f"OPTIMUS_CC_{name}{number}")
                 for name, of in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
             )
-            self._levels[ranks] = Groups(group, levels, node, rail)
+            nodes = {place.rank: place.node.name for place in self.places}
+            beside = sum(nodes[rank] == nodes[dist.get_rank()] for rank in ranks)
+            self._levels[ranks] = Groups(group, levels, node, rail, beside)
         return self._levels[ranks]
 
     def alone(self) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.compressors.low_rank import effective_rank
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
 from optimus_cc_ext.techniques.reducers import DensePlan
@@ -173,6 +173,12 @@ class LowRankPlan:
         if self.wire is None:
             return all_reduce_bytes(sum(each.numel for each in sums) * self.wire_dtype.itemsize + dense, self.ranks)
         return sum(each.sent_bytes() for each in sums) + all_reduce_bytes(dense, self.ranks)
+
+    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
+        """Bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        dense = all_reduce_bytes(sum(length for _, length in self.runs) * self.dtype.itemsize, self.ranks)
+        sums = (each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q))
+        return leaving_ring(dense, self.ranks, beside) + sum(each.leaving_bytes(beside) for each in sums)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of memory for residuals, warm starts and fallback directions, which are kept in `dtype`."""

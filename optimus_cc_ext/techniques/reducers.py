@@ -24,7 +24,7 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring, reduce_scatter_bytes
 from optimus_cc_ext.techniques.collective import PendingCollective, start_reduce_scatter, start_sum
 from optimus_cc_ext.techniques.exchange import (
     AllGather,
@@ -111,6 +111,10 @@ class DensePlan:
         """Bytes that one rank sends; `whole` is the argument of `Reducer.start`."""
         nbytes = sum(length for _, length in self.runs) * self.dtype.itemsize
         return (reduce_scatter_bytes if self.sharded and not whole else all_reduce_bytes)(nbytes, self.ranks)
+
+    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
+        """Bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        return leaving_ring(self.sent_bytes(whole), self.ranks, beside)
 
 
 class DenseReducer(Reducer):

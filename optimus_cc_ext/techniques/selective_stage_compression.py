@@ -24,10 +24,10 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
-from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer, Reduction, SideStream
+from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer, Reduction, SideStream
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
@@ -69,6 +69,7 @@ class BucketGroup:
         """Number of buckets that are reduced while the backward pass goes on."""
 
         self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
+        self._leaving: dict[tuple[bool, bool], float] = {}
         self.tied_saved = 0
         """Bytes that the last reduction saved on a tied embedding, if fused embedding synchronisation does not sum
         it.
@@ -111,6 +112,13 @@ class BucketGroup:
             self._sent[way] = self.plan.sent_bytes(compressing=way[0], whole=whole)
         sent, self.tied_saved = self._sent[way]
         return sent
+
+    def leaving_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> float:
+        """Bytes of a reduction by `reducers` that leave this rank's node, the tied embedding's included."""
+        way = (reducers is self._compressed, whole)
+        if way not in self._leaving:
+            self._leaving[way] = self.plan.leaving_bytes(compressing=way[0], whole=whole)
+        return self._leaving[way]
 
     def _tied_gradient(self) -> torch.Tensor:
         """Return the gradient that fused embedding synchronisation sums: the tied embedding's, or this rank's
@@ -294,11 +302,7 @@ class SelectiveStageCompression(Technique):
         elif isinstance(plan, ExchangePlan | TwoLevelPlan):
             codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
             assert codecs is not None, "a plan in blocks of few bits needs codecs"
-            reducer = (
-                BlockReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
-                if isinstance(plan, ExchangePlan)
-                else TwoLevelReducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
-            )
+            reducer = block_reducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
         elif isinstance(plan, LowRankPlan):
             number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
             reducer = LowRankReducer(

@@ -26,7 +26,7 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
-from optimus_cc_ext.techniques.crossing import adds_up_in_two_levels, classes_inside, crossing_lines
+from optimus_cc_ext.techniques.crossing import adds_up_in_two_levels, classes_inside, crossing_lines, leaving_roles
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -92,6 +92,9 @@ class Session:
         self.left_dense: frozenset[TrafficClass] = frozenset()
         """The classes of traffic that are left dense because nothing of them leaves a node."""
 
+        self.leaving_roles: frozenset[str] = frozenset()
+        """Among `send_prev` and `send_next`, those whose messages leave this rank's node."""
+
         self.two_levels = False
         """True if some replicas of the model can add up their gradients in two levels, and may."""
 
@@ -120,6 +123,7 @@ class Session:
             wanted=config.fused_embedding_sync,
             codecs=self.new_codecs(config.fused_embedding_sync_format),
             dense_inside=config.is_dense_inside(EMBEDDING),
+            two_levels=config.dp_compression_levels != "one",
         )
         self.techniques: tuple[Technique, ...] = (
             self.forward, self.backprop, self.gradients, self.parameters, self.embedding
@@ -208,6 +212,7 @@ class Session:
             return []
         places, notes = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places)
+        self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.two_levels = adds_up_in_two_levels(self.config, places)
         self.left_dense = frozenset(filter(self.config.is_dense_inside, classes_inside(places)))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)

@@ -14,14 +14,14 @@ ranks of a rail decode the same messages, and each node copies the result, so re
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
 from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring, reduce_scatter_bytes
 from optimus_cc_ext.techniques.collective import (
     PendingCollective,
     start_all_gather,
@@ -29,10 +29,10 @@ from optimus_cc_ext.techniques.collective import (
     start_sum,
 )
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, Range
-from optimus_cc_ext.techniques.nodes import Levels
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
 
-__all__ = ["TwoLevelPlan", "TwoLevelReducer"]
+__all__ = ["TwoLevelPlan", "TwoLevelReducer", "block_plan", "block_reducer", "sent_alone"]
 
 _INSIDE = "gradient reduction inside a node"
 
@@ -125,6 +125,53 @@ class TwoLevelPlan:
             dense = reduce_scatter_bytes(self.numel * size, ranks)
         return self.inside_bytes + self.across.sent_bytes() + dense
 
+    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
+        """Bytes of one rank that leave its node; `beside`: the members of a node."""
+        ranks = self.levels.members * self.levels.nodes
+        rings = self.sent_bytes(whole) - self.inside_bytes - self.across.sent_bytes()
+        return self.across.leaving_bytes(1) + leaving_ring(rings, ranks, beside)
+
+
+def block_plan(
+    numel: int,
+    coded: Sequence[Range],
+    dense: Sequence[Range],
+    dtype: torch.dtype,
+    ranks: int,
+    *,
+    sharded: bool,
+    formats: Formats,
+    levels: Levels,
+    place: int = 0,
+) -> ExchangePlan | TwoLevelPlan:
+    """Plan a sum in blocks of few bits over a group of ranks, in the levels that its nodes allow."""
+    if levels.two:
+        return TwoLevelPlan(
+            numel=numel, coded=coded, dense=dense, dtype=dtype, levels=levels, place=place, sharded=sharded,
+            formats=formats,
+        )  # fmt: skip
+    return ExchangePlan(
+        numel=numel, coded=coded, dense=dense, dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
+    )  # fmt: skip
+
+
+@lru_cache
+def sent_alone(
+    numel: int,
+    dtype: torch.dtype,
+    ranks: int,
+    sharded: bool,
+    formats: Formats,
+    whole: bool = False,
+    levels: Levels = ONE_LEVEL,
+) -> int:
+    """Bytes that one rank sends of one encoded parameter, in an exchange of its own."""
+    bucket = -(-numel // ranks) * ranks
+    plan = block_plan(
+        bucket, [(0, numel)], (), dtype, ranks, sharded=sharded, formats=formats, levels=levels
+    )  # fmt: skip
+    return plan.sent_bytes(whole)
+
 
 class TwoLevelReducer(Reducer):
     """Sums gradients exactly inside each node, and the nodes' sums in blocks of few bits; see the module.
@@ -183,6 +230,21 @@ class TwoLevelReducer(Reducer):
         for pending in self._sums:
             pending.wait()
         self._sums = []
+
+
+def block_reducer(
+    plan: ExchangePlan | TwoLevelPlan,
+    flat: torch.Tensor,
+    groups: Groups,
+    codecs: BlockCodecs,
+    *,
+    pool: MessagePool,
+    gauge: Gauge,
+) -> BlockReducer | TwoLevelReducer:
+    """Make the reducer of `flat` in the levels of its plan."""
+    if isinstance(plan, TwoLevelPlan):
+        return TwoLevelReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
+    return BlockReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
 
 
 def _view(flat: torch.Tensor, of: Range) -> torch.Tensor:

@@ -133,6 +133,9 @@ class Ours:
     traffic: dict[str, tuple[float, float]]
     """Bytes that vanilla sends, and bytes sent, by class."""
 
+    leaving: tuple[int, int]
+    """Raw and sent bytes that left the rank's node."""
+
     compressed_matrices: int
     """Number of gradients that this rank compresses."""
 
@@ -151,6 +154,7 @@ def read(session: Session) -> Ours:
     cpu = torch.device("cpu")
     return Ours(
         traffic={c.tag: counts for c, counts in session.traffic.total().items()},
+        leaving=session.traffic.leaving,
         compressed_matrices=sum(reducer.plan.matrices for reducer in session.gradients.reducers),
         reduced_bytes=[reducer.plan.sent_bytes() for reducer in session.gradients.reducers],
         remembered=_hashed(session.state_dict()),

@@ -61,6 +61,7 @@ def test_counters_add_up_by_class_raw_and_sent() -> None:
     traffic.add(EMBEDDING, raw=10, sent=7)
     traffic.add(EMBEDDING, raw=10, sent=7)
     traffic.add(PIPELINE_FORWARD, raw=3, sent=3)
+    traffic.add_leaving(raw=6.4, sent=2)
     assert traffic.total() == {
         PIPELINE_FORWARD: (3, 3),
         PIPELINE_BACKWARD: (0, 0),
@@ -68,7 +69,7 @@ def test_counters_add_up_by_class_raw_and_sent() -> None:
         EMBEDDING: (20, 14),
         PARAM_GATHER: (0, 0),
     }
-    assert traffic.as_list() == traffic.since_last_report() == [3, 3, 0, 0, 0, 0, 20, 14, 0, 0]
+    assert traffic.as_list() == traffic.since_last_report() == [3, 3, 0, 0, 0, 0, 20, 14, 0, 0, 6, 2]
     traffic.add(EMBEDDING, raw=1, sent=0)
-    assert traffic.since_last_report() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    assert traffic.since_last_report() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert traffic.total()[EMBEDDING] == (21, 14)

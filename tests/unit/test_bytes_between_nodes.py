@@ -1,0 +1,73 @@
+"""Bytes that leave a node, by the plans of a bucket: held against the formulas of a ring, one level and two levels."""
+
+import pytest
+import torch
+
+from optimus_cc_ext.techniques.exchange import Formats
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.two_levels import block_plan
+
+MEMBERS = pytest.mark.parametrize("members", [1, 2, 4, 8])
+NODES = pytest.mark.parametrize("nodes", [2, 4, 16])
+CODED = {"int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+"""Bytes of a value in a format of blocks: its code, and its share of a scale of two bytes."""
+
+
+def numel(nodes: int, members: int) -> int:
+    """So many values that sections of 16 bytes need no padding in any shard."""
+    return nodes * members * 128 * 64
+
+
+@MEMBERS
+@NODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ring_crosses_each_node_once(nodes: int, members: int, dtype: torch.dtype) -> None:
+    ranks, values = nodes * members, numel(nodes, members)
+    plan = DensePlan(numel=values, dense=[(0, values)], dtype=dtype, ranks=ranks, sharded=True)
+    of_a_node = members * plan.leaving_bytes(members)
+    assert of_a_node == dtype.itemsize * values * (ranks - 1) / ranks
+    assert members * plan.leaving_bytes(members, whole=True) == 2 * of_a_node
+
+
+@MEMBERS
+@NODES
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_one_level_sends_what_each_replica_of_a_node_has_and_two_levels_their_sum(
+    nodes: int, members: int, format: str
+) -> None:
+    ranks, values = nodes * members, numel(nodes, members)
+    of_a_node = {}
+    for levels in (ONE_LEVEL, Levels(nodes=nodes, members=members)):
+        of_a_node[levels.two] = sum(
+            block_plan(
+                values, [(0, values)], (), torch.float32, ranks, sharded=True, formats=Formats(format, "int8"),
+                levels=levels, place=place,
+            ).leaving_bytes(members)
+            for place in range(members)
+        )  # fmt: skip
+    once = CODED[format] * values * (nodes - 1) / nodes
+    assert of_a_node[False] == members * once
+    if members > 1:
+        assert of_a_node[True] == once
+
+
+@pytest.mark.parametrize("nodes, members, bf16, fp32", [(2, 2, 0.34, 0.17), (2, 4, 0.29, 0.145)])
+def test_int8_in_two_levels_sends_these_shares_of_a_ring(nodes: int, members: int, bf16: float, fp32: float) -> None:
+    ranks, values = nodes * members, numel(nodes, members)
+    plan = block_plan(
+        values, [(0, values)], (), torch.float32, ranks, sharded=True, formats=Formats("int8", "int8"),
+        levels=Levels(nodes=nodes, members=members),
+    )  # fmt: skip
+    for dtype, share in ((torch.bfloat16, bf16), (torch.float32, fp32)):
+        ring = DensePlan(numel=values, dense=[(0, values)], dtype=dtype, ranks=ranks, sharded=True)
+        assert plan.leaving_bytes(members) / ring.leaving_bytes(members) == pytest.approx(share, rel=0.01)
+
+
+def test_nothing_leaves_a_node_that_holds_the_whole_group() -> None:
+    plan = DensePlan(numel=1024, dense=[(0, 1024)], dtype=torch.float32, ranks=4, sharded=False)
+    assert plan.leaving_bytes(4) == 0
+    coded = block_plan(
+        1024, [(0, 1024)], (), torch.float32, 4, sharded=False, formats=Formats("int8", "int8"), levels=ONE_LEVEL
+    )
+    assert coded.leaving_bytes(4) == 0 < coded.leaving_bytes(2)
