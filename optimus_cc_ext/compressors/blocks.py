@@ -226,14 +226,19 @@ class Codec:
             out[start:end].add_(difference)
 
     @torch.no_grad()
-    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
+    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, *, onto: bool = False) -> None:
         """Write the sum of R senders' messages `index`, (R, message_bytes), into the message's ranges of `out`.
 
         The sum is computed in fp32, in the order of the senders, and rounded once, to the dtype of `out`.
-        """
-        self._decode_add(messages, layout, index, out, 0)
 
-    def _decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, first: int) -> None:
+        Args:
+            onto: add that sum to what is there, instead.
+        """
+        self._decode_add(messages, layout, index, out, 0, onto=onto)
+
+    def _decode_add(
+        self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, first: int, *, onto: bool = False
+    ) -> None:
         """Do `decode_add` for an `out` that begins at offset `first` of the flat tensor."""
         split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
         dense = [_slots(message[0], layout.dense[index]) for message in split]
@@ -241,20 +246,39 @@ class Codec:
             total = self._scratch.take("total", (length,), torch.float32, out.device).copy_(slots[0])
             for slot in slots[1:]:
                 total.add_(slot)
-            out[start - first : start - first + length].copy_(total)
+            self._put(out[start - first : start - first + length], total, onto)
         for piece, blocks in _parts(layout.pieces[index], out.device):
             total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split])
             start = piece.start - first
-            out[start : start + piece.numel].copy_(total.view(-1)[: piece.numel])
+            self._put(out[start : start + piece.numel], total.view(-1)[: piece.numel], onto)
+
+    def _put(self, out: Tensor, total: Tensor, onto: bool) -> None:
+        """Write `total`, in fp32, rounded to the dtype of `out`, or add it, rounded, to what is there."""
+        if not onto:
+            out.copy_(total)
+        elif out.dtype == torch.float32:
+            out.add_(total)
+        else:
+            out.add_(self._scratch.take("rounded", tuple(total.shape), out.dtype, out.device).copy_(total))
 
     @torch.no_grad()
     def errors(
-        self, values: Tensor, layout: BlockLayout, messages: Tensor, note: Callable[[Tensor, Tensor], None]
+        self,
+        values: Tensor,
+        layout: BlockLayout,
+        messages: Tensor,
+        note: Callable[[Tensor, Tensor], None],
+        *,
+        skipped: int | None = None,
     ) -> None:
-        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (for
-        metrics).
+        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (metrics).
+
+        Args:
+            skipped: the message that nobody decodes, and whose errors do not count.
         """
         for index, message in enumerate(self._by_message(messages, layout, values.dtype)):
+            if index == skipped:
+                continue
             _, scales, codes = self._split(message, layout, values.dtype)
             for piece, blocks in _parts(layout.pieces[index], values.device):
                 decoded = self._sum_blocks([(scales[blocks], codes[blocks])])

@@ -261,7 +261,8 @@ class _Travelling:
 
 
 class ReduceScatter(_Travelling):
-    """Sum of a flat tensor's parts: each rank adds up its own part, in fp32 and in the order of the ranks.
+    """Sums of a flat tensor's parts: each rank adds up, in fp32 and in the order of the ranks, what the others sent it,
+    and adds that to its own part, which is never rounded to a code.
 
     Args:
         buffers: (2, ranks, message bytes), uint8: outgoing and incoming messages.
@@ -281,13 +282,14 @@ class ReduceScatter(_Travelling):
         with self._gauge.timed(flat.device):
             self._codec.encode(flat, self._layout, self._outgoing)
         if self._gauge.on:
-            self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note)
+            self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note, skipped=self._rank)
         if self._outgoing.numel():  # none of the parts that a rail exchanges may hold a value
             self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
 
     def add_up(self, flat: torch.Tensor) -> None:
-        """Write the sum of the incoming messages to the own part of `flat`."""
-        self._codec.decode_add(self._incoming, self._layout, self._rank, flat)
+        """Add what arrived from the others to the own part of `flat`: what this rank adds to it is exact."""
+        self._incoming[self._rank].zero_()
+        self._codec.decode_add(self._incoming, self._layout, self._rank, flat, onto=True)
 
 
 class AllGather(_Travelling):

@@ -4,7 +4,7 @@
 
     1. encode a message for each shard, matrices in few bits and vectors dense;
        message d goes to replica d                                              start: all-to-all
-    2. own shard = sum of the messages that arrived, in fp32, in the order of the replicas
+    2. own shard += sum of the messages that arrived from others, in fp32, in the order of the replicas
     3. encode that sum, matrices in 8 bits, and send it to all                  second_phase: all-gather
     4. decode all messages into their shards, the own one too                   finish
 

@@ -1,6 +1,5 @@
 """Gradient buckets in blocks of few bits over real ranks, compared with the literal sum and with decoding by hand."""
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -62,15 +61,17 @@ def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torc
         used.gradients.encode(gradients(rank, step, dtype).flat, layout, sent[-1])
     result = torch.zeros_like(template.flat)
     for shard in range(ranks):
-        parts = []
-        for rank in range(ranks):
-            parts.append(torch.zeros_like(result, dtype=torch.float32))
-            if dtype == torch.float32:
-                used.gradients.decode_add(sent[rank][shard : shard + 1], layout, shard, parts[-1])
+        others = [sent[rank] for rank in range(ranks) if rank != shard]
+        parts = [torch.zeros_like(result) for _ in others]
         if dtype == torch.float32:
-            result += sum(parts[1:], start=parts[0])
+            for part, messages in zip(parts, others, strict=True):
+                used.gradients.decode_add(messages[shard : shard + 1], layout, shard, part)
+            total = sum(parts[1:], start=parts[0])
         else:  # the message holds bf16, and cannot be read as another dtype
-            used.gradients.decode_add(torch.stack([s[shard] for s in sent]), layout, shard, result)
+            used.gradients.decode_add(torch.stack([s[shard] for s in others]), layout, shard, total := parts[0])
+        own = gradients(shard, step, dtype).flat  # exact: it is in no message
+        for start, length in (*((p.start, p.numel) for p in layout.pieces[shard]), *layout.dense[shard]):
+            result[start : start + length] = (own + total)[start : start + length]
     if whole:
         sums = torch.zeros(ranks, message_bytes[1], dtype=torch.uint8)
         used.sums.encode(result, layout, sums)
@@ -164,17 +165,17 @@ def test_a_nan_on_one_replica_reaches_all(sharded):
     assert run_ranks(RANKS, _poisoned, sharded) == [[True, True]] * RANKS
 
 
-def lost_by_hand(bucket: Bucket, ranks: int, sharded: bool) -> tuple[float, float]:
-    """Return (|error|^2, |matrices|^2) of one replica's messages, decoded by hand."""
+def lost_by_hand(bucket: Bucket, ranks: int, sharded: bool, rank: int) -> tuple[float, float]:
+    """Return (|error|^2, |matrices|^2) of the messages that `rank` sends to others, decoded by hand."""
     used = codecs("int4")
     plan, decoded = plan_of(bucket, used, ranks, sharded), torch.zeros_like(bucket.flat)
     messages = torch.zeros(ranks, plan.message_bytes[0], dtype=torch.uint8)
     used.gradients.encode(bucket.flat, plan.layout, messages)
     used.gradients.decode(messages, plan.layout, decoded)
-    matrices = [v for v in bucket.views if v.dim() > 1]
-    found = [decoded.as_strided(v.shape, v.stride(), v.storage_offset()) for v in matrices]
-    lost = sum(float((v - f).double().square().sum()) for v, f in zip(matrices, found, strict=True))
-    return lost, sum(float(v.double().square().sum()) for v in matrices)
+    others = [piece for index, pieces in enumerate(plan.layout.pieces) if index != rank for piece in pieces]
+    values = torch.cat([bucket.flat[piece.start : piece.start + piece.numel] for piece in others]).double()
+    found = torch.cat([decoded[piece.start : piece.start + piece.numel] for piece in others]).double()
+    return float((values - found).square().sum()), float(values.square().sum())
 
 
 def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], int, tuple[float, float]]:
@@ -203,7 +204,9 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
     with Watch() as watch:
         reducer.reduce(whole)
     assert sent[0] == counted and gauge.squares() == measured
-    assert measured == pytest.approx(lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded), rel=1e-5)
+    assert measured == pytest.approx(
+        lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded, dist.get_rank()), rel=1e-5
+    )
     plan = plan_of(bucket, codecs("int4"), ranks, sharded)
     assert reducer.nbytes == plan.wire_bytes and reducer.plan.sent_bytes(whole) == plan.sent_bytes(whole)
     return counted, reducer.plan.sent_bytes(whole), watch.allocated + watch.read_by_host, reducer.nbytes, measured
@@ -342,37 +345,6 @@ def test_later_phases_begin_with_the_hook_of_the_next_bucket_and_change_no_bit(f
             "finish", f"wait {second}",
         ]  # fmt: skip
         assert all(map(torch.equal, in_line, one_by_one))
-
-
-# -- the exchange of some shards --------------------------------------------------------------------------------------
-
-
-def _between_nodes() -> torch.Tensor:
-    """Sum over 2 nodes of 2 ranks: an exact sum in each node, and an exchange between ranks of the same place."""
-    dist.init_process_group("gloo")
-    node, place = divmod(dist.get_rank(), 2)
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][node]
-    rail = [dist.new_group([0, 2]), dist.new_group([1, 3])][place]
-    bucket, used = gradients(dist.get_rank(), 0), codecs("int8")
-    dist.all_reduce(bucket.flat, group=inside)
-    whole = bucket.exchange(used, ranks=2, sharded=True)
-    plan = replace(whole, parts=4, owned=(place, 2 + place))
-    assert plan.message_bytes[0] < whole.message_bytes[0], "a part, not a half, goes to each"
-    BlockReducer(plan, bucket.flat, Groups(rail), used).reduce()
-    return mine(bucket.flat).clone()
-
-
-def test_a_plan_may_own_some_of_the_shards_and_dense_steps_may_come_before_it():
-    found, used, template = run_ranks(4, _between_nodes), codecs("int8"), gradients(0, 0)
-    nodes = [gradients(2 * node, 0).flat + gradients(2 * node + 1, 0).flat for node in range(2)]
-    plan = template.exchange(used, ranks=4, sharded=True)
-    for shard, part in enumerate(found):
-        layout, expected = plan.layout_of(shard), torch.zeros_like(template.flat)
-        messages = torch.zeros(2, used.gradients.message_bytes(layout, torch.float32), dtype=torch.uint8)
-        for flat, message in zip(nodes, messages, strict=True):
-            used.gradients.encode(flat, layout, message)
-        used.gradients.decode_add(messages, layout, 0, expected)
-        assert torch.equal(part, expected.view(4, -1)[shard]), "to the bit"
 
 
 # -- the tied embedding -----------------------------------------------------------------------------------------------

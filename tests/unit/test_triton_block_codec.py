@@ -260,12 +260,14 @@ class TestBlockKernels:
         assert sorted(launched) == ["add_up_blocks", "add_up_values"]
 
     @CASES
-    def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype) -> None:
+    @pytest.mark.parametrize("onto", [False, True])
+    def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype, onto) -> None:
         ours, torchs = both(format, rotated)
         sent = torch.stack([encoded(torchs, gaussian(NUMEL, seed=seed, dtype=dtype))[0] for seed in range(3)])
-        found, expected = torch.zeros(2, NUMEL, dtype=dtype, device=DEVICE)
-        ours.decode_add(sent, SCATTERED, 0, found)
-        torchs.decode_add(sent, SCATTERED, 0, expected)
+        # What is there already has the values' size: a sum with it is rounded to 16 bits as finely.
+        found, expected = (gaussian(NUMEL, seed=9, dtype=dtype).abs().add(4) for _ in range(2))
+        ours.decode_add(sent, SCATTERED, 0, found, onto=onto)
+        torchs.decode_add(sent, SCATTERED, 0, expected, onto=onto)
         if rotated:
             # The rotation of a sum is rounded in fp32, which may round the 16-bit result to the other neighbour.
             torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)

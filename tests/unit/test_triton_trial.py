@@ -174,8 +174,8 @@ class TestTrial:
         monkeypatch.setattr(trial, "_SIZE", 192)
         right = getattr(TritonCodec, step)
 
-        def wrong(codec, *arguments) -> None:
-            right(codec, *arguments)
+        def wrong(codec, *arguments, **how) -> None:
+            right(codec, *arguments, **how)
             layout, out = arguments[1], arguments[-1]
             parts = codec._split(out[0], layout, torch.bfloat16) if step == "encode" else ()
             spoil(codec, parts, out)

@@ -110,11 +110,11 @@ class TritonCodec(Codec):
             super().decode_onto(messages, layout, out, scratch)
 
     @torch.no_grad()
-    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor) -> None:
+    def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, *, onto: bool = False) -> None:
         if self._has_kernels and _taken(out, messages):
-            self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out)
+            self._add_up(messages, layout, slice(index, index + 1), messages.shape[0], out, onto=onto)
         else:
-            super().decode_add(messages, layout, index, out)
+            super().decode_add(messages, layout, index, out, onto=onto)
 
     def _add_up(
         self, messages: Tensor, layout: BlockLayout, which: slice, senders: int, out: Tensor, *, onto: bool = False

@@ -95,13 +95,13 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
             codec.decode_onto(messages, layout, out, Scratch())
         _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
         senders = torch.cat([messages, expected])
-        for codec, out in ((ours, found), (torchs, wanted)):
-            codec.decode_add(senders, layout, 0, out)
         # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
         relative, absolute = (torch.finfo(dtype).eps, 1e-4) if ours.rotated else (0.0, 0.0)
-        _agree(
-            torch.allclose(found, wanted, relative, absolute), f"{subject}: sums of decoded values differ from torch's"
-        )
+        for onto in (False, True):
+            for codec, out in ((ours, found), (torchs, wanted)):
+                codec.decode_add(senders, layout, 0, out.zero_(), onto=onto)
+            same = torch.allclose(found, wanted, relative, absolute)
+            _agree(same, f"{subject}: sums of decoded values differ from torch's")
 
 
 def _compare_messages(
