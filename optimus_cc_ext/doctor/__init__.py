@@ -16,6 +16,7 @@ from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement, placement_line
 
 __all__ = ["examine"]
@@ -94,10 +95,17 @@ def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
-    numbers, estimates = _estimated(args, layout, config)
+    placement = _placement(args, ranks_per_node)
+    try:
+        lines = _lines_about_nodes(config, placement)
+    except FlagError as error:
+        return Diagnosis(Finding("flags", str(error), "FAIL"), REFUSED, notes)
+    numbers, estimates = _estimated(args, layout, config, placement)
+    placed = [Finding("placement", placement_line(placement).removeprefix("placement "))] if args.world_size > 1 else []
+    placed += [Finding("nodes", line) for line in lines]
     return Diagnosis(
         Finding("flags", f"training would start: {describe(config)}", "ok"),
-        findings=[Finding("layout", _layout(args)), *_placement(args, ranks_per_node), *notes, *estimates],
+        findings=[Finding("layout", _layout(args)), *placed, *notes, *estimates],
         facts={
             "world_size": args.world_size,
             "config": dataclasses.asdict(config),
@@ -114,16 +122,29 @@ def _layout(args: argparse.Namespace) -> str:
     return f"{args.world_size} ranks: {grid}; {_micro_batches(args)} micro-batches an iteration"
 
 
-def _placement(args: argparse.Namespace, ranks_per_node: int) -> list[Finding]:
-    """Return the finding about groups that stay inside nodes; empty for one rank."""
-    if args.world_size == 1:
-        return []
-    placement = Placement(
+def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
+    return Placement(
         tensor=args.tensor_model_parallel_size, context=args.context_parallel_size, data=args.data_parallel_size,
         pipeline=args.pipeline_model_parallel_size, ranks_per_node=ranks_per_node,
         pipeline_before_data=args.use_tp_pp_dp_mapping,
     )  # fmt: skip
-    return [Finding("placement", placement_line(placement).removeprefix("placement "))]
+
+
+def _lines_about_nodes(config: OptimusConfig, placement: Placement) -> list[str]:
+    """Return the lines that the run would log about traffic inside nodes and about levels.
+
+    Raises:
+        FlagError: two levels are asked for, and no group of replicas has them.
+    """
+    from optimus_cc_ext.doctor.estimate import places_of
+    from optimus_cc_ext.techniques.crossing import crossing_lines
+
+    if not config.any_technique:
+        return []
+    places = places_of(placement)
+    whole = len({place.node for place in places}) == 1 and len(places) > 1
+    lines = ["the whole job fits one node: nothing leaves it"] if whole else []
+    return lines + list(crossing_lines(config, places))
 
 
 def _micro_batches(args: argparse.Namespace) -> int:
@@ -131,13 +152,16 @@ def _micro_batches(args: argparse.Namespace) -> int:
 
 
 def _estimated(
-    args: argparse.Namespace, layout: Layout, config: OptimusConfig
+    args: argparse.Namespace, layout: Layout, config: OptimusConfig, placement: Placement
 ) -> tuple[dict[str, Any], Sequence[Finding]]:
     """Return the estimates twice: as numbers of bytes for JSON, and as findings, with warnings."""
     from optimus_cc_ext.doctor.estimate import (
+        OnNodes,
+        bytes_between_nodes,
         bytes_by_class,
         gpt_from,
         new_communicator_bytes,
+        places_of,
         state_bytes,
         without_gain,
     )
@@ -150,7 +174,9 @@ def _estimated(
         found.append(Finding("traffic", "not estimated: only dense GPTs with equal stages are supported"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
-        traffic, state = bytes_by_class(*asked), state_bytes(*asked)
+        on = OnNodes.of(config, places_of(placement))
+        traffic, state = bytes_by_class(*asked, on), state_bytes(*asked)
+        traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}
         numbers["compressor_state_bytes"] = state
         found += [Finding("flags", text, "warn") for text in without_gain(*asked)]

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -22,15 +22,24 @@ from optimus_cc_ext.config.classes import (
     TrafficClass,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
+from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels, Node
 from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
 
-__all__ = ["Gpt", "bytes_by_class", "gpt_from", "new_communicator_bytes", "state_bytes", "without_gain"]
+__all__ = [
+    "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "gpt_from", "new_communicator_bytes", "places_of",
+    "state_bytes", "without_gain",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +142,119 @@ def _known_vocabulary(args: argparse.Namespace) -> int | None:
     return 50257 if args.tokenizer_type == "GPT2BPETokenizer" else None
 
 
-def bytes_by_class(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> dict[str, tuple[int, int]]:
+@dataclass(frozen=True, kw_only=True)
+class OnNodes:
+    """Facts about the nodes of a run that estimates depend on; by default nothing is known about them."""
+
+    levels: Levels = ONE_LEVEL
+    """Levels of the first group of replicas."""
+
+    beside: int = 1
+    """Ranks of that group on one node."""
+
+    left_dense: frozenset[TrafficClass] = frozenset()
+    """Classes that are left dense because nothing of them leaves a node."""
+
+    crossing: float = 1.0
+    """Share of the hops between stages that cross nodes."""
+
+    pair_crosses: bool = True
+    """True if the first and the last stage of the first pipeline are on different nodes."""
+
+    @classmethod
+    def of(cls, config: OptimusConfig, places: Sequence[RankPlace]) -> "OnNodes":
+        """Return the facts for the places of all ranks."""
+        nodes = {place.rank: place.node.name for place in places}
+        first = next(place for place in places if place.rank == 0)
+        alike = [p.rank for p in places if (p.stage, p.tensor_rank) == (first.stage, first.tensor_rank)]
+        levels = levels_of_group(places, sorted(alike))
+        two = config.sums_in_blocks and config.dp_compression_levels != "one"
+        hops = [hop for place in places for hop in pairwise(place.pipeline)]
+        return cls(
+            levels=levels if two else dataclasses.replace(levels, members=1),
+            beside=sum(nodes[rank] == nodes[0] for rank in alike),
+            left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places))),
+            crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
+            pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
+        )
+
+
+UNKNOWN = OnNodes()
+
+
+def places_of(placement: Placement) -> list[RankPlace]:
+    """Return the places of all ranks of a run, on nodes that each hold the same number of consecutive ranks."""
+    tensor_ranks = {rank: index for ranks in placement.groups("tensor") for index, rank in enumerate(ranks)}
+    return [
+        RankPlace(
+            rank=rank, stage=stage, tensor_rank=tensor_ranks[rank], node=Node(str(placement.node(rank))),
+            pipeline=tuple(ranks) if len(ranks) > 1 else (),
+        )
+        for ranks in placement.groups("pipeline")
+        for stage, rank in enumerate(ranks)
+    ]  # fmt: skip
+
+
+def bytes_by_class(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN
+) -> dict[str, tuple[int, int]]:
     """Return the (raw, sent) bytes of one iteration by class, summed over all ranks, after every warm-up.
 
     The counts follow the formulas of the log. `--dp-compression-stages auto` counts as all stages, the most that it can
     choose.
     """
     counted = {
-        PIPELINE_FORWARD.tag: _pipeline(gpt, config, schedule, forward=True),
-        PIPELINE_BACKWARD.tag: _pipeline(gpt, config, schedule, forward=False),
+        traffic.tag: _pipeline(gpt, config, schedule, traffic, on) for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD)
     }
-    by_stage = [_of_stage(gpt, layout, config, stage) for stage in range(layout.stages)]
+    by_stage = [_of_stage(gpt, layout, config, stage, on) for stage in range(layout.stages)]
     for traffic in (DP_GRADIENTS, EMBEDDING, PARAM_GATHER):
         counted[traffic.tag] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
     ranks = layout.data_parallel * gpt.tensor_parallel
     return {name: (raw * ranks, sent * ranks) for name, (raw, sent) in counted.items() if raw}
+
+
+def bytes_between_nodes(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
+) -> tuple[int, int]:
+    """Return the (raw, sent) bytes of one iteration that leave a node, summed over all ranks, after every warm-up."""
+    raw = sent = 0.0
+    for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
+        before, after = _pipeline(gpt, config, schedule, traffic, on)
+        raw, sent = raw + before * on.crossing, sent + after * on.crossing
+    for stage in range(layout.stages):
+        plan = _plan(gpt, layout, config, stage, on)
+        gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
+        dense, coded = (leaving_ring(nbytes, layout.data_parallel, on.beside) for nbytes in gathered)
+        raw += plan.dense_leaving_bytes + dense
+        sent += plan.leaving_bytes(compressing=plan.compresses, whole=False) + coded
+        if plan.tied_bytes and on.pair_crosses:
+            pair = all_reduce_bytes(plan.tied_bytes, 2)
+            raw, sent = (
+                raw + pair,
+                sent + (pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)),
+            )
+    ranks = layout.data_parallel * gpt.tensor_parallel
+    return round(raw * ranks), round(sent * ranks)
+
+
+def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> float:
+    """Return the bytes of a rank that leave its node in fused embedding synchronisation, after the replicas' shards."""
+    dtype, replicas = plan.buckets[0].record.dtype, layout.data_parallel
+    formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+    numel = plan.tied_bytes // dtype.itemsize
+    if layout.distributed_optimizer:
+        shard = BlockLayout.of_one(numel // replicas)
+        if formats is None:
+            return all_reduce_bytes(plan.tied_bytes // replicas, 2)
+        return Codec(formats.gradients).message_bytes(shard, dtype)
+    if formats is None:
+        return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside)
+    # The union of the replicas of two stages has twice as many nodes, and as many ranks on each.
+    levels = dataclasses.replace(on.levels, nodes=2 * on.levels.nodes)
+    union = block_plan(
+        numel, [(0, numel)], (), dtype, 2 * replicas, sharded=False, formats=formats, levels=levels
+    )  # fmt: skip
+    return union.leaving_bytes(on.beside)
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -162,11 +269,15 @@ def _codec(chosen: str) -> Codec | None:
     return None if format is None else Codec(format)
 
 
-def _pipeline(gpt: Gpt, config: OptimusConfig, schedule: Schedule, *, forward: bool) -> tuple[int, int]:
-    dtype = gpt.pipeline_dtype
+def _pipeline(
+    gpt: Gpt, config: OptimusConfig, schedule: Schedule, traffic: TrafficClass, on: OnNodes
+) -> tuple[int, int]:
+    dtype, forward = gpt.pipeline_dtype, traffic is PIPELINE_FORWARD
     dense = gpt.message.numel() * dtype.itemsize
 
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
+        if traffic in on.left_dense:
+            return dense
         if forward:
             return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
         compressed = config.compressed_backprop and plan.compresses(message, gpt.message)
@@ -183,18 +294,23 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     return config.dp_compression and (not isinstance(named, int) or stage < named)
 
 
-def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> dict[TrafficClass, tuple[int, int]]:
+def _of_stage(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes
+) -> dict[TrafficClass, tuple[int, int]]:
     """Return the (raw, sent) bytes that one rank of a stage reduces and gathers over its replicas, from its bucket
     plan.
     """
-    plan, sharded, embedding = _plan(gpt, layout, config, stage), layout.distributed_optimizer, (0, 0)
+    plan, sharded, embedding = _plan(gpt, layout, config, stage, on), layout.distributed_optimizer, (0, 0)
     sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
     if plan.tied_bytes:
         raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
         embedding = raw, raw - saved
         if config.fused_embedding_sync:
-            formats, dtype = Formats.of(config.format_of(EMBEDDING)), gpt.gradient_dtype
-            fused = fused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=dtype)
+            formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+            fused = fused_bytes(
+                plan.tied_bytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=gpt.gradient_dtype,
+                levels=on.levels,
+            )  # fmt: skip
             embedding = raw, fused
     gathers = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
     gathered = sum(gather.gathered_bytes() for gather in gathers) if gathers else plan.gather_bytes
@@ -205,7 +321,9 @@ def _of_stage(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> di
     }
 
 
-def _plan(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, *, words: bool = True) -> GroupPlan:
+def _plan(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes = UNKNOWN, *, words: bool = True
+) -> GroupPlan:
     """Plan a stage as one bucket, with a tied embedding as another. Megatron uses more buckets, which changes little.
 
     Args:
@@ -217,7 +335,10 @@ def _plan(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, *, words:
     rest = [ParameterRecord(shape=shape, start=0) for shape in gpt.of_stage(stage, layout.stages)]
     buckets = [rest, embeddings] if tied else [embeddings + rest]
     fused = config.fused_embedding_sync and tied
-    rules = BucketRules.of(config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=fused)
+    rules = BucketRules.of(
+        config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=fused, levels=on.levels,
+        beside=on.beside, left_dense=on.left_dense,
+    )  # fmt: skip
     if not _compressed_stage(config, stage):
         rules = dataclasses.replace(rules, format="dense")
     return GroupPlan.of([_bucket(gpt, layout, bucket) for bucket in buckets if bucket], rules)
@@ -253,7 +374,7 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
     plans = [plan for stage in range(layout.stages) for plan in _plan(gpt, layout, config, stage, words=False).buckets]
     low_rank = [plan.compressed.low_rank for plan in plans if isinstance(plan.compressed, LowRankPlan)]
     taken = [sum(2 * math.prod(matrix.shape) * itemsize for matrix in matrices) for matrices in low_rank]
-    taken += [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan)]
+    taken += [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan | TwoLevelPlan)]
     buckets = max(taken, default=0)
     shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
     return link + buckets + shards

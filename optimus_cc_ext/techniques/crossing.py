@@ -57,13 +57,22 @@ def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels
     """Return the levels of a group of ranks; one level if it is a data-parallel group, and its tensor-parallel
     neighbours have other levels: all of them hold some parameters alike.
     """
-    nodes, replicas = _nodes(places), _replicas(places)
-    levels = levels_of([nodes[rank] for rank in ranks])
-    stage = next((stage for (stage, _), found in replicas.items() if tuple(found) == tuple(ranks)), None)
-    neighbours = [_levels(nodes, found) for (other, _), found in replicas.items() if other == stage]
-    if any(other != levels for other in neighbours):
-        return Levels(nodes=max(levels.nodes, *(other.nodes for other in neighbours)), reason=_UNLIKE)
-    return levels
+    found, nodes = _levels_of_replicas(places), _nodes(places)
+    return found[tuple(ranks)] if tuple(ranks) in found else levels_of([nodes[rank] for rank in ranks])
+
+
+def _levels_of_replicas(places: Sequence[RankPlace]) -> dict[tuple[int, ...], Levels]:
+    """Return the levels of all data-parallel groups, by their ranks."""
+    nodes = _nodes(places)
+    by_stage: dict[int, dict[tuple[int, ...], Levels]] = defaultdict(dict)
+    for (stage, _), ranks in _replicas(places).items():
+        by_stage[stage][tuple(ranks)] = levels_of([nodes[rank] for rank in ranks])
+    found: dict[tuple[int, ...], Levels] = {}
+    for levels in by_stage.values():
+        unlike = len(set(levels.values())) > 1
+        one = Levels(nodes=max(each.nodes for each in levels.values()), reason=_UNLIKE)
+        found |= dict.fromkeys(levels, one) if unlike else levels
+    return found
 
 
 _UNLIKE = "the groups of its tensor-parallel ranks lie on nodes in different ways"
@@ -105,7 +114,7 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
         yield f"{staying} of {len(hops)} hops between stages stay inside a node, and are left dense"
     if config.dp_compression_levels == "one" or not config.sums_in_blocks:
         return
-    levels = _levels_of_replicas(places)
+    levels = list(dict.fromkeys(_levels_of_replicas(places).values()))
     if config.dp_compression_levels == "two" and not any(each.two for each in levels):
         reasons = ", ".join(dict.fromkeys(each.reason or "no node holds two replicas" for each in levels))
         raise FlagError("--dp-compression-levels", f"two levels are not possible: {reasons}", "Leave it out")
@@ -117,20 +126,11 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
 def adds_up_in_two_levels(config: OptimusConfig, places: Sequence[RankPlace]) -> bool:
     """Return True if gradients of some data-parallel group can be added up in two levels, and may be."""
     may = config.sums_in_blocks and config.dp_compression_levels != "one"
-    return may and any(levels.two for levels in _levels_of_replicas(places))
-
-
-def _levels_of_replicas(places: Sequence[RankPlace]) -> list[Levels]:
-    """Return the levels of all data-parallel groups, equal ones once."""
-    return list(dict.fromkeys(levels_of_group(places, ranks) for ranks in _replicas(places).values()))
+    return may and any(levels.two for levels in _levels_of_replicas(places).values())
 
 
 def _nodes(places: Sequence[RankPlace]) -> dict[int, str]:
     return {place.rank: place.node.name for place in places}
-
-
-def _levels(nodes: dict[int, str], ranks: Sequence[int]) -> Levels:
-    return levels_of([nodes[rank] for rank in ranks])
 
 
 def _replicas(places: Sequence[RankPlace]) -> dict[tuple[int, int], list[int]]:

@@ -108,15 +108,14 @@ class FusedEmbeddingSync(Technique):
         """Make or take the group of the embedding. The stages between have no group, but take part in naming the
         others'.
         """
+        nodes = {place.rank: place.node.name for place in groups.places}
+        pipeline = next(place.pipeline for place in groups.places if place.rank == grid.place.rank)
+        self._pair_crosses = len({nodes[rank] for rank in (*pipeline[:1], *pipeline[-1:])}) > 1
         if not self._wanted:
             return
         self.alone = groups.alone()
         if self._dense_inside and EMBEDDING in classes_inside(groups.places):
             self.codecs = None
-        nodes = {place.rank: place.node.name for place in groups.places}
-        pipelines = {place.rank: place.pipeline for place in groups.places}
-        first, *_, last = pipelines[grid.place.rank]
-        self._pair_crosses = nodes[first] != nodes[last]
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
             return

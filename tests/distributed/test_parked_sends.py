@@ -30,7 +30,7 @@ def _send_to_a_rank_that_is_gone(batched: bool) -> str:
         return ""
     forward = CompressedForward(OptimusConfig(), fast_codec("int8", seed=1, rotated=True))
     session = SimpleNamespace(
-        transfers=forward.transfers, traffic=Traffic()
+        transfers=forward.transfers, traffic=Traffic(), leaving_roles=frozenset()
     )  # fmt: skip
     sessions = SimpleNamespace(with_pipeline=lambda _: session)
     wraps = {seam.target.partition(":")[2]: wrap for seam, wrap in p2p_communication.wraps(sessions)}

@@ -371,7 +371,7 @@ def test_a_message_is_posted_before_its_residual_is_computed_and_waited_for_at_t
     ours = technique("drop", _Recording(log))
     ours.begin(Iteration(schedule=NonInterleaved(2, 1), number=0))
     group = object()
-    session = SimpleNamespace(transfers=ours.transfers, traffic=Traffic())
+    session = SimpleNamespace(transfers=ours.transfers, traffic=Traffic(), leaving_roles=frozenset())
 
     def original(*, tensor_send_prev, **rest):
         log.append("posted")
