@@ -87,7 +87,7 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         # The artifact's own 335M scripts ask for 3 compressed stages of a pipeline of 2; the artifact then compressed
         # both.
         fields["dp_compression_stages"] = layout.stages
-        notes.append(f"--selective_grad_comp_way {stages}: clamped to the {layout.stages} stages that there are")
+        notes.append(f"--selective_grad_comp_way {stages}: clamped to the model's {layout.stages} stages")
     try:
         config = OptimusConfig(**fields)
         _check_formats(config, request)

@@ -109,7 +109,8 @@ class Forecast:
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())
             lines.append(
-                f"forecast: this holds after the warm-up ({flags}); a class gains nothing before its warm-up ends"
+                f"forecast: the times are those after the warm-up ({flags}); a class "
+                "gains nothing before its warm-up ends"
             )
         return lines
 

@@ -86,7 +86,7 @@ def probe_collective(
 
     @functools.cache
     def buffers(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # The first exchange, which is not timed, allocates them: training allocates its message buffers only once, too.
+        # The first exchange, which is not timed, allocates the buffers, as training allocates its buffers only once.
         return tuple(torch.zeros(2, numel, dtype=torch.float32, device=device))
 
     def exchange(nbytes: int) -> float:

@@ -54,7 +54,7 @@ def _measure() -> list[float]:
     )  # fmt: skip
     seconds.append(microbenchmark.time_parameters([shards], alone=dist.group.WORLD, codec=int8))
     assert bool((shards.flat == 1).all())
-    microbenchmark._SAMPLE_BYTES = 1  # one matrix stands for all
+    microbenchmark._SAMPLE_BYTES = 1  # time a single matrix, and extrapolate to all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
     for wire in (None, int8):
         messages = CompressedBackprop(CONFIG, FastLowRank(), wire).messages(LinkPlan(CONFIG, 1, 0))

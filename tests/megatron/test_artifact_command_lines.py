@@ -98,7 +98,7 @@ def test_at_full_size_it_means_what_the_paper_means(model: str) -> None:
     said = [line.removeprefix("optimus-cc: ") for line in found.ours]
     others = [line for line in said if line.startswith("--") and not line.startswith(GONE)]
     assert [": ".join(line.split(": ")[:2]) for line in others] == (
-        ["--selective_grad_comp_way 3: clamped to the 2 stages that there are"] if model == "335M" else []
+        ["--selective_grad_comp_way 3: clamped to the model's 2 stages"] if model == "335M" else []
     )
     assert all(sum(line.startswith(gone) for line in said) == 1 for gone in GONE)
 

@@ -76,7 +76,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
         if " paper " in command:
             command += " " + shlex.join(f"{name}={value}" for name, value in values.items())
         if "submit.sh" not in command and "setup_env.sh" not in command:
-            command += " --dry-run"  # a launcher without Slurm would start to train
+            command += " --dry-run"  # without Slurm this command would start a training
         ended = subprocess.run(
             ["bash", "-c", command], cwd=site, env=environment, text=True, capture_output=True, timeout=120
         )
