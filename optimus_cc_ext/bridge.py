@@ -21,7 +21,6 @@ from optimus_cc_ext.errors import FlagError
 __all__ = ["Compression"]
 
 _UNSUPPORTED = (
-    ("model.context_parallel_size above 1", lambda c: c.model.context_parallel_size > 1),
     ("ddp.use_megatron_fsdp", lambda c: getattr(c.ddp, "use_megatron_fsdp", False)),
     ("dist.use_torch_fsdp2", lambda c: getattr(c.dist, "use_torch_fsdp2", False)),
     ("dist.use_decentralized_pg", lambda c: getattr(c.dist, "use_decentralized_pg", False)),

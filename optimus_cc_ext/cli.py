@@ -11,6 +11,7 @@ from optimus_cc_ext._version import __version__
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.doctor.findings import Diagnosis
+from optimus_cc_ext.doctor.target import TARGETS
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.plan.command import run as run_plan
@@ -61,7 +62,7 @@ def _examine(options: argparse.Namespace) -> Diagnosis:
     from optimus_cc_ext.doctor import examine
 
     words = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
-    return examine(words, options.world_size, options.ranks_per_node)
+    return examine(words, options.world_size, options.ranks_per_node, options.target)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,12 +77,18 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="check whether this machine and a launch line would train, and estimate traffic and memory",
-        description="Check whether this machine, and a launch line on it, would train; estimate traffic and memory. It "
-        "needs no GPU and starts nothing. The exit status is 0, or the status with which training would end before its "
-        "first iteration.",
+        description="Check whether this machine, or a launch line on the target, would train; estimate traffic and "
+        "memory. It needs no GPU and starts nothing. The exit status is 0, or the status with which training would end "
+        "on the target before its first iteration.",
     )
     doctor.add_argument("--world-size", type=int, help="world size of the run, if LINE does not give it (default: 1)")
     doctor.add_argument("--ranks-per-node", type=int, help="ranks per node, if LINE does not give them (default: 8)")
+    doctor.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="machine that will train: this one, on its GPU or CPU, or a kind of GPU (default: here if PyTorch sees a "
+        "GPU and OPTIMUS_CC_DEVICE is not cpu, otherwise h100)",
+    )
     doctor.add_argument(
         "--gpu", action="store_true", help="check this machine's GPU only: driver, compiler, one compiled kernel"
     )
@@ -90,7 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
         "flags",
         nargs=argparse.REMAINDER,
         metavar="-- LINE",
-        help="the launch line to check (torchrun ... pretrain_gpt.py ..., or srun ...), or only its flags",
+        help="the launch line to check (torchrun ... pretrain_gpt.py ..., or srun ...), with variables in front of it "
+        "(env A=1 torchrun ...), or only its flags",
     )
     plan_arguments(
         commands.add_parser(

@@ -1,7 +1,8 @@
 """GPT pretraining for users of Megatron's wheel who have no Megatron-LM checkout, on megatron.training's API of 0.19.
 
 It trains exactly as pretrain_gpt.py of a Megatron-LM checkout (core_v0.19), bit for bit, for plain GPT pretraining:
-indexed or mock data; tensor, pipeline (interleaved or not) and data parallelism; evaluation. The other features of that
+indexed or mock data; tensor, context, pipeline (interleaved or not), expert and data parallelism; multi-token
+prediction; evaluation. The other features of that
 script (packed sequences, fill-in-the-middle, distillation) are refused by name.
 
 It neither installs hooks nor chooses the device: ``python -m optimus_cc_ext`` does both before it calls `main`.
@@ -21,7 +22,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -40,7 +43,6 @@ REFUSED = {
     "fim_data": "--fim-data",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "mtp_num_layers": "--mtp-num-layers",
     "check_for_spiky_loss": "--check-for-spiky-loss",
     "logits_load_dir": "--logits-load-dir",
     "per_dataset_sequences_path": "--per-dataset-sequences-path",
@@ -51,10 +53,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
     """Raise FlagError naming the flags that only a checkout's pretrain_gpt.py supports."""
-    flags = [flag for name, flag in REFUSED.items() if getattr(args, name, None)]
-    if args.context_parallel_size > 1:
-        flags.append("--context-parallel-size")
-    if flags:
+    if flags := [flag for name, flag in REFUSED.items() if getattr(args, name, None)]:
         raise FlagError(
             ", ".join(flags),
             "not supported by the built-in pretrain_gpt",
@@ -69,7 +68,7 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
 
     The first tensor-parallel rank reads the batch and sends it to the others.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_more_tokens(vp_stage)):
         return dict.fromkeys(BATCH_KEYS)
 
     args = get_args()
@@ -81,22 +80,36 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
         present = {key: sample[key] for key in BATCH_KEYS if sample.get(key) is not None}
         batch = dict.fromkeys(BATCH_KEYS)
         batch |= {key: value.cuda(non_blocking=True) for key, value in present.items()}
-    return get_batch_on_this_tp_rank(
+    whole = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         has_cu_seqlens=False,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=1,
+        cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_more_tokens(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    if args.context_parallel_size == 1:
+        return whole
+    # Each context-parallel rank takes two pieces of the sequence, one from either end.
+    part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return {key: part.get(key) for key in BATCH_KEYS}
+
+
+def predicts_more_tokens(vp_stage: int | None) -> bool:
+    """Return True if this model chunk holds layers of multi-token prediction."""
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        layout = PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size)
+    return bool(mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage))
 
 
 def masked_loss(
@@ -146,7 +159,8 @@ def forward_step(
 
 def needs_datasets(vp_stage: int | None = None) -> bool:
     """Return whether this rank reads data: the first tensor-parallel rank of the first and of the last stage does."""
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    reads = is_first_or_last_pipeline_stage(vp_stage) or predicts_more_tokens(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

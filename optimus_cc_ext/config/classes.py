@@ -112,6 +112,12 @@ class TrafficClass:
         return flag_of(self.switch)
 
     @property
+    def off(self) -> str:
+        """The words of a command line that leave the class as vanilla Megatron sends it, beside a preset, too."""
+        without = self.switch != self.format_field and self.default == "dense"
+        return flag_of(f"no_{self.switch}") if without else f"{self.format_flag} dense"
+
+    @property
     def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
         """The option fields of the class, by name."""
         return {field.name: field for field in dataclasses.fields(self.options)}  # type: ignore[arg-type]
@@ -321,6 +327,8 @@ class FusedEmbeddingSyncConfig(Options):
     )
 
 
+_THIRD_COPY = "multi-token prediction on a stage of its own keeps a third copy of the embedding"
+
 EMBEDDING = TrafficClass(
     name="fused_embedding_sync", options=FusedEmbeddingSyncConfig,
     phrase="fused embedding sync", title="FE", tag="embedding",
@@ -330,6 +338,11 @@ EMBEDDING = TrafficClass(
         Need(
             "tied_embeddings", "the embeddings are not tied, so the first and the last stage share no weight",
             "Leave it out, or leave out --untie-embeddings-and-output-weights", left_out="the embeddings are not tied",
+        ),
+        Need(
+            "one_pair", f"{_THIRD_COPY}, and fused embedding sync knows two",
+            "Leave it out, or leave the MTP layers on the last stage",
+            left_out=f"{_THIRD_COPY} (--pipeline-model-parallel-layout)",
         ),
     ),
     presets={

@@ -16,6 +16,7 @@ from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, Need, TrafficCl
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
+from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve", "saves_nothing"]
@@ -29,10 +30,15 @@ class Layout:
     """The number of pipeline stages, P."""
 
     data_parallel: int
-    """The number of data-parallel replicas, D."""
+    """The number of data-parallel replicas, D, those of context parallelism included."""
 
     tied_embeddings: bool
-    """True if the first stage's word embedding is also the last stage's output weight."""
+    """True if the last stage holds a copy of the first stage's word embedding, as output weight or for multi-token
+    prediction.
+    """
+
+    one_pair: bool = True
+    """True if no further stage holds a copy of the word embedding."""
 
     distributed_optimizer: bool = False
     """True if each replica's optimizer reads only its own shard of the gradients."""
@@ -73,13 +79,37 @@ def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = Fal
     return resolve(request_from(args), layout).config
 
 
-def resolve(request: Request, layout: Layout) -> Resolution:
-    """Apply the preset and the defaults, and refuse flags that cannot work on this layout.
+def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | None = None) -> Resolution:
+    """Apply the preset and the defaults, and refuse flags that cannot work on this layout or with Megatron's options.
+
+    A class of traffic that conflicts with an option of Megatron stays dense if only the preset asked for it.
+
+    Args:
+        request: the flags of the command line.
+        layout: the run's layout.
+        megatron: Megatron's validated arguments; None: there are no conflicts to look for.
 
     Raises:
         FlagError: a flag that was given one by one cannot work, or is out of range.
     """
-    preset, notes = _preset(request.preset, request.explicit, layout) if request.preset else ({}, [])
+    resolution = _resolve(request, layout, {})
+    found = conflicts(megatron, resolution.config) if megatron is not None else {}
+    for traffic, refusal in found.items():
+        asked = {request.explicit.get(name) for name in (traffic.switch, traffic.format_field)}
+        if asked - {None, False, "dense"}:
+            raise refusal_of(_written(request, traffic.flag), refusal, resolution.config, found)
+    return _resolve(request, layout, found) if found else resolution
+
+
+def _written(request: Request, flag: str) -> str:
+    """Return a flag as the user wrote it; if a format switched the technique on, the flag of the format."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return request.spelling.get(name) or request.spelling.get(f"{name}_format", flag)
+
+
+def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass, Refusal]) -> Resolution:
+    """Resolve a request whose preset leaves some classes of traffic dense, each for a conflict with Megatron."""
+    preset, notes = _preset(request.preset, request.explicit, layout, left_dense) if request.preset else ({}, [])
     fields = {"compression_seed": layout.seed, **preset, **request.explicit}
     stages = fields.get("dp_compression_stages")
     in_artifacts_spelling = request.spelling.get("dp_compression_stages", "").startswith("--selective_grad_comp")
@@ -93,29 +123,29 @@ def resolve(request: Request, layout: Layout) -> Resolution:
         _check_formats(config, request)
         check_layout(config, layout)
     except FlagError as error:
-        # Name the flag as the user wrote it. If a format switched the technique on, name the format's flag.
-        name = error.flag.removeprefix("--").replace("-", "_")
-        written = request.spelling.get(name) or request.spelling.get(f"{name}_format", error.flag)
-        raise FlagError(written, error.reason, error.cure) from None
+        raise FlagError(_written(request, error.flag), error.reason, error.cure) from None
     notes += _without_effect(request.spelling, config)
     if request.artifact:
         notes += _inherited(request.spelling, config)
     return Resolution(config, tuple(notes))
 
 
-def _preset(name: str, explicit: Mapping[str, Any], layout: Layout) -> tuple[dict[str, Any], list[str]]:
-    """Return a preset's fields as far as the layout allows them, and the lines about classes that it leaves out."""
+def _preset(
+    name: str, explicit: Mapping[str, Any], layout: Layout, left_dense: Mapping[TrafficClass, Refusal]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a preset's fields as far as layout and Megatron allow them, and the lines about classes left out."""
     fields: dict[str, Any] = {}
-    notes = []
+    flag, notes = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}", []
     for traffic in CLASSES_BY_FLAG:
         wanted = traffic.presets.get(name, {})
         # If the user switched a class off, skip the preset's format as well, since a format would switch it on again.
         taken = (traffic.switch, traffic.format_field) if explicit.get(traffic.switch) is False else ()
         need = _unmet(traffic, layout)
-        if need is None:
+        if refusal := left_dense.get(traffic):
+            notes.append(f"{flag} leaves out {traffic.phrase}: {refusal.reason} ({refusal.flag})")
+        elif need is None:
             fields |= {field: value for field, value in wanted.items() if field not in taken}
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
-            flag = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}"
             notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
     if name != PRESETS[0]:
         fields["only_between_nodes"] = ",".join(_only_between_nodes(name, explicit))
@@ -238,7 +268,7 @@ def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[s
     }
     carried = silent.pop("residual_across_iterations", None)
     if silent and config.any_technique:
-        yield f"the published artifact's defaults: {', '.join(_written(*item) for item in silent.items())}"
+        yield f"the published artifact's defaults: {', '.join(_as_flag(*item) for item in silent.items())}"
     if carried and config.lazy_error_propagation:
         yield (
             "--use_error_feedback: carries the residual across iterations, as the published artifact does. Carrying "
@@ -246,7 +276,7 @@ def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[s
         )
 
 
-def _written(name: str, value: Any) -> str:
+def _as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag_of(name) if value else flag_of("no_" + name)
     return f"{flag_of(name)} {value}"

@@ -1,7 +1,12 @@
-"""Megatron's options that classes of traffic do not support yet. Each is refused by name, before training starts."""
+"""Megatron's options that classes of traffic do not support.
+
+A conflict belongs to the classes that it names: a preset leaves these dense and compresses the others; a class that a
+flag of its own switches on is refused before training starts. Only an option with which every class would be wrong ends
+the whole run.
+"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +19,15 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_FORWARD,
     TrafficClass,
 )
-from optimus_cc_ext.config.optimus_config import OptimusConfig
+from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["REFUSALS", "Refusal", "refuse_unsupported"]
+__all__ = ["REFUSALS", "Refusal", "conflicts", "refusal_of", "refuse_unsupported"]
 
 
 _GRADIENTS = (EMBEDDING, DP_GRADIENTS)
 _BUFFERS = (*_GRADIENTS, PARAM_GATHER)
+_MESSAGES = (PIPELINE_FORWARD, PIPELINE_BACKWARD)
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
 
@@ -35,12 +41,15 @@ class Refusal:
     """The classes of traffic that the option affects."""
 
     reason: str
-    cure: str = "Leave it out, or leave out the technique"
+    cure: str = "Leave out one of the two"
     given: Callable[[argparse.Namespace], Any] | None = None
     """A test for the option in Megatron's arguments; None: the argument of the flag's own name is true."""
 
     where: Callable[[OptimusConfig, TrafficClass], bool] = OptimusConfig.is_on
     """A test for whether the option affects a class of traffic in a configuration."""
+
+    whole_run: bool = False
+    """True if the run is refused although a preset asked for the classes: with them dense it would be wrong, too."""
 
     def affected(self, args: argparse.Namespace, config: OptimusConfig) -> tuple[TrafficClass, ...]:
         """Return the classes of traffic that these arguments make unsupported."""
@@ -63,32 +72,29 @@ def _graph_of_everything(args: argparse.Namespace) -> bool:
     )
 
 
-_FLAGS = "{}, {} and {}".format(*(traffic.flag for traffic in _BUFFERS))
-_QUANTISED = f"quantised parameter buffers are not supported with {_FLAGS}"
-_SHARDED = f"it shards weights and their gradients over ranks that {_FLAGS} do not take into account"
+_FSDP = "FSDP keeps gradients and parameters outside of Megatron DDP's buffers"
+_QUANTISED = "Megatron gathers quantised parameters, whose changes nothing keeps in fp32"
+_SHARDED = "it shards weights and their gradients over further ranks"
 
 REFUSALS = (
-    # These come before the distributed optimizer, which Megatron switches on together with FSDP.
-    Refusal("--use-megatron-fsdp", CLASSES, "FSDP keeps gradients outside of Megatron DDP's buffers"),
-    Refusal("--use-torch-fsdp2", CLASSES, "FSDP keeps gradients outside of Megatron DDP's buffers"),
+    # An option that replaces a class's collective comes before one that only changes it: the first refusal is named.
+    Refusal("--use-megatron-fsdp", _BUFFERS, _FSDP),
+    Refusal("--use-torch-fsdp2", _BUFFERS, _FSDP),
     Refusal(
-        "--context-parallel-size", CLASSES, "context parallelism is not supported by Optimus-CC",
-        given=_above_one("context_parallel_size"),
-    ),
-    Refusal(
-        "--num-distributed-optimizer-instances", CLASSES, "several distributed-optimizer instances are not supported",
+        "--num-distributed-optimizer-instances", _BUFFERS,
+        "gradients are reduced in two steps, inside each distributed-optimizer instance and between instances",
         given=_above_one("num_distributed_optimizer_instances"),
     ),
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation", _GRADIENTS,
-        "it replaces the collective that --fused-embedding-sync and --dp-compression replace",
+        "it replaces the collective that compression replaces",
     ),
     Refusal(
         "--ddp-param-name-patterns-for-fp32-local-accumulation", _GRADIENTS,
         "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
     ),
-    Refusal("--fp8-param-gather", _BUFFERS, _QUANTISED),
-    Refusal("--fp4-param-gather", _BUFFERS, _QUANTISED),
+    Refusal("--fp8-param-gather", (PARAM_GATHER,), _QUANTISED),
+    Refusal("--fp4-param-gather", (PARAM_GATHER,), _QUANTISED),
     Refusal(
         "--tensor-parallel-num-weight-shards", _BUFFERS, _SHARDED, given=_above_one("gtp_weight_remat_size"),
     ),
@@ -97,12 +103,8 @@ REFUSALS = (
         given=_above_one("expert_gtp_weight_remat_size"),
     ),
     Refusal(
-        "--overlap-moe-expert-parallel-comm", CLASSES,
-        "it replaces the 1F1B schedule, by which both ends decide which messages are compressed",
-    ),
-    Refusal(
-        "--mtp-num-layers", (EMBEDDING,),
-        "multi-token prediction keeps more than two copies of the embedding",
+        "--overlap-moe-expert-parallel-comm", _MESSAGES,
+        "it changes the 1F1B schedule, by which both ends decide which messages are compressed",
     ),
     Refusal(
         "--optimizer", _BUFFERS, "layer-wise optimizers (Muon and others) use another layout of the gradient buffers",
@@ -113,24 +115,25 @@ REFUSALS = (
         "a graph of the whole iteration would repeat one iteration's choice of compressed messages for ever",
         given=_graph_of_everything,
     ),
-    Refusal(
-        "--use-ring-exchange-p2p", (PIPELINE_FORWARD, PIPELINE_BACKWARD),
-        "ring exchange bypasses the point-to-point calls that compression wraps",
-    ),
+    Refusal("--use-ring-exchange-p2p", _MESSAGES, "ring exchange bypasses the point-to-point calls of compression"),
     Refusal(
         "--compression-error-statistics", (PIPELINE_BACKWARD,),
         "with the interleaved schedule, consecutive messages belong to different layers",
         "Leave it out, or use the non-interleaved schedule", _above_one("virtual_pipeline_model_parallel_size"),
-        lambda config, _: config.compression_error_statistics,
+        lambda config, _: config.compression_error_statistics, whole_run=True,
     ),
+    # Megatron destroys every process group before it calls `pretrain` again in the same process
+    # (training/inprocess_restart.py, destroy_state), while a session keeps the groups of its first place.
     Refusal(
-        "--inprocess-restart", CLASSES, "an in-process restart would keep the compression state of the previous run",
+        "--inprocess-restart", CLASSES,
+        "an in-process restart would keep the process groups and the compression state of the previous run",
+        "Leave it out, or leave out Optimus-CC", whole_run=True,
     ),
     Refusal(
         "--non-persistent-ckpt-type", CLASSES,
         "local checkpoints have no folder for the state of compression",
         "Use --non-persistent-ckpt-type global, or leave it out",
-        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", OptimusConfig.remembers,
     ),
     Refusal(
         "--enable-msc", CLASSES, "the state of compression cannot be saved to a remote store",
@@ -138,16 +141,54 @@ REFUSALS = (
         lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
         OptimusConfig.remembers,
     ),
-    Refusal("--perform-rl-step", CLASSES, "reinforcement learning steps are not supported"),
+    Refusal("--perform-rl-step", CLASSES, "steps of reinforcement learning were not tried with compression"),
 )  # fmt: skip
 
 
-def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
-    """Refuse the first option in `args` that a class of traffic in `config` does not support.
+def conflicts(args: argparse.Namespace, config: OptimusConfig) -> dict[TrafficClass, Refusal]:
+    """Return the first refusal of each class of traffic that is on in `config` and that these arguments do not allow.
 
     Raises:
-        FlagError: naming Megatron's flag, the reason and the cure.
+        FlagError: an option with which every class of traffic would be wrong; names Megatron's flag, reason and cure.
     """
+    found: dict[TrafficClass, Refusal] = {}
     for refusal in REFUSALS:
-        if refusal.affected(args, config):
+        affected = refusal.affected(args, config)
+        if affected and refusal.whole_run:
             raise FlagError(refusal.flag, refusal.reason, refusal.cure)
+        for traffic in affected:
+            found.setdefault(traffic, refusal)
+    return found
+
+
+def refusal_of(flag: str, refusal: Refusal, config: OptimusConfig, found: Mapping[TrafficClass, Refusal]) -> FlagError:
+    """Return the refusal of a class that `flag` switches on, with the flags that keep the other classes.
+
+    Args:
+        flag: the flag as the user wrote it.
+        refusal: the conflict of the class.
+        config: the configuration that was asked for.
+        found: all conflicts of this configuration.
+    """
+    kept = [traffic.phrase for traffic in CLASSES_BY_FLAG if config.is_on(traffic) and traffic not in found]
+    cure = refusal.cure
+    if kept:
+        off = " ".join(traffic.off for traffic in CLASSES_BY_FLAG if traffic in found)
+        cure = f"{cure}, or give {off}, which keeps {_listed(kept)}"
+    return FlagError(flag, f"{refusal.reason} ({refusal.flag})", cure)
+
+
+def _listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
+    """Refuse the first class of traffic in `config` that does not support an option in `args`.
+
+    Raises:
+        FlagError: naming the class's flag, the reason, Megatron's flag and the cure.
+    """
+    if found := conflicts(args, config):
+        traffic, refusal = next(iter(found.items()))
+        raise refusal_of(traffic.flag, refusal, config, found)

@@ -41,6 +41,8 @@ def _host_device(device: Any) -> Any:
 def _build(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = _host_device(kwargs["device"])
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False  # pinned memory is for copies to a GPU, and takes one
     return factory(*args, **kwargs)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, describe
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
+from optimus_cc_ext.doctor.target import HERE, check_target, default_target, emulate
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement, placement_line
@@ -25,19 +27,29 @@ REFUSED = 2
 """Exit status of training that is ended by a refusal of Optimus-CC or by Megatron's parser."""
 
 
-def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node: int | None = None) -> Diagnosis:
+def examine(
+    words: Sequence[str],
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    target: str | None = None,
+) -> Diagnosis:
     """Examine this machine and, if `words` is not empty, a command line.
 
     Args:
-        words: flags of Megatron's and ours, or a whole launch line.
+        words: flags of Megatron's and ours, or a whole launch line, with variables in front of it.
         world_size: processes of the run; None: the number in the command line, else one.
         ranks_per_node: processes on each node; None: the number in the command line, else 8.
+        target: the machine that will train, one of `doctor.target.TARGETS`; None: `here` if this machine has a usable
+            GPU, otherwise h100. Without a command line this machine is examined.
     """
     broken = REFUSED if words else 1
     try:
         line = read_command_line(words)
         find_checkout(line.script)
-        device = _activate()
+        require_torch()
+        target = (target or default_target()) if words else HERE
+        check_target(target)
+        device = _prepare(target)
     except FlagError as error:
         return Diagnosis(Finding("flags", str(error), "FAIL"), REFUSED, packages())
     except (OptimusError, RuntimeError, ValueError) as error:
@@ -51,6 +63,7 @@ def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node:
         return Diagnosis(Finding("this machine", f"training would start: {device}", "ok"), 0, machine)
     report = _examine_line(
         line,
+        target,
         world_size if world_size is not None else line.world_size,
         ranks_per_node or line.ranks_per_node or 8,
     )
@@ -60,24 +73,26 @@ def examine(words: Sequence[str], world_size: int | None = None, ranks_per_node:
     return report
 
 
-def _activate() -> str:
-    """Choose the device as training would; return the line that training would print about it.
+def _prepare(target: str) -> str:
+    """Choose the device as training would on the target; return the line about the device.
 
     Raises:
-        OptimusError: torch is missing or too old, or Megatron is missing; the message names the cure.
+        OptimusError: Megatron is missing; the message names the cure.
     """
-    require_torch()
     from optimus_cc_ext.devices import cpu_runtime
 
     require_megatron()
-    return cpu_runtime.activate().removeprefix("optimus-cc: ")
+    if target == HERE:
+        return cpu_runtime.activate().removeprefix("optimus-cc: ")
+    emulate(target)
+    return f"judged for {target}, which need not be here; --target here judges this machine"
 
 
-def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int) -> Diagnosis:
+def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_per_node: int) -> Diagnosis:
     from optimus_cc_ext.api import current_session
     from optimus_cc_ext.doctor.verdict import validate
 
-    verdict = validate(line, 1 if world_size is None else world_size)
+    verdict = validate(line, 1 if world_size is None else world_size, target)
     notes = [Finding("note", note) for note in verdict.notes]
     if line.script is not None and not Path(line.script).is_file():
         notes.append(
@@ -91,7 +106,7 @@ def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int
             reason += "\n(checked for one process: give --world-size N, or the whole torchrun or srun line)"
         if line.script is not None and "unrecognized arguments" in reason:
             reason += "\n(doctor does not know flags that the script itself adds to Megatron's)"
-        return Diagnosis(Finding("flags", reason, "FAIL"), verdict.exit_code, notes)
+        return Diagnosis(Finding(target, reason, "FAIL"), verdict.exit_code, notes, {"target": target})
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
@@ -99,14 +114,18 @@ def _examine_line(line: CommandLine, world_size: int | None, ranks_per_node: int
     try:
         lines = _lines_about_nodes(config, placement)
     except FlagError as error:
-        return Diagnosis(Finding("flags", str(error), "FAIL"), REFUSED, notes)
+        return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
     numbers, estimates = _estimated(args, layout, config, placement)
     placed = [Finding("placement", placement_line(placement).removeprefix("placement "))] if args.world_size > 1 else []
     placed += [Finding("nodes", line) for line in lines]
+    formats = {traffic.tag: config.format_of(traffic) for traffic in CLASSES}
+    travels = ", ".join(f"{tag} {chosen}" for tag, chosen in formats.items())
     return Diagnosis(
-        Finding("flags", f"training would start: {describe(config)}", "ok"),
-        findings=[Finding("layout", _layout(args)), *placed, *notes, *estimates],
+        Finding(target, f"training would start: {describe(config)}", "ok"),
+        findings=[Finding("formats", travels), Finding("layout", _layout(args)), *placed, *notes, *estimates],
         facts={
+            "target": target,
+            "formats": formats,
             "world_size": args.world_size,
             "config": dataclasses.asdict(config),
             "layout": dataclasses.asdict(layout),

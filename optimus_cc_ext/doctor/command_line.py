@@ -1,10 +1,12 @@
 """Parser of a launch line: finds the script, its flags, and the number of processes. It only reads text."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
+from optimus_cc_ext.doctor.target import KNOWN_VARIABLES
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["CommandLine", "read_command_line"]
@@ -18,6 +20,9 @@ _SCHEDULER_COUNTS = {
     "--ntasks-per-node": "tasks per node", "--tasks-per-node": "tasks per node",
 }  # fmt: skip
 """Options of srun and mpirun that give numbers of nodes or processes."""
+
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+_BEGINNINGS = ("torchrun", "srun", "mpirun", "mpiexec", "python", "python3", "bash", "sh", "uv", "timeout", "numactl")
 
 _TORCHRUN_COUNTS = {"--nnodes": "nodes", "--nproc-per-node": "per node"}
 
@@ -41,16 +46,46 @@ class CommandLine:
     ours: bool = True
     """True if `python -m optimus_cc_ext` starts the script."""
 
+    launched: bool = True
+    """False if the line gives flags only, and nothing says which script takes them."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables in front of the launch line."""
+
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Parse `[srun ...] [torchrun ...] [-m optimus_cc_ext] [script.py] <flags>`.
+    """Parse `[env NAME=VALUE ...] [srun ...] [torchrun ...] [-m optimus_cc_ext] [script.py] <flags>`.
 
     Raises:
-        FlagError: the line runs a shell script, whose flags cannot be seen, or a count is not a number.
+        FlagError: the line runs a shell script, whose flags cannot be seen, a count is not a number, or a word after
+            `env` is not a variable.
     """
-    words = _unquoted(words)
+    environment, words = _environment(_unquoted(words))
+    return replace(_launch_line(words), environment=environment)
+
+
+def _environment(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split the variables in front of a launch line, with or without `env`, from the line."""
+    after_env = bool(words) and PurePath(words[0]).name == "env"
+    start = int(after_env)
+    variables = {}
+    while start < len(words) and (found := _VARIABLE.fullmatch(words[start])):
+        variables[found["name"]] = found["value"]
+        start += 1
+    line = words[start:]
+    begins = bool(line) and (line[0].startswith("--") or PurePath(line[0]).name in _BEGINNINGS)
+    if after_env and line and not begins and not line[0].endswith((".py", ".sh", ".sbatch")):
+        known = ", ".join(f"{name}={value}" for name, value in KNOWN_VARIABLES.items())
+        cure = (
+            f"Give NAME=VALUE in front of torchrun, srun or python. Megatron's validation reads, for example, {known}"
+        )
+        raise FlagError(line[0], "this word after env is neither a variable nor the beginning of a launch line", cure)
+    return variables, line
+
+
+def _launch_line(words: list[str]) -> CommandLine:
     if not words or words[0].startswith("--"):
-        return CommandLine(tuple(words))
+        return CommandLine(tuple(words), launched=False)
     for start, word in enumerate(words):
         if PurePath(word).name == "torchrun" or word in _LAUNCHER_MODULES:
             line, options = _program(words[start + 1 :])
@@ -75,7 +110,9 @@ def _unquoted(words: Sequence[str]) -> list[str]:
     """Return the words, with the words inside `bash -c "torchrun ..."` split."""
     opened: list[str] = []
     for word in words:
-        opened += shlex.split(word) if "torchrun " in word or ".py " in word else [word]
+        opened += (
+            shlex.split(word) if ("torchrun " in word or ".py " in word) and "=" not in word.split(" ")[0] else [word]
+        )
     return opened
 
 

@@ -6,12 +6,12 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from optimus_cc_ext.doctor.command_line import CommandLine
+from optimus_cc_ext.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 
@@ -37,28 +37,48 @@ class Verdict:
     """Megatron's validated arguments."""
 
 
-def validate(line: CommandLine, world_size: int) -> Verdict:
+def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:
     """Parse and validate a command line as rank 0 of `world_size` processes; this process cannot be used further
     afterwards.
 
-    Megatron ends the process in several ways (assertions, exit(), errors of its parser); all of them are caught.
+    Megatron ends the process in several ways (assertions, exit(), errors of its parser); all of them are caught. An
+    environment variable that the line does not give is unknown on another machine than this one: it takes the value
+    that Megatron asks for, and a note names that value.
     """
-    from megatron.training import arguments
-
     from optimus_cc_ext.api import install
 
     if refusal := _not_launched_by_us(line):
         return Verdict(2, str(refusal))
     sys.argv = [line.script or "pretrain_gpt.py", *line.flags]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-    output, verdict = io.StringIO(), Verdict()
+    os.environ.update(line.environment)
     install()
+    unknown = {} if target == HERE else {k: v for k, v in KNOWN_VARIABLES.items() if k not in line.environment}
+    needed: list[str] = []
+    while True:
+        verdict = _one_validation(line, target)
+        name = next((name for name in unknown if verdict.exit_code and name in verdict.reason), None)
+        if name is None:
+            break
+        os.environ[name] = unknown.pop(name)
+        needed.append(f"{name}={os.environ[name]}")
+    if needed:
+        verdict.notes.append(
+            f"{target} needs the environment variables {', '.join(needed)}, which the line does not give"
+        )
+    return verdict
+
+
+def _one_validation(line: CommandLine, target: str) -> Verdict:
+    from megatron.training import arguments
+
+    output, verdict = io.StringIO(), Verdict()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             args = arguments.parse_args()
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
             verdict.args = args
-            _what_follows(args, line)
+            _what_follows(args, line, target)
         except SystemExit as ended:
             verdict.exit_code = ended.code if isinstance(ended.code, int) else 1
             verdict.reason = _last_line(output.getvalue())
@@ -66,7 +86,17 @@ def validate(line: CommandLine, world_size: int) -> Verdict:
             verdict.exit_code, verdict.reason = 1, f"Megatron: {_in_words(error)}"
     said = (text.removeprefix(_OURS) for text in output.getvalue().splitlines() if text.startswith(_OURS))
     verdict.notes = [text for text in said if not text.startswith("error: ") and " on megatron-core " not in text]
+    if verdict.args is not None:
+        verdict.notes += _about_the_target(verdict.args, line, target)
     return verdict
+
+
+def _about_the_target(args: argparse.Namespace, line: CommandLine, target: str) -> Iterator[str]:
+    """Yield the lines about what the machine that trains needs beside this command line."""
+    if target != HERE and (packages := missing(args)):
+        yield f"not installed here, and needed on the machine that trains: {listed(packages)}"
+    if not line.launched and (refusal := _entrys_refusal(args)):
+        yield f"{refusal.flag}: the built-in entry cannot run this line; a checkout's pretrain_gpt.py can"
 
 
 def _not_launched_by_us(line: CommandLine) -> FlagError | None:
@@ -79,9 +109,10 @@ def _not_launched_by_us(line: CommandLine) -> FlagError | None:
     return FlagError(line.script, reason, f"Launch it by -m optimus_cc_ext {line.script}, or patch the checkout")
 
 
-def _what_follows(args: argparse.Namespace, line: CommandLine) -> None:
+def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> None:
     """Run the checks that training makes after it has validated its arguments and before it contacts other ranks."""
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.training import training
     from megatron.training.arguments import core_transformer_config_from_args
 
     if getattr(args, "step_batch_size_schedule", None) is None and getattr(args, "rampup_batch_size", None) is None:
@@ -89,21 +120,28 @@ def _what_follows(args: argparse.Namespace, line: CommandLine) -> None:
             args.global_batch_size, args.micro_batch_size, args.data_parallel_size,
             getattr(args, "decrease_batch_size_if_needed", False), args.rank,
         )  # fmt: skip
-    if line.script is None:
+    if line.script is None and line.launched and (refusal := _entrys_refusal(args)):
+        print(refusal, flush=True)
+        raise SystemExit(2)
+    core_transformer_config_from_args(args)
+    for name in ("get_megatron_optimizer_config", "get_megatron_ddp_config"):
+        if hasattr(training, name):  # 0.17 builds both inside of longer functions
+            getattr(training, name)(args)
+    if target == HERE and (packages := missing(args)):
+        print(f"{', '.join(packages)}: not installed, and needed for this command line", flush=True)
+        raise SystemExit(1)
+
+
+def _entrys_refusal(args: argparse.Namespace) -> FlagError | None:
+    """Return the built-in entry's refusal of a line, or None."""
+    try:
         from optimus_cc_ext.pretrain_gpt import refuse_unsupported
 
-        refusal = _caught(refuse_unsupported, args)
-        if refusal is not None:
-            print(refusal, flush=True)
-            raise SystemExit(2)
-    core_transformer_config_from_args(args)
-
-
-def _caught(check: Callable[[Any], None], args: Any) -> FlagError | None:
-    try:
-        check(args)
+        refuse_unsupported(args)
     except FlagError as error:
         return error
+    except ImportError:
+        return None  # a Megatron without what the built-in entry needs: only a checkout's script runs there
     return None
 
 

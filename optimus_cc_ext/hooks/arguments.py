@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
-from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
 from optimus_cc_ext.hooks.registry import Seam
@@ -116,22 +115,35 @@ def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
         FlagError: a flag cannot work by itself, on this layout, or together with one of Megatron's options.
     """
     layout = layout_from(args)
-    resolution = resolve(request_from(args), layout)
-    refuse_unsupported(args, resolution.config)
-    return resolution, layout
+    return resolve(request_from(args), layout, args), layout
 
 
 def layout_from(args: argparse.Namespace) -> Layout:
     """Return the facts about the run in Megatron's validated arguments."""
     return Layout(
         stages=args.pipeline_model_parallel_size,
-        data_parallel=args.data_parallel_size,
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        data_parallel=args.data_parallel_size * args.context_parallel_size,
+        # With multi-token prediction the last stage has a copy of the word embedding although it is not tied.
+        tied_embeddings=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
+        one_pair=not _mtp_apart(args),
         distributed_optimizer=args.use_distributed_optimizer,
         master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),
         seed=args.seed,
     )
+
+
+def _mtp_apart(args: argparse.Namespace) -> bool:
+    """Return True if the layout of the pipeline puts multi-token prediction on another stage than the last one."""
+    if not args.mtp_num_layers or not args.pipeline_model_parallel_layout:
+        return False
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    given = args.pipeline_model_parallel_layout
+    stages = args.pipeline_model_parallel_size
+    layout = given if hasattr(given, "layout") else PipelineParallelLayerLayout(given, stages)
+    return any(LayerType.mtp in chunk for stage in layout.layout[:-1] for chunk in stage)
 
 
 def _train_iters(args: argparse.Namespace) -> int | None:

@@ -146,6 +146,7 @@ def grid_of(model: Any) -> Grid:
         or parallel_state.get_virtual_pipeline_model_parallel_world_size()
         or 1,
         data_parallel=replicas.size() if replicas is not None else 1,
+        context_parallel=config.context_parallel_size,
         pipeline_group=pipeline,
         tensor_group=tensor,
         replica_group=replicas,
@@ -238,12 +239,10 @@ def facts_of(ddp: Any) -> argparse.Namespace:
         "ddp_param_name_patterns_for_fp32_local_accumulation": getattr(
             ddp.ddp_config, "param_name_patterns_for_fp32_local_accumulation", None
         ),
-        "context_parallel_size": ddp.config.context_parallel_size,
         "fp16": ddp.config.fp16,
         "overlap_moe_expert_parallel_comm": getattr(ddp.config, "overlap_moe_expert_parallel_comm", False),
         "gtp_weight_remat_size": getattr(ddp.config, "gtp_weight_remat_size", 1),
         "expert_gtp_weight_remat_size": getattr(ddp.config, "expert_gtp_weight_remat_size", 1),
-        "mtp_num_layers": ddp.config.mtp_num_layers,
         "use_ring_exchange_p2p": ddp.config.use_ring_exchange_p2p,
     }
     return argparse.Namespace(**facts)

@@ -150,7 +150,7 @@ def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor |
     if config.variable_seq_lengths or sequence is None or micro_batch is None:
         return None
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    shape = (sequence // split, micro_batch, config.hidden_size)
+    shape = (sequence // (split * config.context_parallel_size), micro_batch, config.hidden_size)
     return torch.empty(1, dtype=config.pipeline_dtype, device=training_device()).expand(shape)
 
 

@@ -53,6 +53,9 @@ class Grid:
     """Number of model chunks per stage; more than one with interleaving."""
 
     data_parallel: int
+    """Number of replicas, those of context parallelism included."""
+
+    context_parallel: int = 1
     pipeline_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
@@ -89,9 +92,10 @@ class Grid:
             return None
         tensor = 1 if self.tensor_group is None else self.tensor_group.size()
         stages = [] if self.pipeline_group is None else dist.get_process_group_ranks(self.pipeline_group)
+        context, data = self.context_parallel, self.data_parallel // self.context_parallel
         placement = Placement(
-            tensor=tensor, data=self.data_parallel, pipeline=self.stages, ranks_per_node=ranks_per_node,
-            pipeline_before_data=len(stages) > 1 and self.data_parallel > 1 and stages[1] - stages[0] == tensor,
+            tensor=tensor, context=context, data=data, pipeline=self.stages, ranks_per_node=ranks_per_node,
+            pipeline_before_data=len(stages) > 1 and data > 1 and stages[1] - stages[0] == tensor * context,
         )  # fmt: skip
         return placement_line(placement)
 

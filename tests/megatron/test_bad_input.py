@@ -3,7 +3,6 @@
 Each case is one forked rank of four that do not exist (PP2 x DP2 unless said), stopped after validation.
 """
 
-import argparse
 import contextlib
 import os
 import shlex
@@ -11,13 +10,10 @@ import socket
 import subprocess
 import sys
 import types
-from enum import Enum
 from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import distrib_optimizer
 from optimus_cc_ext.hooks.registry import UNSUPPORTED_MEGATRON_VARIABLE
@@ -51,6 +47,11 @@ def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwarg
 
 
 GATHER, SHARDED = "--param-gather-format int4 ", "--use-distributed-optimizer "
+FORWARD = "--pipeline-forward-format fp8 "
+EP_OVERLAP = (
+    "--num-experts 2 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --bf16 "
+    "--moe-token-dispatcher-type alltoall --num-layers-per-virtual-pipeline-stage 1 "
+)
 
 
 @pytest.mark.parametrize(
@@ -121,110 +122,6 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs:
     assert not list(Path(outputs[1]).parent.iterdir())
 
 
-# Every option of the table, written so that Megatron's own validation accepts it.
-REFUSED = {
-    "--context-parallel-size": [PP2 + ALL + "--context-parallel-size 2"],
-    "--use-megatron-fsdp": [PP1 + SC + "--use-megatron-fsdp --ckpt-format fsdp_dtensor"],
-    "--use-torch-fsdp2": [
-        PP1 + SC + "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist"
-    ],
-    "--num-distributed-optimizer-instances": [PP2 + ALL + "--num-distributed-optimizer-instances 2"],
-    "--ddp-param-name-patterns-for-fp32-local-accumulation": [
-        PP2 + SC + "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all"
-    ],
-    "--fp8-param-gather": [
-        PP2 + SC + "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
-        "--fp8-format hybrid --fp8-param-gather"
-    ],
-    "--fp4-param-gather": [
-        PP2 + FE + "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
-        "--fp4-format e2m1 --fp4-param-gather"
-    ],
-    "--tensor-parallel-num-weight-shards": [PP2 + FE + "--tensor-parallel-num-weight-shards 2"],
-    "--expert-tensor-parallel-num-weight-shards": [
-        PP2 + SC + "--num-experts 2 --expert-tensor-parallel-num-weight-shards 2"
-    ],
-    "--overlap-moe-expert-parallel-comm": [
-        PP2 + technique + "--num-experts 2 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --bf16 "
-        "--moe-token-dispatcher-type alltoall"
-        for technique in (CB, FE, SC)
-    ],
-    "--ddp-reduce-scatter-with-fp32-accumulation": [
-        PP2 + SC + "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation"
-    ],
-    "--mtp-num-layers": [PP2 + FE + "--mtp-num-layers 1 --position-embedding-type rope"],
-    "--optimizer": [
-        PP2 + FE + "--optimizer muon",
-        PP2 + FE + "--optimizer muon --use-distributed-optimizer",
-        PP2 + SC + "--optimizer dist_muon",
-        PP2 + SC + "--optimizer soap",
-    ],
-    "--cuda-graph-impl": [
-        PP2 + CB + "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
-        PP2 + CB + "--cuda-graph-impl local --cuda-graph-modules full_iteration --no-check-for-nan-in-loss-and-grad",
-    ],
-    "--use-ring-exchange-p2p": [
-        PP2 + technique + "--use-ring-exchange-p2p" for technique in (CB, "--pipeline-forward-format fp8 ")
-    ],
-    "--inprocess-restart": [PP2 + ALL + "--inprocess-restart"],
-    "--non-persistent-ckpt-type": [
-        PP2 + ALL + "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir nowhere"
-    ],
-    "--compression-error-statistics": [
-        PP2 + CB + "--compression-error-statistics --num-layers-per-virtual-pipeline-stage 1"
-    ],
-    "--enable-msc": [PP2 + ALL + "--enable-msc --load msc://a/b"],
-    "--perform-rl-step": [PP2 + ALL + "--perform-rl-step"],
-}
-# FSDP needs more than one connection; tensor parallelism needs one, so the CPU runtime presets that.
-FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-
-
-def everything_is_installed() -> None:
-    """Pretend that the packages that Megatron's validation looks for are installed; refusals must not depend on
-    them.
-    """
-    from megatron.core import msc_utils
-    from megatron.training import arguments
-
-    arguments.is_te_min_version = lambda *version, **rest: True
-    msc_utils.msc = types.ModuleType("multistorageclient")
-    manager = types.ModuleType("local_manager")
-    manager.LocalCheckpointManager = None  # type: ignore[attr-defined]
-    sys.modules["nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"] = manager
-
-
-def test_every_refusal_of_the_table_has_a_case_here() -> None:
-    assert sorted(refusal.flag for refusal in REFUSALS) == sorted(REFUSED)
-
-
-@pytest.mark.parametrize("line", [line for lines in REFUSED.values() for line in lines])
-def test_what_a_technique_does_not_work_with_is_refused(line: str, outputs: list[str]) -> None:
-    refusal = next(refusal for refusal in REFUSALS if line in REFUSED[refusal.flag])
-    env = FSDP_CONNECTIONS if "fsdp" in line else None
-    before = everything_is_installed if any(name in line for name in ("fp4", "local-ckpt", "msc")) else None
-    assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure, env=env, before=before)
-
-
-def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() -> None:
-    scopes = Enum("CudaGraphScope", ["full_iteration", "attn"])
-    layers, everything = (
-        argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=[scope])
-        for scope in (scopes.attn, scopes.full_iteration)
-    )
-    refuse_unsupported(layers, OptimusConfig(compressed_backprop=True))
-    with pytest.raises(FlagError, match="--cuda-graph-impl"):
-        refuse_unsupported(everything, OptimusConfig(compressed_backprop=True))
-
-
-def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
-    remote = argparse.Namespace(enable_msc=True, save="msc://a/b")
-    refuse_unsupported(remote, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
-    for kept in ({"dp_compression": True}, {"dp_compression_format": "int4", "dp_compression_stages": "auto"}):
-        with pytest.raises(FlagError, match="--enable-msc"):
-            refuse_unsupported(remote, OptimusConfig(**kept))
-
-
 def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_copied_anything() -> None:
     bucket, copied, compressed = object(), list[object](), list[object]()
     gather = types.SimpleNamespace(
@@ -250,15 +147,13 @@ def _refused_by_the_entry() -> str:
     from optimus_cc_ext.pretrain_gpt import refuse_unsupported
 
     with pytest.raises(FlagError) as refusal:
-        refuse_unsupported(Namespace(mtp_num_layers=1, context_parallel_size=1))
+        refuse_unsupported(Namespace(sft=True))
     return str(refusal.value)
 
 
 def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
     (message,) = run_ranks(1, _refused_by_the_entry)
-    assert message.startswith(
-        "--mtp-num-layers: not supported by the built-in pretrain_gpt. Leave out, or give the script"
-    )
+    assert message.startswith("--sft: not supported by the built-in pretrain_gpt. Leave out, or give the script")
 
 
 @pytest.mark.parametrize(
@@ -269,10 +164,14 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
         "--num-virtual-stages-per-pipeline-rank 2",
         "--fp16",
         # Each technique is refused only what it does not work with.
+        SC + FE + EP_OVERLAP,
         ALL + "--overlap-grad-reduce --calculate-per-token-loss --bf16 --grad-reduce-in-bf16",
         CB + "--optimizer muon",
         FE + SC + "--use-ring-exchange-p2p",
-        SC + "--mtp-num-layers 1 --position-embedding-type rope",
+        FE + SC + "--mtp-num-layers 1 --position-embedding-type rope",
+        FE + "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights",
+        # One stage, two replicas of context parallelism.
+        CB + SC + "--context-parallel-size 2",
         ALL + "--bf16 --compression-state-dtype bf16",
         ALL + "--fp16",
         ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective",

@@ -140,5 +140,3 @@ def test_what_does_not_work_with_bridge_is_refused_by_its_name(change: tuple[str
     setattr(getattr(config, change[0]), change[1], True)
     with pytest.raises(FlagError, match=re.escape(name)):
         Compression(config)
-    with pytest.raises(FlagError, match="context_parallel_size"):
-        Compression(configuration(context_parallel_size=2))

@@ -61,12 +61,12 @@ BAD = [
     (PP2 + "--optimus-cc --tensor-model-parallel-size 2 --num-attention-heads 5", 8, ""),
     ("--pipeline-model-parallel-size 2 --optimus-cc", 4, "args.micro_batch_size is not None"),
     (PP2 + "--optimus-cc --batch-size 4", 4, "--micro-batch-size instead"),
+    # In what Megatron builds from its validated arguments.
+    (PP2 + "--optimus-cc --use-precision-aware-optimizer --use-distributed-optimizer --bf16", 4, "TransformerEngine"),
     # Command lines that we refuse.
     (PP2 + "--optimus-cc --yaml-cfg a.yaml", 4, "--yaml-cfg: Optimus-CC cannot be set up from a YAML file"),
-    (PP2 + "--optimus-cc --sft", 4, "--sft: not supported by the built-in pretrain_gpt"),
     (TINY + " --compressed-backprop", 4, "--compressed-backprop: there is nothing to compress"),
     (PP2 + "--dp-compression", 2, "--dp-compression: there is nothing to compress"),
-    (PP2 + "--optimus-cc --context-parallel-size 2", 8, "--context-parallel-size: context parallelism"),
     (PP2 + "--optimus-cc --grad_comp", 4, "Give either the preset or the artifact's flags"),
     (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
     # Command lines that the parser refuses.
@@ -103,7 +103,7 @@ def ask_doctor(line: str, world_size: int | None, *options: str) -> Launch:
 def ask_both(line: str, world_size: int) -> tuple[Launch, Launch]:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     [training] = run_ranks(1, train_until_pretrain, shlex.split(line), timeout=60, env=env)
-    return ask_doctor(line, world_size), training
+    return ask_doctor(line, world_size, "--target", "here"), training
 
 
 @pytest.mark.parametrize(("line", "world_size"), GOOD)
@@ -121,7 +121,7 @@ def test_what_does_not_train_is_refused_with_trainings_own_status(line: str, wor
     assert not training.accepted
     assert doctor.code == training.code != 0, (training.code, training.output[-2000:], doctor.output[-2000:])
     verdict = doctor.output.splitlines()[0]
-    assert verdict.startswith("FAIL flags ") and says in verdict
+    assert verdict.startswith("FAIL here ") and says in verdict
     assert says in training.output
     assert "Traceback" not in doctor.output and "usage:" not in doctor.output
 
@@ -164,6 +164,67 @@ def test_a_script_that_is_not_patched_is_not_said_to_know_our_flags(tmp_path: Pa
 def test_what_has_no_effect_is_warned_of(flags: str, says: str) -> None:
     found = ask_doctor(PP2 + flags, 4)
     assert found.code == 0 and says in found.output, found.output
+
+
+MOE = (
+    "--num-experts 4 --moe-grouped-gemm --moe-permute-fusion --disable-bias-linear "
+    "--transformer-impl transformer_engine"
+)
+
+
+def test_a_line_is_judged_for_its_target_and_not_for_the_machine_that_doctor_runs_on() -> None:
+    line = f"torchrun --nproc-per-node 4 -m optimus_cc_ext {PP2} {MOE} --optimus-cc balanced"
+    found = ask_doctor(line, None)
+    assert found.code == 0, found.output[-2000:]
+    first, second = found.output.splitlines()[:2]
+    assert first.startswith("ok   h100 ") and "training would start: compressed activations (fp8)" in first
+    assert "formats" in second and "pipeline forward fp8, pipeline backward int8, DP gradients int4" in second
+    assert "needed on the machine that trains: transformer-engine (" in found.output and " assumed)" in found.output
+    aware = ask_doctor(line + " --bf16 --use-distributed-optimizer --use-precision-aware-optimizer", None)
+    assert aware.code == 0, aware.output[-2000:]
+    here = ask_doctor(line, None, "--target", "here")
+    assert here.code == 1 and "capability for GroupedGEMM" in here.output.splitlines()[0]
+
+
+def test_a_variable_in_front_of_the_line_counts_and_one_that_is_not_given_is_named() -> None:
+    line = f"torchrun --nproc-per-node 4 -m optimus_cc_ext {TINY} --tensor-model-parallel-size 2 --optimus-cc"
+    unknown = ask_doctor(line, None)
+    assert unknown.code == 0 and "h100 needs the environment variables CUDA_DEVICE_MAX_CONNECTIONS=1" in unknown.output
+    for target, connections, code in (("h100", "1", 0), ("h100", "8", 1), ("b200", "8", 0)):
+        found = ask_doctor(f"env CUDA_DEVICE_MAX_CONNECTIONS={connections} {line}", None, "--target", target)
+        assert found.code == code, found.output[-2000:]
+        assert "needs the environment variables" not in found.output
+    wrong = ask_doctor(f"env CUDA_DEVICE_MAX_CONNECTIONS {line}", None)
+    assert wrong.code == 2 and "neither a variable nor the beginning of a launch line" in wrong.output
+    assert "NAME=VALUE" in wrong.output and "NVTE_CPU_OFFLOAD_V1=1" in wrong.output
+
+
+def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
+    from optimus_cc_ext.doctor import examine
+
+    diagnosis = examine(["--optimus-cc"], target="h200")
+    assert diagnosis.exit_code == 2
+    assert diagnosis.verdict.state == "'h200' is not the name of a target; known are here, a100, h100, b200"
+
+
+def test_flags_alone_are_judged_for_a_checkouts_script_and_a_line_says_what_the_built_in_entry_cannot() -> None:
+    flags = PP2 + "--optimus-cc --check-for-spiky-loss "
+    found = ask_doctor(flags, 4)
+    assert found.code == 0 and "--check-for-spiky-loss: the built-in entry cannot run this line" in found.output
+    [training] = run_ranks(1, train_until_pretrain, shlex.split(flags), timeout=60, env={"WORLD_SIZE": "4"})
+    launched = ask_doctor(f"torchrun --nproc-per-node 4 -m optimus_cc_ext {flags}", None, "--target", "here")
+    assert (
+        launched.code == training.code == 2
+        and "--check-for-spiky-loss: not supported by the built-in" in launched.output
+    )
+
+
+def test_a_package_that_is_missing_ends_training_here_and_is_listed_for_another_machine() -> None:
+    line = PP2 + "--optimus-cc balanced --optimizer muon"
+    here = ask_doctor(line, 4, "--target", "here")
+    assert here.code == 1 and "emerging-optimizers: not installed" in here.output.splitlines()[0]
+    there = ask_doctor(line, 4, "--target", "a100")
+    assert there.code == 0 and "trains: emerging-optimizers (0.3.0 assumed)" in there.output
 
 
 def test_the_placement_is_that_of_the_launch_line_or_of_the_nodes_that_are_named() -> None:

@@ -1,0 +1,193 @@
+"""Options of Megatron that a class of traffic does not work with: dense under a preset, refused on its own."""
+
+import argparse
+import shlex
+import sys
+import types
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.hooks import checkpointing
+from tests.forked_ranks import run_ranks
+from tests.launches import launch
+from tests.megatron.test_bad_input import (
+    ALL,
+    CB,
+    EP_OVERLAP,
+    FE,
+    FORWARD,
+    GATHER,
+    PP1,
+    PP2,
+    SC,
+    assert_refused,
+    outputs,
+)
+
+__all__ = ["outputs"]  # a fixture
+
+FP8 = "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
+INT4, INT8_FE = "--dp-compression-format int4 ", "--fused-embedding-sync-format int8 "
+# Every option of the table, written so that Megatron's own validation lets it through: the layout, Megatron's flags,
+# and flags each of which switches a class on that the option conflicts with.
+REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
+    "--use-megatron-fsdp": [(PP1, "--use-megatron-fsdp --ckpt-format fsdp_dtensor", [SC])],
+    "--use-torch-fsdp2": [
+        (PP1, "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist", [SC])
+    ],
+    "--num-distributed-optimizer-instances": [
+        (PP1, "--use-distributed-optimizer --num-distributed-optimizer-instances 2", [SC])
+    ],
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": [
+        (PP2, "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all", [SC, INT8_FE])
+    ],
+    "--fp8-param-gather": [(PP2, FP8 + "--fp8-format hybrid --fp8-param-gather", [GATHER])],
+    "--fp4-param-gather": [(PP2, FP8 + "--fp4-format e2m1 --fp4-param-gather", [GATHER])],
+    "--tensor-parallel-num-weight-shards": [(PP2, "--tensor-parallel-num-weight-shards 2", [FE])],
+    "--expert-tensor-parallel-num-weight-shards": [
+        (PP2, "--num-experts 2 --expert-tensor-parallel-num-weight-shards 2", [SC])
+    ],
+    "--overlap-moe-expert-parallel-comm": [(PP2, EP_OVERLAP, [CB, FORWARD])],
+    "--ddp-reduce-scatter-with-fp32-accumulation": [
+        (PP2, "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation", [SC])
+    ],
+    "--optimizer": [
+        (PP2, "--optimizer muon", [FE]),
+        (PP2, "--optimizer muon --use-distributed-optimizer", [FE]),
+        (PP2, "--optimizer dist_muon", [SC]),
+        (PP2, "--optimizer soap", [SC]),
+    ],
+    "--cuda-graph-impl": [
+        (PP2, "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", [CB]),
+        (PP2, "--cuda-graph-impl local --cuda-graph-modules full_iteration --no-check-for-nan-in-loss-and-grad", [CB]),
+    ],
+    "--use-ring-exchange-p2p": [(PP2, "--use-ring-exchange-p2p", [CB, FORWARD])],
+    "--non-persistent-ckpt-type": [
+        (PP2, "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir nowhere", [SC, CB])
+    ],
+    "--enable-msc": [(PP2, "--enable-msc --load msc://a/b", [SC, CB])],
+    "--perform-rl-step": [(PP2, "--perform-rl-step", [SC, CB])],
+}
+WHOLE_RUN = {
+    "--inprocess-restart": PP2 + ALL + "--inprocess-restart",
+    "--compression-error-statistics": PP2 + CB + "--compression-error-statistics "
+    "--num-layers-per-virtual-pipeline-stage 1",
+}
+# FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
+FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def everything_is_installed() -> None:
+    """Pretend that the packages that Megatron's validation looks for are installed; refusals must not depend on
+    them.
+    """
+    from megatron.core import msc_utils
+    from megatron.training import arguments
+
+    arguments.is_te_min_version = lambda *version, **rest: True
+    msc_utils.msc = types.ModuleType("multistorageclient")
+    manager = types.ModuleType("local_manager")
+    manager.LocalCheckpointManager = None  # type: ignore[attr-defined]
+    sys.modules["nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"] = manager
+
+
+def test_every_refusal_of_the_table_has_a_case_here() -> None:
+    refused = {True: WHOLE_RUN.keys(), False: REFUSED.keys()}
+    for whole_run, flags in refused.items():
+        assert {refusal.flag for refusal in REFUSALS if refusal.whole_run is whole_run} == flags
+
+
+def _prepared(line: str) -> dict[str, Any]:
+    installed = any(name in line for name in ("fp4", "local-ckpt", "msc", "overlap-moe"))
+    return {
+        "env": FSDP_CONNECTIONS if "fsdp" in line else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "moe" in line else None,
+        "before": everything_is_installed if installed else None,
+    }
+
+
+CONFLICTS = [(flag, *case) for flag, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("flag", "layout", "line", "ours"), CONFLICTS)
+def test_a_class_that_its_own_flag_switches_on_is_refused_with_what_it_does_not_work_with(
+    flag: str, layout: str, line: str, ours: list[str], outputs: list[str]
+) -> None:
+    refusal = next(refusal for refusal in REFUSALS if refusal.flag == flag)
+    for asked in ours:
+        says = f"{refusal.reason} ({flag})", refusal.cure
+        assert_refused(layout + asked + line, outputs, asked.split()[0], *says, **_prepared(line))
+
+
+@pytest.mark.parametrize(("flag", "layout", "line", "ours"), CONFLICTS)
+def test_a_preset_leaves_dense_what_conflicts_and_says_why(flag: str, layout: str, line: str, ours: list[str]) -> None:
+    refusal = next(refusal for refusal in REFUSALS if refusal.flag == flag)
+    found = launch(shlex.split(f"{layout} --optimus-cc balanced {line}"), **_prepared(line))
+    assert found.accepted, found.output[-2000:]
+    left_out = [note for note in found.ours if f": {refusal.reason} ({flag})" in note]
+    assert left_out and all(" --optimus-cc balanced leaves out " in note for note in left_out), found.ours
+    named = {traffic for traffic in refusal.classes if any(f" {traffic.phrase}: " in note for note in left_out)}
+    on = found.ours[-1].partition(" on megatron-core")[0]
+    assert not [traffic.name for traffic in named if traffic.phrase in on]
+
+
+@pytest.mark.parametrize("line", WHOLE_RUN.values())
+def test_a_run_that_would_be_wrong_with_every_class_dense_is_refused_whole(line: str, outputs: list[str]) -> None:
+    refusal = next(refusal for refusal in REFUSALS if line == WHOLE_RUN.get(refusal.flag))
+    assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure)
+
+
+def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[str]) -> None:
+    line = PP2 + "--optimus-cc balanced --dp-compression-format int4 --optimizer muon "
+    off = "--no-fused-embedding-sync --dp-compression-format dense"
+    kept = f"or give {off}, which keeps compressed activations and compressed backpropagation"
+    found = assert_refused(line, outputs, "--dp-compression-format", "(--optimizer)", kept)
+    assert found.code == 2
+    kept_on = launch(shlex.split(line.replace("--dp-compression-format int4", off)))
+    assert kept_on.accepted and "fp8" in kept_on.ours[-1] and "gradients" not in kept_on.ours[-1], kept_on.ours
+    # Where nothing is kept, nothing is printed.
+    alone = launch(shlex.split(PP2 + SC + "--optimizer muon"))
+    assert "which keeps" not in alone.output and "Use --optimizer adam" in alone.output
+
+
+def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() -> None:
+    scopes = Enum("CudaGraphScope", ["full_iteration", "attn"])
+    layers, everything = (
+        argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=[scope])
+        for scope in (scopes.attn, scopes.full_iteration)
+    )
+    refuse_unsupported(layers, OptimusConfig(compressed_backprop=True))
+    with pytest.raises(FlagError, match=r"--compressed-backprop: .* \(--cuda-graph-impl\)"):
+        refuse_unsupported(everything, OptimusConfig(compressed_backprop=True))
+
+
+def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
+    remote = argparse.Namespace(enable_msc=True, save="msc://a/b")
+    refuse_unsupported(remote, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
+    for kept in ({"dp_compression": True}, {"dp_compression_format": "int4", "dp_compression_stages": "auto"}):
+        with pytest.raises(FlagError, match=r"--dp-compression: .* \(--enable-msc\)"):
+            refuse_unsupported(remote, OptimusConfig(**kept))
+
+
+def save_locally() -> list[tuple[int, bool]]:
+    from megatron import training
+
+    saved = []
+
+    def save_checkpoint(iteration: int, non_persistent_ckpt: bool = False, release: bool = False) -> None:
+        saved.append((iteration, non_persistent_ckpt))
+
+    local = argparse.Namespace(non_persistent_ckpt_type="local", save=None)
+    training.get_args = lambda: local
+    session = types.SimpleNamespace(config=OptimusConfig(dp_compression=True))  # would be asked for its state
+    _, wrap = checkpointing.wraps(session)[0]  # type: ignore[arg-type]
+    wrap(save_checkpoint)(7, non_persistent_ckpt=True)
+    return saved
+
+
+def test_a_local_checkpoint_is_megatrons_alone() -> None:
+    assert run_ranks(1, save_locally) == [[(7, True)]]

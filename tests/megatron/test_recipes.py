@@ -1,0 +1,83 @@
+"""Training with options of current recipes: compressed messages that lose nothing reproduce vanilla's losses."""
+
+from tests.megatron import cpu_attention
+from tests.megatron.runs import BF16_BUCKETS, EXACT_BLOCKS, GATHER, INTERLEAVED, OVERLAPPED, PP2, TOLERANCE, Limit
+from tests.megatron.specs import Run, RunSpec, full, uses
+from tests.megatron_runs import last_stage_losses, relative_gap
+
+_ROPE = "--position-embedding-type rope --no-rope-fusion --train-iters 5"
+CP2_PP2 = Limit(
+    vanilla=RunSpec(
+        name="context parallel, 2 stages", layout=(4, f"{PP2[1]} --context-parallel-size 2"), flags=_ROPE,
+        before=(cpu_attention.install,),
+    ),
+    ours=EXACT_BLOCKS,
+)  # fmt: skip
+CP2_DP2 = Limit(
+    vanilla=RunSpec(
+        name="context parallel, sharded", layout=(4, "--context-parallel-size 2"), flags=f"{_ROPE} {OVERLAPPED}",
+        before=(cpu_attention.install,),
+    ),
+    ours=EXACT_BLOCKS,
+)  # fmt: skip
+# A change of a parameter is rounded to bf16 before it is added, as the parameter is in vanilla after the addition.
+CP2_GATHER = Limit(
+    vanilla=CP2_DP2.vanilla.but("context parallel, bf16, sharded", flags="--bf16"), ours=f"{GATHER} --exact-blocks",
+    loss=BF16_BUCKETS[0], norm=BF16_BUCKETS[1],
+)  # fmt: skip
+MTP_TIED = Limit(vanilla=RunSpec(name="multi-token prediction", flags=f"{_ROPE} --mtp-num-layers 1"))
+MTP_UNTIED = Limit(
+    vanilla=MTP_TIED.vanilla.but("multi-token prediction, untied", flags="--untie-embeddings-and-output-weights")
+)
+FLUSHED = Limit(
+    vanilla=RunSpec(
+        name="overlapped warm-up and flush", flags=f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush {_ROPE}"
+    ),
+)
+
+
+def case(limit: Limit) -> tuple[Run, Run]:
+    return limit.vanilla, limit.run  # type: ignore[return-value]
+
+
+def assert_like_vanilla(
+    vanilla: Run, ours: Run, *classes: str, loss: float = TOLERANCE, norm: float = TOLERANCE
+) -> None:
+    """Losses and norms are vanilla's up to rounding, and these classes were sent in another form."""
+    assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < loss
+    norms, expected = ([norm or 0.0 for norm in run.ranks[0].grad_norms] for run in (ours, vanilla))
+    assert relative_gap(norms, expected) < norm
+    traffic = {name: [rank.ours.traffic[name] for rank in ours.ranks] for name in classes}
+    for name, counted in traffic.items():
+        raw, sent = (sum(both) for both in zip(*counted, strict=True))
+        assert raw > 0 and sent != raw, name
+
+
+@uses(case(CP2_PP2))
+def test_replicas_of_context_parallelism_reduce_compressed_gradients_and_messages_are_as_long_as_their_part(runs):
+    vanilla, ours = runs
+    assert_like_vanilla(vanilla, ours, "pipeline forward", "pipeline backward", "DP gradients", "embedding")
+    for rank in ours.ranks:
+        assert all(all(step) for end in rank.messages.values() for step in end.history) and rank.messages
+    # One gradient message: sequence / CP x micro-batch x hidden, in fp32; 8 micro-batches on 2 context-parallel pairs.
+    raw = sum(rank.ours.traffic["pipeline backward"][0] for rank in ours.ranks)
+    assert raw == 5 * 8 * 2 * (64 // 2) * 2 * 64 * 4
+
+
+@uses(full(*case(CP2_DP2)), full(*case(CP2_GATHER)))
+def test_the_distributed_optimizers_shards_are_those_of_replicas_of_context_parallelism(runs):
+    limit, sent = (CP2_GATHER, "parameter gather") if "--bf16" in runs[0].spec.flags else (CP2_DP2, "DP gradients")
+    assert_like_vanilla(*runs, sent, loss=limit.loss, norm=limit.norm)
+
+
+@uses(case(MTP_TIED), full(*case(MTP_UNTIED)))
+def test_with_multi_token_prediction_the_embedding_is_summed_once_over_its_two_copies(runs):
+    vanilla, ours = runs
+    assert_like_vanilla(vanilla, ours, "pipeline backward", "DP gradients", "embedding")
+    for rank in ours.ranks:
+        assert [name for name, _ in rank.ours.groups] == ["OPTIMUS_CC_ALONE", "OPTIMUS_CC_EMBEDDING"]
+
+
+@uses(full(*case(FLUSHED)))
+def test_with_overlapped_warm_up_and_flush_every_class_is_vanillas(runs):
+    assert_like_vanilla(*runs, "pipeline backward", "DP gradients", "embedding")
