@@ -43,12 +43,22 @@ class Layout:
     distributed_optimizer: bool = False
     """True if each replica's optimizer reads only its own shard of the gradients."""
 
+    optimizer: str = "adam"
+    """Megatron's `--optimizer`."""
+
     master_copies: bool = False
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
 
     train_iters: int | None = None
     seed: int = 1234
     """Megatron's seed."""
+
+    @property
+    def scales_errors(self) -> bool:
+        """True for Muon and its relatives: they take as much from the small part of a gradient as from the large one,
+        and so amplify the error of 4 bits and of low rank.
+        """
+        return self.optimizer not in ("adam", "sgd")
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,12 @@ def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass,
         check_layout(config, layout)
     except FlagError as error:
         raise FlagError(_written(request, error.flag), error.reason, error.cure) from None
+    chosen = config.format_of(DP_GRADIENTS)
+    if layout.scales_errors and chosen in ("int4", "low-rank"):
+        notes.append(
+            f"{_written(request, DP_GRADIENTS.flag)} {chosen}: --optimizer {layout.optimizer} amplifies its error; "
+            "no study has measured by how much, and presets choose int8 with this optimizer"
+        )
     notes += _without_effect(request.spelling, config)
     if request.artifact:
         notes += _inherited(request.spelling, config)
@@ -147,8 +163,14 @@ def _preset(
             fields |= {field: value for field, value in wanted.items() if field not in taken}
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
             notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
-    if name != PRESETS[0]:
-        fields["only_between_nodes"] = ",".join(_only_between_nodes(name, explicit))
+    low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
+    if layout.scales_errors and DP_GRADIENTS.switch in fields and explicit.keys().isdisjoint(
+        {DP_GRADIENTS.format_field, *low_rank}
+    ):  # fmt: skip
+        fields[DP_GRADIENTS.format_field] = "int8"
+        notes.append(
+            f"{flag} sends {DP_GRADIENTS.tag} in int8: --optimizer {layout.optimizer} amplifies coarser errors"
+        )
     shares = {field: share for field, share in fields.items() if isinstance(share, Fraction)}
     return fields | {field: math.ceil(share * layout.stages) for field, share in shares.items()}, notes
 

@@ -107,7 +107,7 @@ REFUSALS = (
         "it changes the 1F1B schedule, by which both ends decide which messages are compressed",
     ),
     Refusal(
-        "--optimizer", _BUFFERS, "layer-wise optimizers (Muon and others) use another layout of the gradient buffers",
+        "--optimizer", (PARAM_GATHER,), "the distributed optimizers of Muon and others copy shards in another way",
         "Use --optimizer adam or sgd", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
     ),
     Refusal(

@@ -126,11 +126,18 @@ def layout_from(args: argparse.Namespace) -> Layout:
         # With multi-token prediction the last stage has a copy of the word embedding although it is not tied.
         tied_embeddings=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
         one_pair=not _mtp_apart(args),
-        distributed_optimizer=args.use_distributed_optimizer,
+        distributed_optimizer=args.use_distributed_optimizer or _layer_wise(args),
+        optimizer=args.optimizer,
         master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),
         seed=args.seed,
     )
+
+
+def _layer_wise(args: argparse.Namespace) -> bool:
+    """Return True if Megatron shards the buffers for Muon, although it unsets `use_distributed_optimizer`."""
+    on = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    return bool(on and getattr(args, "use_layer_wise_param_layout", True))
 
 
 def _mtp_apart(args: argparse.Namespace) -> bool:

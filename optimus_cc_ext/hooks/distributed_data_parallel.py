@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -78,13 +79,36 @@ def place(session: Session, model: Any) -> None:
     grid = grid_of(model)
     check_groups(session.config, grid)
     # With several models in one session, nothing says whether their embeddings are tied.
-    layout = session.layout or layout_of(model, grid, session.train_iters, tied=True)
+    layout = _as_built(session.layout, model) or layout_of(model, grid, session.train_iters, tied=True)
+    if session.config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
+        raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     lines = session.place(grid, layout)
     placement = grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) if session.config.any_technique else None
     if placement is not None:
         lines.append(placement)
     for line in lines if grid.is_first else ():
         print(f"optimus-cc: {line}", flush=True)
+
+
+def _as_built(layout: Layout | None, model: Any) -> Layout | None:
+    """Return the layout of the command line with sharded buffers as DistributedDataParallel has them.
+
+    Which buffers a sharded Muon gets depends on the entry that builds the model: `training.get_model` shards them, the
+    configuration container does not (training/training.py and training/models/dist_utils.py). Ranks compare the layout
+    before the first message.
+
+    Raises:
+        OptimusError: the buffers differ from the command line's with another optimizer.
+    """
+    sharded = getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", None)
+    if layout is None or sharded is None or sharded == layout.distributed_optimizer:
+        return layout
+    if not layout.scales_errors:
+        raise OptimusError(
+            f"the command line says use_distributed_optimizer={layout.distributed_optimizer}, and this model's "
+            f"DistributedDataParallel has {sharded}. Build the model with the flags of the command line"
+        )
+    return replace(layout, distributed_optimizer=sharded)
 
 
 def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:

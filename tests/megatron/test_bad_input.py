@@ -166,7 +166,7 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
         # Each technique is refused only what it does not work with.
         SC + FE + EP_OVERLAP,
         ALL + "--overlap-grad-reduce --calculate-per-token-loss --bf16 --grad-reduce-in-bf16",
-        CB + "--optimizer muon",
+        CB + SC + FE + "--optimizer muon",
         FE + SC + "--use-ring-exchange-p2p",
         FE + SC + "--mtp-num-layers 1 --position-embedding-type rope",
         FE + "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights",

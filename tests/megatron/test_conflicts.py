@@ -57,10 +57,8 @@ REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
         (PP2, "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation", [SC])
     ],
     "--optimizer": [
-        (PP2, "--optimizer muon", [FE]),
-        (PP2, "--optimizer muon --use-distributed-optimizer", [FE]),
-        (PP2, "--optimizer dist_muon", [SC]),
-        (PP2, "--optimizer soap", [SC]),
+        (PP2, f"--optimizer {name} --use-distributed-optimizer --bf16", [GATHER])
+        for name in ("muon", "dist_muon", "soap")
     ],
     "--cuda-graph-impl": [
         (PP2, "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", [CB]),
@@ -142,16 +140,18 @@ def test_a_run_that_would_be_wrong_with_every_class_dense_is_refused_whole(line:
 
 
 def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[str]) -> None:
-    line = PP2 + "--optimus-cc balanced --dp-compression-format int4 --optimizer muon "
+    option = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+    megatron = f"--bf16 --grad-reduce-in-bf16 {option} all "
+    line = f"{PP2} {megatron} --optimus-cc balanced --dp-compression-format int4"
     off = "--no-fused-embedding-sync --dp-compression-format dense"
     kept = f"or give {off}, which keeps compressed activations and compressed backpropagation"
-    found = assert_refused(line, outputs, "--dp-compression-format", "(--optimizer)", kept)
+    found = assert_refused(line, outputs, "--dp-compression-format", f"({option})", kept)
     assert found.code == 2
     kept_on = launch(shlex.split(line.replace("--dp-compression-format int4", off)))
     assert kept_on.accepted and "fp8" in kept_on.ours[-1] and "gradients" not in kept_on.ours[-1], kept_on.ours
     # Where nothing is kept, nothing is printed.
-    alone = launch(shlex.split(PP2 + SC + "--optimizer muon"))
-    assert "which keeps" not in alone.output and "Use --optimizer adam" in alone.output
+    alone = launch(shlex.split(PP2 + SC + megatron))
+    assert "which keeps" not in alone.output and "Leave out one of the two" in alone.output
 
 
 def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() -> None:

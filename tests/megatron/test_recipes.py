@@ -1,5 +1,9 @@
 """Training with options of current recipes: compressed messages that lose nothing reproduce vanilla's losses."""
 
+from importlib.util import find_spec
+
+import pytest
+
 from tests.megatron import cpu_attention
 from tests.megatron.runs import BF16_BUCKETS, EXACT_BLOCKS, GATHER, INTERLEAVED, OVERLAPPED, PP2, TOLERANCE, Limit
 from tests.megatron.specs import Run, RunSpec, full, uses
@@ -28,6 +32,10 @@ CP2_GATHER = Limit(
 MTP_TIED = Limit(vanilla=RunSpec(name="multi-token prediction", flags=f"{_ROPE} --mtp-num-layers 1"))
 MTP_UNTIED = Limit(
     vanilla=MTP_TIED.vanilla.but("multi-token prediction, untied", flags="--untie-embeddings-and-output-weights")
+)
+# Without fused embedding sync, whose sum has another order: Muon amplifies rounding.
+MUON = Limit(
+    vanilla=RunSpec(name="Muon", flags=f"{_ROPE} --optimizer muon"), ours=f"{EXACT_BLOCKS} --no-fused-embedding-sync"
 )
 FLUSHED = Limit(
     vanilla=RunSpec(
@@ -81,3 +89,11 @@ def test_with_multi_token_prediction_the_embedding_is_summed_once_over_its_two_c
 @uses(full(*case(FLUSHED)))
 def test_with_overlapped_warm_up_and_flush_every_class_is_vanillas(runs):
     assert_like_vanilla(*runs, "pipeline backward", "DP gradients", "embedding")
+
+
+@pytest.mark.skipif(
+    find_spec("emerging_optimizers") is None, reason="pip install --no-deps emerging-optimizers absl-py"
+)
+@uses(full(*case(MUON)))
+def test_muon_without_a_sharded_optimizer_steps_as_in_vanilla(runs):
+    assert_like_vanilla(*runs, "pipeline backward", "DP gradients")

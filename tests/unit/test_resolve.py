@@ -133,6 +133,33 @@ def test_the_balanced_preset_gathers_parameters_in_int4_where_there_are_fp32_cop
     assert resolved("--optimus-cc balanced --param-gather-format dense", SHARDED) == Resolution(BALANCED)
 
 
+MUON = replace(FOUR_BY_FOUR, optimizer="muon")
+
+
+@pytest.mark.parametrize("preset", ["--optimus-cc", "--optimus-cc balanced"])
+def test_presets_send_gradients_in_int8_to_an_optimizer_that_amplifies_errors(preset: str) -> None:
+    config, notes = vars(resolved(preset, MUON)).values()
+    assert config.dp_compression_format == "int8"
+    assert config.dp_compression_stages == (3 if preset == "--optimus-cc" else "auto")
+    assert notes == (f"{preset} sends DP gradients in int8: --optimizer muon amplifies coarser errors",)
+    none = resolved(f"{preset} --no-dp-compression", MUON)
+    assert none.config.dp_compression is False and none.notes == ()
+
+
+@pytest.mark.parametrize("format", ["int4", "low-rank"])
+def test_a_coarser_format_that_is_asked_for_works_with_a_warning(format: str) -> None:
+    for line in (
+        f"--dp-compression-format {format} --dp-compression",
+        f"--optimus-cc --dp-compression-format {format}",
+    ):
+        config, notes = vars(resolved(line, MUON)).values()
+        assert config.dp_compression_format == format
+        assert [note for note in notes if "amplifies its error" in note and format in note]
+        assert not [note for note in resolved(line).notes if "amplifies" in note]
+    low_rank = resolved("--optimus-cc --dp-compression-rank 8", MUON).config
+    assert (low_rank.dp_compression_format, low_rank.dp_compression_rank) == ("low-rank", 8)
+
+
 def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
     one_rank = layout(stages=1, replicas=1)
     off = "--no-compressed-backprop --no-fused-embedding-sync --no-dp-compression"

@@ -1,0 +1,145 @@
+"""Shapes of a model's parameters by pipeline stage, from Megatron's own model on the meta device.
+
+Nothing is computed and no memory is taken: every tensor is on the meta device, and the process groups are torch's fake
+ones. The model is Megatron's with its local implementation, whose parameters have the shapes of Transformer Engine's.
+Needs the model builders of megatron-core 0.19; an older Megatron has none, and nothing is estimated from shapes there.
+"""
+
+import argparse
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from optimus_cc_ext.patching import Patches
+
+__all__ = ["Parameter", "stages_of"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The facts about a parameter of one rank on which bytes depend."""
+
+    shape: tuple[int, ...]
+    tied: bool = False
+    embedding: bool = False
+    expert: bool = False
+    """True for the weight of a routed expert."""
+
+
+def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
+    """Return the parameters of tensor-parallel rank 0 of every stage; None if Megatron cannot build the model here."""
+    try:
+        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training.models.gpt import GPTModelBuilder
+    except ImportError:
+        return None
+    pattern = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec", "heterogeneous_layers_config_path")
+    if any(getattr(args, name, None) for name in pattern):
+        return None
+    local = _without_kernels(args)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return [_stage(local, stage, gpt_config_from_args, GPTModelBuilder) for stage in range(_stages(args))]
+    except Exception:  # Megatron's model code raises what it likes where a part of the model takes a GPU
+        return None
+
+
+def _stages(args: argparse.Namespace) -> int:
+    return int(args.pipeline_model_parallel_size)
+
+
+def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
+    """Return arguments for the same model without fused kernels, and with its part of the experts on one rank."""
+    local = argparse.Namespace(**vars(args))
+    switched_off = (
+        "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_gelu_fusion", "bias_swiglu_fusion",
+        "bias_dropout_fusion", "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+        "cross_entropy_loss_fusion", "tp_comm_overlap", "fp8", "fp4", "fp8_param_gather", "fp4_param_gather",
+        "use_transformer_engine_op_fuser", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+        "fine_grained_activation_offloading", "defer_embedding_wgrad_compute", "use_kitchen", "cpu_offloading",
+        "moe_shared_expert_overlap",
+    )  # fmt: skip
+    vars(local).update({name: False for name in switched_off if hasattr(local, name)})
+    local.fp8 = local.fp4 = None
+    local.transformer_impl, local.cuda_graph_impl, local.persist_layer_norm = "local", "none", False
+    local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
+    local.no_persist_layer_norm, local.context_parallel_size, local.sequence_parallel = True, 1, False
+    if local.num_experts:
+        local.num_experts //= local.expert_model_parallel_size
+    local.expert_model_parallel_size, local.moe_token_dispatcher_type = 1, "allgather"
+    for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_expert_rank_capacity_factor"):
+        setattr(local, name, None)
+    if local.num_experts:
+        local.moe_router_topk = min(local.moe_router_topk, local.num_experts)
+    return local
+
+
+def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -> list[Parameter]:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    with _fake_ranks(args, stage), _OnMeta(), Patches() as patches:
+        # It has no parameters, and does not take the arguments of multi-latent attention.
+        patches.replace(DotProductAttention, "__init__", lambda self, *_, **__: torch.nn.Module.__init__(self))
+        config = config_of(args)
+        config.transformer.perform_initialization = False
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        size = args.virtual_pipeline_model_parallel_size
+        chunks = [None] if size is None else range(size)
+        models = [builder(config).build_model(groups, vp_stage=chunk) for chunk in chunks]
+        return [parameter for model in models for parameter in _parameters(model)]
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[Parameter]:
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    layers = (layer.experts for layer in model.modules() if isinstance(layer, BaseMoELayer))
+    experts = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for parameter in model.parameters():
+        yield Parameter(
+            tuple(parameter.shape),
+            tied=getattr(parameter, "shared_embedding", False),
+            embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
+            expert=id(parameter) in experts,
+        )
+
+
+@contextlib.contextmanager
+def _fake_ranks(args: argparse.Namespace, stage: int) -> Iterator[None]:
+    """Initialise Megatron's process groups of one replica, as rank 0 of `stage`, without any other process."""
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    stages, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * tensor, world_size=stages * tensor)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor, stages, args.virtual_pipeline_model_parallel_size,
+            expert_tensor_parallel_size=min(tensor, args.expert_tensor_parallel_size or tensor),
+            create_gloo_process_groups=False,
+        )  # fmt: skip
+        tensor_parallel.random.initialize_rng_tracker()
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class _OnMeta(TorchFunctionMode):
+    """Puts every tensor that is made on the meta device, and moves none from there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name in ("cuda", "to", "cpu") and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return args[0]
+        if "device" in kwargs or name in ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"):
+            kwargs["device"] = "meta"
+            kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
