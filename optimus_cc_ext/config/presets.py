@@ -16,7 +16,7 @@ from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, Need, TrafficCl
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
-from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of
+from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve", "saves_nothing"]
@@ -108,7 +108,9 @@ def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | Non
         asked = {request.explicit.get(name) for name in (traffic.switch, traffic.format_field)}
         if asked - {None, False, "dense"}:
             raise refusal_of(_written(request, traffic.flag), refusal, resolution.config, found)
-    return _resolve(request, layout, found) if found else resolution
+    resolution = _resolve(request, layout, found) if found else resolution
+    lines = remarks(megatron, resolution.config) if megatron is not None else ()
+    return Resolution(resolution.config, (*resolution.notes, *lines))
 
 
 def _written(request: Request, flag: str) -> str:

@@ -22,7 +22,7 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["REFUSALS", "Refusal", "conflicts", "refusal_of", "refuse_unsupported"]
+__all__ = ["REFUSALS", "Refusal", "conflicts", "refusal_of", "refuse_unsupported", "remarks"]
 
 
 _GRADIENTS = (EMBEDDING, DP_GRADIENTS)
@@ -143,6 +143,18 @@ REFUSALS = (
     ),
     Refusal("--perform-rl-step", CLASSES, "steps of reinforcement learning were not tried with compression"),
 )  # fmt: skip
+
+
+_REMARKS = {
+    "nccl_ub": "--use-nccl-ub: the buffers of compression are not registered with NCCL, Megatron's own buffers are",
+    "use_sharp": "--use-sharp: the network does not sum what is compressed in 8 or 4 bits: it travels by all-to-all",
+}
+
+
+def remarks(args: argparse.Namespace, config: OptimusConfig) -> list[str]:
+    """Return the lines about options that work beside compression, and do less there than the user may expect."""
+    given = config.any_technique
+    return [line for name, line in _REMARKS.items() if given and getattr(args, name, False)]
 
 
 def conflicts(args: argparse.Namespace, config: OptimusConfig) -> dict[TrafficClass, Refusal]:

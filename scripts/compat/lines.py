@@ -72,7 +72,9 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
         if text != "true":
             text = text.removeprefix("[").removesuffix("]")
             yield from [text] if text.startswith("(") else shlex.split(text)
-    yield from ("--mock-data", "--tokenizer-type", "NullTokenizer")
+    # Megatron has no mock data for fill-in-the-middle; nothing is opened before training starts.
+    yield from ["--data-path", "text_document"] if "--fim-data" in arguments else ["--mock-data"]
+    yield from ("--tokenizer-type", "NullTokenizer")
     if "--vocab-size" not in arguments:
         yield from ("--vocab-size", "50257")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported
+from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import checkpointing
 from tests.forked_ranks import run_ranks
@@ -137,6 +137,14 @@ def test_a_preset_leaves_dense_what_conflicts_and_says_why(flag: str, layout: st
 def test_a_run_that_would_be_wrong_with_every_class_dense_is_refused_whole(line: str, outputs: list[str]) -> None:
     refusal = next(refusal for refusal in REFUSALS if line == WHOLE_RUN.get(refusal.flag))
     assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure)
+
+
+@pytest.mark.parametrize("option", ["nccl_ub", "use_sharp"])
+def test_an_option_that_does_less_beside_compression_is_named(option: str) -> None:
+    args = argparse.Namespace(**{option: True})
+    [line] = remarks(args, OptimusConfig(dp_compression_format="int4"))
+    assert line.startswith("--use-") and "compress" in line
+    assert remarks(args, OptimusConfig()) == remarks(argparse.Namespace(), OptimusConfig(dp_compression=True)) == []
 
 
 def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[str]) -> None:
