@@ -6,9 +6,10 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from optimus_cc_ext.doctor.command_line import CommandLine
 from optimus_cc_ext.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
@@ -75,7 +76,7 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
     output, verdict = io.StringIO(), Verdict()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            args = arguments.parse_args()
+            args = arguments.parse_args(_flags_of_script(line))
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
             verdict.args = args
             _what_follows(args, line, target)
@@ -89,6 +90,18 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
     if verdict.args is not None:
         verdict.notes += _about_the_target(verdict.args, line, target)
     return verdict
+
+
+def _flags_of_script(line: CommandLine) -> Callable[[Any], Any] | None:
+    """Return what adds the flags of Model Optimizer, if the checkout's script asks for them; it needs no package."""
+    script = Path(line.script) if line.script is not None else None
+    if script is None or not script.is_file() or "add_modelopt_args" not in script.read_text(errors="replace"):
+        return None
+    try:
+        from megatron.post_training.arguments import add_modelopt_args
+    except ImportError:
+        return None
+    return add_modelopt_args  # type: ignore[no-any-return]
 
 
 def _about_the_target(args: argparse.Namespace, line: CommandLine, target: str) -> Iterator[str]:
