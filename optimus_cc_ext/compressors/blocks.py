@@ -232,7 +232,7 @@ class Codec:
         The sum is computed in fp32, in the order of the senders, and rounded once, to the dtype of `out`.
 
         Args:
-            onto: add that sum to what is there, instead.
+            onto: add the sum to the values in `out`, instead of replacing them.
         """
         self._decode_add(messages, layout, index, out, 0, onto=onto)
 
@@ -253,7 +253,7 @@ class Codec:
             self._put(out[start : start + piece.numel], total.view(-1)[: piece.numel], onto)
 
     def _put(self, out: Tensor, total: Tensor, onto: bool) -> None:
-        """Write `total`, in fp32, rounded to the dtype of `out`, or add it, rounded, to what is there."""
+        """Round `total`, in fp32, to the dtype of `out`, and write it to `out`, or with `onto` add it to `out`."""
         if not onto:
             out.copy_(total)
         elif out.dtype == torch.float32:
@@ -274,7 +274,7 @@ class Codec:
         """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (metrics).
 
         Args:
-            skipped: the message that nobody decodes, and whose errors do not count.
+            skipped: index of the message that no rank decodes, so that its errors do not count.
         """
         for index, message in enumerate(self._by_message(messages, layout, values.dtype)):
             if index == skipped:

@@ -144,13 +144,13 @@ def _known_vocabulary(args: argparse.Namespace) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OnNodes:
-    """Facts about the nodes of a run that estimates depend on; by default nothing is known about them."""
+    """Facts about a run's nodes on which estimates depend; the defaults stand for unknown nodes."""
 
     levels: Levels = ONE_LEVEL
     """Levels of the first group of replicas."""
 
     beside: int = 1
-    """Ranks of that group on one node."""
+    """Number of ranks of the first group of replicas on one node."""
 
     left_dense: frozenset[TrafficClass] = frozenset()
     """Classes that are left dense because nothing of them leaves a node."""
@@ -163,7 +163,7 @@ class OnNodes:
 
     @classmethod
     def of(cls, config: OptimusConfig, places: Sequence[RankPlace]) -> "OnNodes":
-        """Return the facts for the places of all ranks."""
+        """Return the facts that follow from the places of all ranks."""
         nodes = {place.rank: place.node.name for place in places}
         first = next(place for place in places if place.rank == 0)
         alike = [p.rank for p in places if (p.stage, p.tensor_rank) == (first.stage, first.tensor_rank)]

@@ -50,7 +50,7 @@ class Measured:
     """Rate of an all-to-all between nodes; None if gradients are compressed in one level."""
 
     in_one_level: RankCost | None = None
-    """The same costs with gradients compressed in one level; None if they are."""
+    """The costs with gradients compressed in one level; None if `cost` has them so."""
 
     lacking: int = 0
     """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
@@ -123,7 +123,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
 
 
 def _sums_in_blocks(config: OptimusConfig) -> bool:
-    """Return whether any sum over replicas travels in blocks of few bits, by an all-to-all."""
+    """Return whether any sum over replicas is sent in blocks of few bits, by an all-to-all."""
     wire = config.low_rank_wire if config.format_of(classes.DP_GRADIENTS) == "low-rank" else "dense"
     chosen = wire, config.format_of(classes.DP_GRADIENTS), config.format_of(classes.EMBEDDING)
     return any(block_format(each) is not None for each in chosen)
@@ -140,10 +140,10 @@ class _Rates:
     """The rate of sums of uncompressed factors P and Q: an all-reduce."""
 
     blocks: Rate
-    """The rate of encoded blocks that travel to the rank which adds them up: an all-to-all."""
+    """The rate of encoded blocks that are sent to the rank which adds them up: an all-to-all."""
 
     gather: Rate
-    """The rate of encoded sums, and of parameters, that travel to all ranks: an all-gather."""
+    """The rate of encoded sums, and of parameters, that are sent to all ranks: an all-gather."""
 
     inside: Rate = FREE
     """The rate of sums inside a node: a reduce-scatter over the replicas of the node."""
@@ -207,12 +207,12 @@ def _coding(session: Session, sharded: bool) -> float:
 def _gradients(
     session: Session, plans: Sequence[GroupPlan], rates: _Rates, coding: float, sharded: bool
 ) -> ClassCost:  # fmt: skip
-    """Return the cost of gradients that are reduced by `plans`; `coding`: see `_coding`."""
+    """Return the cost of the gradients that `plans` reduce, which `coding` seconds encode and decode (`_coding`)."""
     gradients = session.gradients
     share = _second_phase(gradients.codecs, sharded)
     inside = sum(plan.inside_bytes for plan in plans)
     if inside:
-        # Each rank codes the part of the node's sum that it holds.
+        # Each rank encodes only its own part of the node's sum.
         first = later = rates.across
         coding /= max(plan.rules.levels.members for plan in plans)
     elif gradients.codecs is not None:
@@ -257,26 +257,26 @@ def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tu
     assert session.grid is not None
     nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
-    with_pair = of_pair = 0
+    with_pair = fused_with_pair = 0
     codecs, formats = session.embedding.codecs, session.embedding.formats
     # In blocks, one reduction goes over the replicas of a stage and then between two ranks, or over the replicas of
     # both stages.
-    ours, of_both = rates.dense if codecs is None else rates.blocks, pair
+    ours, pair_rate = rates.dense if codecs is None else rates.blocks, pair
     if codecs is not None and not sharded:
-        of_both = rates.blocks.then(rates.gather, _share_of_sums(codecs))
+        pair_rate = rates.blocks.then(rates.gather, _share_of_sums(codecs))
     if nbytes and session.grid.stages > 1:
-        fused = of_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
+        fused = fused_with_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
         if sharded:
-            # Only shards: after the replicas have reduced, the pair of ranks sums its shard.
-            of_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
+            # After the replicas have reduced, the pair of ranks sums only its shard.
+            fused_with_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
         with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
-        fused_with_replicas = fused - of_pair
+        fused_with_replicas = fused - fused_with_pair
     return (
         ClassCost(
             EMBEDDING, When.AFTER_BACKWARD, Link.REPLICAS,
             rates.dense.sent(with_replicas), ours.sent(fused_with_replicas),
         ),
-        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, pair.sent(with_pair), of_both.sent(of_pair)),
+        ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, pair.sent(with_pair), pair_rate.sent(fused_with_pair)),
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) 
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
     session.traffic.add(EMBEDDING, raw=raw, sent=sent)
     if session.new_groups is not None:
-        # The part over the replicas was counted with its bucket.
+        # The bytes over the replicas were counted with the embedding's bucket.
         session.traffic.add_leaving(
             raw=session.embedding.pair_leaving_bytes(nbytes),
             sent=session.embedding.leaving_bytes(nbytes, replicas, ours=ours, dtype=gradient.dtype),

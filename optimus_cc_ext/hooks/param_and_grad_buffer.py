@@ -67,9 +67,9 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
     if plan.gather_bytes:
         shards = [
-            session.parameters.add_bucket(bucket, of_bucket.gather, bucket.param_data.view(-1), Groups(replicas))
-            for bucket, of_bucket in zip(bucket_group.buckets, plan.buckets, strict=True)
-            if of_bucket.gather is not None
+            session.parameters.add_bucket(bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(replicas))
+            for bucket, bucket_plan in zip(bucket_group.buckets, plan.buckets, strict=True)
+            if bucket_plan.gather is not None
         ]
         session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))

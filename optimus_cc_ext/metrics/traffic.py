@@ -45,14 +45,14 @@ def leaving_ring(sent: float, ranks: int, beside: int) -> float:
 
     Args:
         sent: the bytes that one rank sends in the ring.
-        beside: the ranks of the group on this rank's node, itself included.
+        beside: the number of ranks of the group on this rank's node, with this rank.
     """
     return sent / beside if beside < ranks else 0.0
 
 
 def leaving_exchange(message: int, ranks: int, beside: int) -> int:
-    """Return the bytes of one rank that leave its node if every other rank gets a message of `message` bytes from it;
-    `beside`: see `leaving_ring`.
+    """Return the bytes of one rank that leave its node if it sends a message of `message` bytes to every other rank;
+    `beside` of the `ranks` are on its node.
     """
     return message * (ranks - beside)
 
@@ -72,7 +72,7 @@ class Traffic:
         count[1] += sent
 
     def add_leaving(self, *, raw: float, sent: float) -> None:
-        """Count the bytes of a transfer that leave this rank's node, as in `add`."""
+        """Count the bytes of a transfer that leave this rank's node: `raw` for vanilla Megatron, and `sent`."""
         self._leaving[0] += round(raw)
         self._leaving[1] += round(sent)
 

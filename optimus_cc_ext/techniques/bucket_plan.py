@@ -117,7 +117,7 @@ class BucketRules:
     """The place of this rank in its node, among the ranks of the group."""
 
     beside: int = 1
-    """Ranks of the group on this rank's node, itself included."""
+    """Number of ranks of the group on this rank's node, with this rank."""
 
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
@@ -294,13 +294,13 @@ class GroupPlan:
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that are sent inside a node, as they are, if gradients are compressed in two levels."""
+        """Bytes that one rank sends dense inside its node if gradients are compressed in two levels."""
         plans = (bucket.compressed for bucket in self.buckets)
         return sum(plan.inside_bytes for plan in plans if isinstance(plan, TwoLevelPlan))
 
     @property
     def in_one_level(self) -> "GroupPlan":
-        """The same plan with gradients in one level; a tied embedding's own bucket keeps its levels."""
+        """This plan with gradients in one level; a tied embedding's own bucket keeps its levels."""
         levels = replace(self.rules.levels, members=1)
         one = GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, levels=levels))
         buckets = (
@@ -334,7 +334,7 @@ class GroupPlan:
         return sent - tied, self._dense(self.tied_bytes) - tied
 
     def leaving_bytes(self, *, compressing: bool, whole: bool) -> float:
-        """Bytes of one reduction of one rank that leave its node, the tied embedding's included."""
+        """Return the bytes of one rank that leave its node in one reduction, with the tied embedding's."""
         plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
         if None in plans:
             return self.dense_leaving_bytes
@@ -342,7 +342,7 @@ class GroupPlan:
 
     @cached_property
     def dense_leaving_bytes(self) -> float:
-        """Bytes of one rank that leave its node in vanilla Megatron's reduction, the tied embedding's included."""
+        """Bytes of one rank that leave its node in vanilla Megatron's reduction, with the tied embedding's."""
         nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
         return leaving_ring(self._dense(nbytes), self.rules.ranks, self.rules.beside)
 

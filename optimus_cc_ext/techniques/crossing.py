@@ -1,8 +1,8 @@
 """Rules about the traffic that leaves a node: pure functions of the places of all ranks of a model.
 
-Ranks that have to keep equal bits take their decisions together. So the hops of all tensor-parallel ranks of a stage
-are compressed, or none; their data-parallel groups add up in the same levels; and parameters are gathered alike on all
-stages, since the first and the last one may hold a tied embedding.
+Ranks that have to keep equal bits decide alike. So the hops of all tensor-parallel ranks of a stage are compressed, or
+none of them; the data-parallel groups of these ranks add up in the same levels; and all stages gather parameters in the
+same way, since the first and the last stage may hold a tied embedding.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ __all__ = [
 def hop_stays_inside(
     places: Sequence[RankPlace], tensor_ranks: Collection[int], stage: int, other: int
 ) -> bool:  # fmt: skip
-    """Return True if nothing leaves a node between two stages, on any of the tensor-parallel ranks of one of them."""
+    """Return whether the messages between `stage` and `other` stay inside a node, on all of `tensor_ranks`."""
     nodes, pipelines = _nodes(places), {place.rank: place.pipeline for place in places}
     hops = ((pipelines[rank][stage], pipelines[rank][other]) for rank in tensor_ranks)
     return all(nodes[one] == nodes[another] for one, another in hops)
@@ -54,8 +54,10 @@ _STEPS = {"send_prev": -1, "send_next": 1}
 
 
 def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels:
-    """Return the levels of a group of ranks; one level if it is a data-parallel group, and its tensor-parallel
-    neighbours have other levels: all of them hold some parameters alike.
+    """Return the levels of a group of ranks.
+
+    A data-parallel group has one level if the groups of its tensor-parallel neighbours have other levels, because these
+    groups hold some parameters alike.
     """
     found, nodes = _levels_of_replicas(places), _nodes(places)
     return found[tuple(ranks)] if tuple(ranks) in found else levels_of([nodes[rank] for rank in ranks])
@@ -97,7 +99,7 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
     """Yield the log lines about traffic that stays inside nodes, and about levels.
 
     Raises:
-        FlagError: two levels are asked for, and no group of replicas has them.
+        FlagError: the flag asks for two levels, and no group of replicas has nodes of two replicas or more.
     """
     inside = classes_inside(places)
     for dense, line in (
@@ -124,7 +126,7 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
 
 
 def adds_up_in_two_levels(config: OptimusConfig, places: Sequence[RankPlace]) -> bool:
-    """Return True if gradients of some data-parallel group can be added up in two levels, and may be."""
+    """Return whether some data-parallel group can add up gradients in two levels, and the flags allow it."""
     may = config.sums_in_blocks and config.dp_compression_levels != "one"
     return may and any(levels.two for levels in _levels_of_replicas(places).values())
 

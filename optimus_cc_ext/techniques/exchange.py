@@ -132,7 +132,7 @@ class Groups:
     """The ranks of the group that have this rank's place in their nodes; None: one level."""
 
     beside: int = 1
-    """Ranks of the group on this rank's node, itself included; 1 if nodes are not known."""
+    """Number of ranks of the group on this rank's node, with this rank; 1 if nodes are not known."""
 
     @property
     def place(self) -> int:
@@ -234,7 +234,9 @@ class ExchangePlan:
         return exchanged_bytes(gradients + (sums if whole or not self.sharded else 0), self.ranks)
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Bytes of one rank that leave its node, which holds `beside` ranks of the group; sums go round in a ring."""
+        """Return the bytes of one rank that leave its node, which holds `beside` ranks; sums are sent round in a
+        ring.
+        """
         gradients, sums = self.message_bytes
         exchanged = leaving_exchange(gradients, self.ranks, beside)
         if self.sharded and not whole:
@@ -261,8 +263,8 @@ class _Travelling:
 
 
 class ReduceScatter(_Travelling):
-    """Sums of a flat tensor's parts: each rank adds up, in fp32 and in the order of the ranks, what the others sent it,
-    and adds that to its own part, which is never rounded to a code.
+    """Sums of a flat tensor's parts: each rank adds up the parts that the other ranks sent it, in fp32 and in the order
+    of the ranks, and adds this sum to its own part, which is never encoded.
 
     Args:
         buffers: (2, ranks, message bytes), uint8: outgoing and incoming messages.
@@ -287,7 +289,7 @@ class ReduceScatter(_Travelling):
             self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
 
     def add_up(self, flat: torch.Tensor) -> None:
-        """Add what arrived from the others to the own part of `flat`: what this rank adds to it is exact."""
+        """Add the parts that the other ranks sent to the own part of `flat`, which is exact."""
         self._incoming[self._rank].zero_()
         self._codec.decode_add(self._incoming, self._layout, self._rank, flat, onto=True)
 

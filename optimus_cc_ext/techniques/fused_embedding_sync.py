@@ -65,10 +65,10 @@ class FusedEmbeddingSync(Technique):
     """Fused embedding synchronisation on this rank: one collective of the ranks of the first and the last stage.
 
     Args:
-        wanted: whether the technique is on.
-        codecs: of its format; None: dense.
-        dense_inside: whether the embedding is reduced dense where nothing of it leaves a node.
-        two_levels: whether blocks may be added up in two levels.
+        wanted: True if the technique is on.
+        codecs: codecs of the technique's format; None: dense.
+        dense_inside: True if the embedding stays dense on models that send none of it between nodes.
+        two_levels: True if blocks may be added up in two levels.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FusedEmbeddingSync(Technique):
         dense_inside: bool = False,
         two_levels: bool = True,
     ) -> None:
-        # An embedding's gradient is sent as it is or in blocks, without error feedback: nothing is remembered.
+        # An embedding's gradient is sent dense or in blocks, without error feedback, so the technique has no state.
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
         self._wanted, self._pool, self.codecs, self._dense_inside = wanted, MessagePool(), codecs, dense_inside
         self._two_levels = two_levels
@@ -98,10 +98,10 @@ class FusedEmbeddingSync(Technique):
         """True if the first and the last stage of this rank's pipeline are on different nodes."""
 
         self.groups: Groups | None = None
-        """The group with its levels."""
+        """`group` with its levels; None: this rank takes no part."""
 
-        self._of_union: BlockReducer | TwoLevelReducer | None = None
-        self._of_pair: dict[int, GatheredSum] = {}
+        self._union_reducer: BlockReducer | TwoLevelReducer | None = None
+        self._pair_sums: dict[int, GatheredSum] = {}
         """Sums over the pair, by number of values: a shard, or the whole embedding if Megatron needs that."""
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
@@ -140,15 +140,17 @@ class FusedEmbeddingSync(Technique):
         return self.group is not None and (self.left_out or (self.sharded and in_step))
 
     def pair_leaving_bytes(self, nbytes: int) -> int:
-        """Bytes of one rank that leave its node if the pair of stages sums `nbytes`, as vanilla Megatron does."""
+        """Return the bytes of one rank that leave its node if the pair of stages sums `nbytes`, as vanilla Megatron
+        does.
+        """
         return all_reduce_bytes(nbytes, 2) if self._pair_crosses else 0
 
     def leaving_bytes(self, nbytes: int, replicas: int, *, ours: bool, dtype: torch.dtype) -> float:
-        """Bytes of one rank that leave its node between the pair of stages, or over the union of their replicas.
+        """Return the bytes that leave this rank's node, between the pair of stages or over the union of their replicas.
 
         Args:
             nbytes: bytes of the whole gradient.
-            ours: whether this technique, and not Megatron, sums the gradient.
+            ours: True if this technique, and not Megatron, sums the gradient.
         """
         if not ours:
             return self.pair_leaving_bytes(nbytes)
@@ -159,13 +161,13 @@ class FusedEmbeddingSync(Technique):
                 shard = message_bytes(BlockLayout.of_one(shard // dtype.itemsize), formats.gradients, dtype)
             return self.pair_leaving_bytes(shard)
         beside = self._joined.beside
-        if self._of_union is not None:
-            return float(self._of_union.plan.leaving_bytes(beside))
+        if self._union_reducer is not None:
+            return float(self._union_reducer.plan.leaving_bytes(beside))
         return leaving_ring(all_reduce_bytes(nbytes, 2 * replicas), 2 * replicas, beside)
 
     @property
     def formats(self) -> Formats | None:
-        """Names of its block formats; None: dense."""
+        """Names of the technique's block formats; None: dense."""
         return None if self.codecs is None else self.codecs.formats
 
     @property
@@ -179,17 +181,17 @@ class FusedEmbeddingSync(Technique):
             return
         groups = self._joined
         flat = gradient.view(-1)
-        if self.sharded and flat.numel() not in self._of_pair:
-            self._of_pair[flat.numel()] = GatheredSum(
+        if self.sharded and flat.numel() not in self._pair_sums:
+            self._pair_sums[flat.numel()] = GatheredSum(
                 flat.numel(), flat.dtype, flat.device, groups, self.codecs.gradients, gauge=self.gauge,
                 pool=self._pool, purpose=_PURPOSE,
             )  # fmt: skip
-        elif not self.sharded and self._of_union is None:
+        elif not self.sharded and self._union_reducer is None:
             plan = block_plan(
                 flat.numel(), [(0, flat.numel())], (), flat.dtype, groups.whole.size(), sharded=False,
                 formats=self.codecs.formats, levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            self._of_union = block_reducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
+            self._union_reducer = block_reducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
 
     @property
     def _joined(self) -> Groups:
@@ -206,10 +208,10 @@ class FusedEmbeddingSync(Technique):
         """
         self.left_out = False
         self.make_room(gradient)
-        if self._of_union is not None:
-            self._of_union.reduce()
-        elif self._of_pair:
-            self._of_pair[gradient.numel()].reduce(gradient.view(-1))
+        if self._union_reducer is not None:
+            self._union_reducer.reduce()
+        elif self._pair_sums:
+            self._pair_sums[gradient.numel()].reduce(gradient.view(-1))
         else:
             all_reduce_sum(gradient, self._joined.whole, _PURPOSE)
 
@@ -229,10 +231,11 @@ def fused_bytes(
     dtype: torch.dtype = torch.float32,
     levels: Levels = ONE_LEVEL,
 ) -> int:
-    """Bytes per rank of what is done instead, in `formats` (None: dense) and of gradients of `dtype`.
+    """Return the bytes per rank of fused embedding synchronisation, in `formats` (None: dense).
 
     Args:
-        levels: of the union of both stages' replicas; with the distributed optimizer of the replicas.
+        dtype: dtype of gradients.
+        levels: levels of the union of both stages' replicas; with the distributed optimizer, of one stage's replicas.
     """
     if formats is None and not sharded:
         return all_reduce_bytes(nbytes, 2 * data_parallel)

@@ -96,7 +96,7 @@ class NewGroups:
         All ranks of the model call this for the same kinds of groups, in the same order.
 
         Args:
-            two: whether two levels are wanted.
+            two: True if two levels may be used.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._levels:
@@ -105,8 +105,8 @@ class NewGroups:
             number, members = f"_{len(self._levels)}" if self._levels else "", levels.members
             first, place = group.rank() // members * members, group.rank() % members
             node, rail = (
-                self.make([of] if levels.two else [], f"OPTIMUS_CC_{name}{number}")
-                for name, of in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
+                self.make([chosen] if levels.two else [], f"OPTIMUS_CC_{name}{number}")
+                for name, chosen in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
             )
             nodes = {place.rank: place.node.name for place in self.places}
             beside = sum(nodes[rank] == nodes[dist.get_rank()] for rank in ranks)

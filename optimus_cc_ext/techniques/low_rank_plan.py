@@ -175,7 +175,7 @@ class LowRankPlan:
         return sum(each.sent_bytes() for each in sums) + all_reduce_bytes(dense, self.ranks)
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
         dense = all_reduce_bytes(sum(length for _, length in self.runs) * self.dtype.itemsize, self.ranks)
         sums = (each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q))
         return leaving_ring(dense, self.ranks, beside) + sum(each.leaving_bytes(beside) for each in sums)

@@ -113,7 +113,7 @@ class DensePlan:
         return (reduce_scatter_bytes if self.sharded and not whole else all_reduce_bytes)(nbytes, self.ranks)
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
         return leaving_ring(self.sent_bytes(whole), self.ranks, beside)
 
 

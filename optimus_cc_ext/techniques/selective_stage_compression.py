@@ -48,7 +48,7 @@ class BucketGroup:
 
     Args:
         flats: the buckets, one dimension each.
-        groups: the replicas that they are reduced over.
+        groups: the process groups of the replicas over which the buckets are reduced.
         side: the stream that reductions run on while the backward pass goes on; None: it waits for them.
         fused: reduces the tied embedding that the group holds; None: Megatron does, or there is none.
     """
@@ -114,7 +114,7 @@ class BucketGroup:
         return sent
 
     def leaving_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> float:
-        """Bytes of a reduction by `reducers` that leave this rank's node, the tied embedding's included."""
+        """Return the bytes of a reduction by `reducers` that leave this rank's node, with the tied embedding's."""
         way = (reducers is self._compressed, whole)
         if way not in self._leaving:
             self._leaving[way] = self.plan.leaving_bytes(compressing=way[0], whole=whole)
@@ -279,7 +279,7 @@ class SelectiveStageCompression(Technique):
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of the model as this one."""
+        """Process group of the ranks that hold the same part of the model; None: this rank has no buckets."""
         return self.buckets[0].groups.whole if self.buckets else None
 
     @property
@@ -294,7 +294,7 @@ class SelectiveStageCompression(Technique):
 
         Args:
             flat: the bucket, one dimension.
-            fused: gives codecs and gauge, if the bucket is a tied embedding's own.
+            fused: fused embedding synchronisation with its codecs and gauge, if the bucket is a tied embedding's own.
         """
         reducer: Reducer
         if isinstance(plan, DensePlan):

@@ -93,10 +93,10 @@ class Session:
         """The classes of traffic that are left dense because nothing of them leaves a node."""
 
         self.leaving_roles: frozenset[str] = frozenset()
-        """Among `send_prev` and `send_next`, those whose messages leave this rank's node."""
+        """Roles, of `send_prev` and `send_next`, whose messages leave this rank's node."""
 
         self.two_levels = False
-        """True if some replicas of the model can add up their gradients in two levels, and may."""
+        """True if some group of replicas can add up gradients in two levels, and the flags allow it."""
 
         self.traffic = Traffic()
         self.active = False

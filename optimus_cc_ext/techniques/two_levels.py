@@ -1,15 +1,17 @@
 """Gradient buckets in two levels: exact sums inside a node, and sums of nodes in blocks of few bits between nodes.
 
-Of a group of replicas, each of N nodes holds L. `node` are the L ranks of a node, `rail` the N ranks that have the same
-place in their nodes; rank d of the group is l of node n, with d = n L + l:
+Each of N nodes holds L ranks of a group of replicas. The group `node` has the L ranks of one node; the group `rail` has
+N ranks, one of each node, with the same place in their nodes. Rank d of all replicas has place l in node n, for
+d = n L + l:
 
-    1. each node adds up the bucket as it is, and rank l gets its parts of the sum      start: reduce-scatters
-    2. these parts are reduced over the rail in blocks of few bits (`BlockReducer`)     start, second_phase
-    3. without the distributed optimizer: rank l sends its parts to its node, as they are   finish: all-gather
+    1. the ranks of a node add up the bucket dense, and rank l gets its parts of the sum     start: reduce-scatters
+    2. the ranks of a rail reduce these parts in blocks of few bits (`BlockReducer`)         start, second_phase
+    3. without the distributed optimizer: rank l sends its parts to its node, dense          finish: all-gather
 
 With the distributed optimizer the parts of rank l are the shards l, L + l, 2 L + l, .., and shard n L + l belongs to
-the rank of the rail on node n: no value has to change its place. Without it they are an L-th of each run of values. All
-ranks of a rail decode the same messages, and each node copies the result, so replicas are equal to the bit.
+the rank of the rail on node n: no value has to change its place. Without the distributed optimizer the parts are an
+L-th of each run of values. All ranks of a rail decode the same messages, and each node copies the result, so replicas
+are equal to the bit.
 """
 
 from collections.abc import Sequence
@@ -39,14 +41,14 @@ _INSIDE = "gradient reduction inside a node"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TwoLevelPlan:
-    """The parts of a bucket that a rank reduces over its rail, and the bytes that all of it moves.
+    """The plan of one bucket in two levels: the ranges of each step, and the bytes that one rank sends.
 
     Args:
         numel: elements of the bucket.
-        coded, dense: the ranges that are encoded, and those that are sent as they are, in any order.
-        levels: nodes and their members; two levels.
+        coded, dense: the ranges that are encoded between nodes, and the ranges that are sent dense, in any order.
+        levels: numbers of nodes and of their members.
         place: the place of this rank in its node.
-        sharded: whether a rank needs only its own shard of the sum.
+        sharded: True if a rank needs only its own shard of the sum (the distributed optimizer).
     """
 
     numel: int
@@ -60,7 +62,7 @@ class TwoLevelPlan:
 
     @cached_property
     def slabs(self) -> list[Range]:
-        """The ranges that a node adds up, each cut evenly among its ranks."""
+        """Ranges that the ranks of a node add up; each range is cut evenly among the ranks."""
         members, nodes = self.levels.members, self.levels.nodes
         if self.sharded:
             return [(node * self.numel // nodes, self.numel // nodes) for node in range(nodes)]
@@ -68,8 +70,8 @@ class TwoLevelPlan:
         return [(start, members * size) for start, size in sizes if size]
 
     @cached_property
-    def rests(self) -> list[Range]:
-        """The ends of runs that cannot be cut evenly into blocks: all replicas sum them as they are."""
+    def remainders(self) -> list[Range]:
+        """Ends of runs that cannot be cut evenly into blocks: all replicas sum them dense, in one level."""
         if self.sharded:
             return []
         unit = self.levels.members * BLOCK
@@ -81,13 +83,13 @@ class TwoLevelPlan:
 
     @cached_property
     def parts(self) -> list[Range]:
-        """The part of each slab whose sum over the node this rank holds."""
+        """Part of each slab whose sum over the node this rank holds."""
         lengths = ((start, length // self.levels.members) for start, length in self.slabs)
         return [(start + self.place * length, length) for start, length in lengths]
 
     @cached_property
     def across(self) -> ExchangePlan:
-        """The exchange over the rail."""
+        """Plan of the exchange over the rail."""
         nodes, members = self.levels.nodes, self.levels.members
         if self.sharded:
             return ExchangePlan(
@@ -107,26 +109,30 @@ class TwoLevelPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Memory for messages."""
+        """Bytes of memory for messages."""
         return self.across.wire_bytes
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that one rank sends inside its node: to add up, and without the distributed optimizer to gather."""
+        """Bytes that one rank sends inside its node: for the sums, and without the distributed optimizer to gather
+        them.
+        """
         size, members = self.dtype.itemsize, self.levels.members
         summed = sum(reduce_scatter_bytes(length * size, members) for _, length in self.slabs)
         return summed * (1 if self.sharded else 2)
 
     def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends, inside its node and to others; `whole`: see `Reducer.start`."""
+        """Return the bytes that one rank sends, inside its node and to others; `whole` is the argument of
+        `Reducer.start`.
+        """
         size, ranks = self.dtype.itemsize, self.levels.members * self.levels.nodes
-        dense = sum(all_reduce_bytes(length * size, ranks) for _, length in self.rests)
+        dense = sum(all_reduce_bytes(length * size, ranks) for _, length in self.remainders)
         if self.sharded and whole:
             dense = reduce_scatter_bytes(self.numel * size, ranks)
         return self.inside_bytes + self.across.sent_bytes() + dense
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Bytes of one rank that leave its node; `beside`: the members of a node."""
+        """Return the bytes of one rank that leave its node; `beside` is the number of members of a node."""
         ranks = self.levels.members * self.levels.nodes
         rings = self.sent_bytes(whole) - self.inside_bytes - self.across.sent_bytes()
         return self.across.leaving_bytes(1) + leaving_ring(rings, ranks, beside)
@@ -165,7 +171,7 @@ def sent_alone(
     whole: bool = False,
     levels: Levels = ONE_LEVEL,
 ) -> int:
-    """Bytes that one rank sends of one encoded parameter, in an exchange of its own."""
+    """Return the bytes that one rank sends to reduce one encoded parameter in an exchange of its own."""
     bucket = -(-numel // ranks) * ranks
     plan = block_plan(
         bucket, [(0, numel)], (), dtype, ranks, sharded=sharded, formats=formats, levels=levels
@@ -174,12 +180,12 @@ def sent_alone(
 
 
 class TwoLevelReducer(Reducer):
-    """Sums gradients exactly inside each node, and the nodes' sums in blocks of few bits; see the module.
+    """Reducer of a bucket in two levels: exact sums inside each node, and sums of nodes in blocks of few bits.
 
     Args:
         flat: the bucket, one dimension, fp32 or bf16.
-        groups: of two levels.
-        codecs, pool, gauge: see `BlockReducer`.
+        groups: groups of two levels.
+        codecs, pool, gauge: the arguments of `BlockReducer`, for sums of nodes.
     """
 
     def __init__(
@@ -198,26 +204,26 @@ class TwoLevelReducer(Reducer):
         self._inside = [
             (_view(flat, part), _view(flat, slab)) for part, slab in zip(plan.parts, plan.slabs, strict=True)
         ]
-        self._rests = [_view(flat, rest) for rest in plan.rests]
+        self._remainders = [_view(flat, rest) for rest in plan.remainders]
         self._sums: list[PendingCollective] = []
         self._whole = self._started = False
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
-        """See `Reducer`."""
+        """Add up inside the node, and start the exchange of the sums between nodes."""
         self._whole, self._started = whole and self.plan.sharded, True
         self.encoded += self.plan.matrices
-        self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in self._rests]
+        self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in self._remainders]
         start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
         self._across.start()
 
     def second_phase(self) -> None:
-        """See `Reducer`."""
+        """Add up the nodes' sums, and without the distributed optimizer send the results over the rail."""
         self._across.second_phase()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `Reducer`."""
+        """Wait for the exchange between nodes; gather the results inside the node, or whole gradients if asked to."""
         if not self._started:
             return
         self._started = False
@@ -241,19 +247,19 @@ def block_reducer(
     pool: MessagePool,
     gauge: Gauge,
 ) -> BlockReducer | TwoLevelReducer:
-    """Make the reducer of `flat` in the levels of its plan."""
+    """Make the reducer of the bucket `flat`, in one level or in two, as `plan` has it."""
     if isinstance(plan, TwoLevelPlan):
         return TwoLevelReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
     return BlockReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
 
 
-def _view(flat: torch.Tensor, of: Range) -> torch.Tensor:
-    start, length = of
+def _view(flat: torch.Tensor, chosen: Range) -> torch.Tensor:
+    start, length = chosen
     return flat[start : start + length]
 
 
 def _within(ranges: Sequence[Range], parts: Sequence[Range]) -> list[Range]:
-    """Cut ranges to the parts that lie in `parts`; both are few, and in any order."""
+    """Return the parts of `ranges` that lie in `parts`; both lists are short, and in any order."""
     cuts = (
         (max(start, first), min(start + length, first + size))
         for start, length in ranges

@@ -34,10 +34,10 @@ SHARES = (0.0, 0.1, 0.5)
 """Shares of the variance of a replica's gradient that all replicas have in common."""
 
 VARIANTS = ((1, "int4"), (2, "int4"), (1, "int8"), (2, "int8"))
-"""Levels and format of each column."""
+"""Number of levels, and format, of each column of the table."""
 
 Errors = dict[tuple[float, int, str], float]
-"""The relative error by share, levels and format."""
+"""Relative error of the sum, by share, number of levels and format."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

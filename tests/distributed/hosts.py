@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[str]]:
-    """Make so many namespaces, each with one interface, on a switch in a namespace of its own; yield their names."""
+    """Make `count` namespaces, each with one interface, on a switch in a namespace of its own; yield their names."""
     prefix = f"occ{os.getpid()}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{host}" for host in range(count)]
     try:

@@ -16,7 +16,7 @@ from tests.forked_ranks import run_ranks
 
 D = 4
 V = 8 << 20
-"""Bytes of the embedding's gradient: so many that those of TCP, ARP and barriers do not matter."""
+"""Bytes of the embedding's gradient: so many that the bytes of TCP, ARP and barriers do not matter."""
 
 ROUNDS = 4
 """Number of rounds, whose smallest count is taken: on a busy machine acknowledgements come late, and TCP sends segments

@@ -17,7 +17,7 @@ SHARDED = f"{REDUCED} {table.OVERLAPPED} {table.SMALL_BUCKETS}"
 
 
 def on_nodes(name: str, members: int, layout: table.Layout, flags: str, ours: str | None = None) -> RunSpec:
-    """A run whose nodes have so many ranks."""
+    """Return the specification of a run with `members` ranks on each node."""
     spec = RunSpec(name=f"{name}, {layout[0] // members} nodes of {members}", layout=layout, flags=flags, ours=ours)
     return spec.but(spec.name, before=(partial(interventions.nodes_of, members),))
 
