@@ -82,7 +82,14 @@ def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
 
 
 def pass_of(
-    model: Any, groups: Any = None, *, zero: bool = True, batch: int = 0, fail: bool = False, schedule: Any = None
+    model: Any,
+    groups: Any = None,
+    *,
+    zero: bool = True,
+    batch: int = 0,
+    fail: bool = False,
+    schedule: Any = None,
+    forward_only: bool = False,
 ) -> None:
     """Run one forward-backward pass, over the same data for each `batch`; without `zero`, gradients add up."""
     from megatron.core import parallel_state
@@ -103,13 +110,13 @@ def pass_of(
     own = {}
     if groups is not None:
         own = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, model.config)}
-    if zero:
+    if zero and not forward_only:
         model.zero_grad_buffer()
     stages = model.config.pipeline_model_parallel_size
     schedule = schedule or get_forward_backward_func(pp_size=stages, vp_size=None)
     schedule(
         forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=MICRO_BATCHES,
-        seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, forward_only=False, **own,
+        seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, forward_only=forward_only, **own,
     )  # fmt: skip
 
 
