@@ -19,9 +19,15 @@ from optimus_cc_ext.api import (
     uninstall,
 )
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.errors import FlagError, OptimusError, RanksDisagree, UnfitState, UnsupportedMegatron
 
 __all__ = [
+    "FlagError",
     "OptimusConfig",
+    "OptimusError",
+    "RanksDisagree",
+    "UnfitState",
+    "UnsupportedMegatron",
     "__version__",
     "begin_step",
     "collect_metrics",

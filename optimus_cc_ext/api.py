@@ -10,12 +10,13 @@ docs/custom-loops.md shows a complete loop.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from optimus_cc_ext.config import OptimusConfig, flag_of
+from optimus_cc_ext.announce import say
+from optimus_cc_ext.config import OptimusConfig, OptimusFields, flag_of
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, resolve
-from optimus_cc_ext.errors import FlagError, OptimusError, require_torch
+from optimus_cc_ext.errors import FlagError, OptimusError, named_fields, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,9 @@ __all__ = [
     "uninstall",
 ]
 
+Preset = Literal["paper", "balanced"]
+"""The names of presets."""
+
 _installation: "Installation | None" = None
 _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
 
@@ -43,7 +47,7 @@ _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
 def compress(
     models: "torch.nn.Module | Sequence[torch.nn.Module]",
     optimizer: Any,
-    config: OptimusConfig | str | None = "balanced",
+    config: "OptimusConfig | Preset | None" = "balanced",
     *,
     train_iters: int | None = None,
     measure_every: int = 10,
@@ -117,13 +121,13 @@ def uninstall() -> None:
 
 
 def preset(
-    name: str,
+    name: Preset,
     *,
     stages: int,
     data_parallel: int,
     tied_embeddings: bool = True,
     distributed_optimizer: bool = False,
-    **changes: object,
+    **changes: Unpack[OptimusFields],
 ) -> OptimusConfig:
     """Make the configuration that `--optimus-cc NAME` stands for, as far as the layout allows each of its techniques.
 
@@ -144,7 +148,13 @@ def preset(
         stages=stages, data_parallel=data_parallel, tied_embeddings=tied_embeddings, train_iters=1,
         distributed_optimizer=distributed_optimizer, master_copies=distributed_optimizer,
     )  # fmt: skip
-    return resolve(Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout).config
+    try:
+        resolution = resolve(Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout)
+    except FlagError as error:
+        raise error.naming_fields() from None
+    for note in resolution.notes:
+        say(f"optimus-cc: {named_fields(note)}")
+    return resolution.config
 
 
 def begin_step(iteration: int | None = None, *, measured: bool = False) -> None:

@@ -12,10 +12,20 @@ go through the wrapped functions of megatron-core; steps, metrics and state come
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
-from optimus_cc_ext.api import begin_step, collect_metrics, current_session, end_step, install, preset, uninstall
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.announce import say
+from optimus_cc_ext.api import (
+    Preset,
+    begin_step,
+    collect_metrics,
+    current_session,
+    end_step,
+    install,
+    preset,
+    uninstall,
+)
+from optimus_cc_ext.config import OptimusConfig, OptimusFields
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Compression"]
@@ -44,7 +54,9 @@ class Compression:
         UnsupportedMegatron: this version of megatron-core was not tested.
     """
 
-    def __init__(self, config: Any, compression: str | OptimusConfig = "paper", **changes: object) -> None:
+    def __init__(
+        self, config: Any, compression: Preset | OptimusConfig = "paper", **changes: Unpack[OptimusFields]
+    ) -> None:
         for name, given in _UNSUPPORTED:
             if given(config):
                 raise FlagError(name, "not supported with Optimus-CC on Megatron-Bridge", "Leave it out")
@@ -57,7 +69,7 @@ class Compression:
                 data_parallel=int(os.environ.get("WORLD_SIZE", "1")) // parallel,
                 tied_embeddings=getattr(model, "share_embeddings_and_output_weights", True),
                 distributed_optimizer=_gathers(config),
-                **changes,  # type: ignore[arg-type]
+                **changes,
             )
         install(compression, train_iters=config.train.train_iters)
         self._session = current_session()
@@ -94,7 +106,7 @@ class Compression:
             state.wandb_logger.log(metrics, step)
         if os.environ.get("RANK", "0") == "0":
             text = " | ".join(f"{name.removeprefix('optimus-cc/')}: {value:.4g}" for name, value in metrics.items())
-            print(f"  optimus-cc step {step} | {text}", flush=True)
+            say(f"  optimus-cc step {step} | {text}")
 
     def on_train_end(self, context: Any) -> None:
         """Remove the compression; a checkpoint that Bridge writes later still gets the state."""

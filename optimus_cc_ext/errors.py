@@ -6,6 +6,7 @@ debug.
 
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ __all__ = [
     "UnsupportedMegatron",
     "exit_with",
     "is_first_local_rank",
+    "named_fields",
     "require_extra",
     "require_megatron",
     "require_torch",
@@ -47,6 +49,18 @@ class FlagError(OptimusError, ValueError):
     def __init__(self, flag: str, reason: str, cure: str) -> None:
         super().__init__(f"{flag}: {reason}. {cure}.")
         self.flag, self.reason, self.cure = flag, reason, cure
+
+    def naming_fields(self) -> "FlagError":
+        """Return this error for a Python program, whose message names fields and keyword arguments."""
+        error = FlagError(self.flag, self.reason, self.cure)
+        error.args = (named_fields(str(self)),)
+        return error
+
+
+def named_fields(text: str) -> str:
+    """Return a text about flags with the names of fields and keyword arguments in their place."""
+    text = re.sub(r"--optimus-cc\b( paper| balanced)?", r"the preset\1", text)
+    return re.sub(r"--([a-z0-9]+(?:-[a-z0-9]+)*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 class UnknownName(OptimusError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
 from optimus_cc_ext.checkpoint.resuming import settings_of
@@ -86,7 +87,7 @@ def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bo
     resume = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=_unwanted(args, release=release))
     lines = resume.restore(session)
     for line in lines if dist.get_rank() == 0 else ():
-        print(f"optimus-cc: {line}", flush=True)
+        say(f"optimus-cc: {line}")
 
 
 def _unwanted(args: Any, *, release: bool) -> str | None:

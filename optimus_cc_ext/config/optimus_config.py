@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.classes import (
@@ -19,7 +19,37 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.config.options import Values, completed, option
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["CLASSES_BY_FLAG", "OptimusConfig"]
+__all__ = ["CLASSES_BY_FLAG", "OptimusConfig", "OptimusFields"]
+
+
+class OptimusFields(TypedDict, total=False):
+    """The fields of `OptimusConfig` as keyword arguments, for type checkers; a test compares the two."""
+
+    pipeline_forward_format: Literal["dense", "int8", "fp8"]
+    compressed_backprop: bool
+    compressed_backprop_format: Literal["low-rank", "int8", "int4", "fp8", "dense"]
+    compressed_backprop_rank: int
+    compressed_backprop_messages: Literal["epilogue", "all"] | None
+    compressed_backprop_warmup: float
+    lazy_error_propagation: bool | None
+    residual_across_iterations: Literal["carry", "drop"]
+    fused_embedding_sync: bool
+    fused_embedding_sync_format: Literal["dense", "int8", "int4"]
+    dp_compression: bool
+    dp_compression_format: Literal["low-rank", "int8", "int4", "dense"]
+    dp_compression_rank: int
+    dp_compression_warmup: float
+    dp_error_feedback: bool | None
+    dp_compression_stages: int | Literal["all", "auto"]
+    dp_compression_levels: Literal["auto", "one", "two"]
+    param_gather_format: Literal["dense", "int8", "int4"]
+    compression_seed: int
+    compression_state_dtype: Literal["fp32", "bf16"]
+    low_rank_wire: Literal["dense", "int8"]
+    block_rotation: bool
+    compression_metrics: bool
+    compression_forecast: bool
+    compression_error_statistics: bool
 
 
 @completed
@@ -102,7 +132,7 @@ class OptimusConfig(
         """True if any class of traffic is sent in another form than vanilla Megatron's."""
         return any(map(self.is_on, CLASSES))
 
-    def replace(self, **changes: object) -> "OptimusConfig":
+    def replace(self, **changes: Unpack[OptimusFields]) -> "OptimusConfig":
         """Return a validated copy with some fields changed. A changed format also resets the fields that follow from
         it.
         """

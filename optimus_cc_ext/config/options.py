@@ -116,12 +116,22 @@ def values_of(field: "dataclasses.Field[Any]") -> Values:
     return field.metadata["values"] or (choice if words else Values())
 
 
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Return whether `value` is of type `kind`, without literals: bool is no int, and int is a float."""
+    if parts := typing.get_args(kind):
+        return any(_is_of_type(value, part) for part in parts)
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
 class Options:
     """The base of dataclasses of options, which refuses values out of range and names their flags."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, values = getattr(self, field.name), values_of(field)
+            if not literals_of(field.type) and not _is_of_type(value, field.type):
+                kind = type_of(field).__name__
+                raise FlagError(flag_of(field.name), f"{value!r} is not of type {kind}", f"Give a value of type {kind}")
             if not values.allows(value):
                 raise FlagError(flag_of(field.name), values.reason.format(value), values.cure)
 
@@ -145,7 +155,12 @@ def completed[T](options: type[T]) -> type[T]:
                 values[field.name] = follows.low_rank if values[follows.format] == "low-rank" else follows.others
             if format and values[format] != defaults[format]:
                 values[field.name] = values[format] != "dense"
-        store(self, **values)
+        try:
+            store(self, **values)
+        except FlagError as error:  # for Python programs; the command line names the flag as it was written
+            raise error.naming_fields() from None
 
     options.__init__ = init  # type: ignore[method-assign, assignment]
+    helps = "".join(f"\n    {f.name}: {f.metadata['help']}" for f in fields if f.metadata["help"])
+    options.__doc__ = f"{options.__doc__}\n\nFields:{helps}"
     return options

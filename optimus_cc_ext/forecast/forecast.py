@@ -12,6 +12,7 @@ from statistics import fmean
 
 import torch
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.options import flag_of
@@ -275,4 +276,4 @@ def _say(session: Session, found: Forecast) -> None:
         if found.one_level and found.compressed_stages:
             lines.insert(1, "--dp-compression-levels auto: one level, because sums inside a node take longer here")
     for line in lines:
-        print(f"optimus-cc: {line}", flush=True)
+        say(f"optimus-cc: {line}")

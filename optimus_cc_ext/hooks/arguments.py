@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
@@ -62,7 +63,7 @@ def _validate(
         exit_with(error)
     if is_first_local_rank():
         for note in (*notes, *resolution.notes):
-            print(f"optimus-cc: {note}", flush=True)
+            say(f"optimus-cc: {note}")
     on_resolved(resolution, layout)
     return result
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
-from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.errors import FlagError, OptimusError, named_fields
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_of, grid_of, layout_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, reasons, shared_sessions
@@ -53,7 +54,7 @@ def _attach(
     try:
         chosen, layout = _settled(models, grid, optimizer, config, train_iters)
     except OptimusError as error:
-        refused = error
+        refused = error.naming_fields() if isinstance(error, FlagError) else error
     grid.meet()
     for rank, reason in reasons(grid, None if refused is None else str(refused)):
         raise refused or OptimusError(f"rank {rank}: {reason}")
@@ -115,5 +116,5 @@ def _preset(name: str, layout: Layout) -> OptimusConfig:
         raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
     resolution = resolve(Request({}, {}, preset=name), layout)
     for note in resolution.notes if dist.get_rank() == 0 else ():
-        print(f"optimus-cc: {note}", flush=True)
+        say(f"optimus-cc: {named_fields(note)}")
     return resolution.config

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import refuse_unsupported
@@ -87,7 +88,7 @@ def place(session: Session, model: Any) -> None:
     if placement is not None:
         lines.append(placement)
     for line in lines if grid.is_first else ():
-        print(f"optimus-cc: {line}", flush=True)
+        say(f"optimus-cc: {line}")
 
 
 def _as_built(layout: Layout | None, model: Any) -> Layout | None:

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from optimus_cc_ext.announce import on_standard_output, say
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_local_rank
@@ -41,6 +42,7 @@ class Installation:
             UnsupportedMegatron: the version is not supported, or a seam does not hold.
         """
         check_version()
+        on_standard_output()
         if config is None:
             self._applied.apply(arguments.wraps(self._resolved))
         else:
@@ -66,7 +68,7 @@ class Installation:
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)
         if is_first_local_rank():
-            print(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}", flush=True)
+            say(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}")
 
 
 def all_seams() -> list[Seam]:

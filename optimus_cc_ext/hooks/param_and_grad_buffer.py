@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.metrics.traffic import leaving_ring
@@ -63,7 +64,7 @@ def attach(session: Session, bucket_group: Any, patches: Patches, experts: Colle
     )  # fmt: skip
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
-        print(f"optimus-cc: {line}", flush=True)
+        say(f"optimus-cc: {line}")
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
     if plan.gather_bytes:
         shards = [

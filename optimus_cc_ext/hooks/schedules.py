@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import saves_nothing
 from optimus_cc_ext.forecast.forecast import Forecaster
@@ -182,24 +183,22 @@ def _announce_memory(session: Session) -> None:
     link, buckets, _ = max(taken, key=sum)
     messages = max(messages for *_, messages in taken)
     if any(technique.on for technique in session.techniques):
-        print(
+        say(
             f"optimus-cc: compressor state in {session.config.compression_state_dtype}: up to "
             f"{(link + buckets) / 1e6:.1f} MB on a rank ({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB "
-            "gradient buckets)",
-            flush=True,
+            "gradient buckets)"
         )
     if messages:
-        print(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank", flush=True)
+        say(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank")
     if any(later):
-        print(
+        say(
             f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, on "
-            "stages whose GPUs have that much memory",
-            flush=True,
+            "stages whose GPUs have that much memory"
         )
     if session.new_groups is not None and (line := session.new_groups.line) is not None:
-        print(f"optimus-cc: {line}", flush=True)
+        say(f"optimus-cc: {line}")
     if None not in free:
-        print(f"optimus-cc: free GPU memory: at least {min(free) / 1e6:.0f} MB on each rank", flush=True)
+        say(f"optimus-cc: free GPU memory: at least {min(free) / 1e6:.0f} MB on each rank")
 
 
 def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> None:
@@ -209,7 +208,7 @@ def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> N
     for traffic in CLASSES if session.grid.is_first else ():
         known = {answers[traffic.name] for answers in everyone} - {None}
         if session.config.format_of(traffic) == "low-rank" and known == {False}:
-            print(f"optimus-cc: {saves_nothing(session.config, traffic)}", flush=True)
+            say(f"optimus-cc: {saves_nothing(session.config, traffic)}")
 
 
 def _free_bytes() -> int | None:

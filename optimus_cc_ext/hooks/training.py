@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.metrics.report import ErrorAlarm
@@ -91,7 +92,7 @@ class _Reporter:
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
         for line in (*report.lines(), *self._alarm.lines(report)):
-            print(f"  optimus-cc {line}", flush=True)
+            say(f"  optimus-cc {line}")
         scalars = report.scalars()
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():

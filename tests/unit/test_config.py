@@ -53,7 +53,7 @@ def test_a_rank_is_accepted_from_one_on(field: str, rank: int) -> None:
         return
     error = refused(**{field: rank})
     assert error.flag == flag_of(field)
-    assert flag_of(field) in str(error) and str(rank) in str(error)
+    assert field in str(error) and str(rank) in str(error)
     assert "sends nothing" in str(error) and "at least 1" in str(error)
 
 
@@ -89,13 +89,13 @@ def test_a_value_that_is_no_choice_is_refused(field: str) -> None:
 
 
 def test_each_dataclass_validates_itself_and_a_copy_with_changes_again() -> None:
-    with pytest.raises(FlagError, match="--compressed-backprop-rank"):
+    with pytest.raises(FlagError, match=r"^compressed_backprop_rank"):
         CompressedBackpropConfig(compressed_backprop_rank=0)
-    with pytest.raises(FlagError, match="--dp-compression-rank"):
+    with pytest.raises(FlagError, match=r"^dp_compression_rank"):
         DataParallelCompressionConfig(dp_compression_rank=0)
     config = OptimusConfig(dp_compression=True)
     assert config.replace(dp_compression_rank=7) == OptimusConfig(dp_compression=True, dp_compression_rank=7)
-    with pytest.raises(FlagError, match="--dp-compression-rank"):
+    with pytest.raises(FlagError, match=r"^dp_compression_rank"):
         config.replace(dp_compression_rank=0)
 
 

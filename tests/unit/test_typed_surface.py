@@ -1,0 +1,97 @@
+"""Law: a type checker finds typos in what a training loop calls, and Python refuses what it cannot find."""
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import optimus_cc_ext
+from optimus_cc_ext import FlagError, OptimusConfig
+from optimus_cc_ext.config import OptimusFields
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+from __future__ import annotations
+import torch
+import optimus_cc_ext
+from optimus_cc_ext import FlagError, OptimusConfig, OptimusError, UnfitState
+
+
+def main(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    config = optimus_cc_ext.preset("balanced", stages=4, data_parallel=2, dp_compression_rank=8)
+    config = config.replace(compressed_backprop=True)
+    with optimus_cc_ext.compress([model], optimizer, config, train_iters=10) as compression:
+        with compression.step(1, measured=True) as step:
+            step.done(applied=True, grad_norm=1.0, clip_grad=1.0)
+        try:
+            compression.load_state_dict(compression.state_dict())
+        except (UnfitState, FlagError, OptimusError):
+            compression.remove()
+        return compression.metrics()
+"""
+
+TYPOS = {
+    'preset("balanced", stages=4': 'preset("balancd", stages=4',
+    "dp_compression_rank=8": "dp_compresion_rank=8",
+    "compressed_backprop=True": 'compressed_backprop="yes"',
+    "train_iters=10": "train_iter=10",
+    "grad_norm=1.0": "norm=1.0",
+}
+
+
+def errors_of_mypy(script: str, folder: Path) -> list[str]:
+    path = folder / "user.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "mypy.ini"), str(path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return [line for line in run.stdout.splitlines() if line.startswith(str(path)) and ": error:" in line]
+
+
+def test_mypy_finds_five_typos_and_nothing_else(tmp_path: Path) -> None:
+    assert errors_of_mypy(SCRIPT, tmp_path) == []
+    with_typos = SCRIPT
+    for right, wrong in TYPOS.items():
+        assert with_typos.count(right) == 1
+        with_typos = with_typos.replace(right, wrong)
+    errors = errors_of_mypy(with_typos, tmp_path)
+    assert len(errors) == len(TYPOS) and len({error.split(":")[1] for error in errors}) >= 4, errors
+
+
+def test_the_typed_keywords_are_the_fields_that_have_a_help() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(OptimusConfig) if field.metadata["help"]}
+    assert typing.get_type_hints(OptimusFields) == fields
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("compressed_backprop_rank", "8", "'8' is not of type int"),
+        ("compressed_backprop_rank", 8.0, "8.0 is not of type int"),
+        ("compressed_backprop_rank", True, "True is not of type int"),
+        ("compressed_backprop", "no", "'no' is not of type bool"),
+        ("dp_compression_warmup", "0.1", "'0.1' is not of type float"),
+        ("dp_error_feedback", 1, "1 is not of type bool"),
+        ("low_rank_wire", "int4", "'int4' is not one of dense, int8"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_its_field(field: str, value: object, said: str) -> None:
+    for make in (OptimusConfig, OptimusConfig().replace):
+        with pytest.raises(FlagError) as refused:
+            make(**{field: value})  # type: ignore[arg-type]
+        assert str(refused.value).startswith(f"{field}: {said}")
+
+
+def test_messages_for_programs_name_fields() -> None:
+    with pytest.raises(FlagError) as refused:
+        optimus_cc_ext.preset("paper", stages=1, data_parallel=2, fused_embedding_sync=True)
+    assert "--" not in str(refused.value)
+    assert "fused_embedding_sync" in str(refused.value) and "pipeline_model_parallel_size 2" in str(refused.value)
+
+
+def test_every_field_has_its_help_where_python_shows_it() -> None:
+    for field in dataclasses.fields(OptimusConfig):
+        assert (f"{field.name}: " in (OptimusConfig.__doc__ or "")) == bool(field.metadata["help"])
