@@ -2,14 +2,16 @@
 
 import logging
 
+from optimus_cc_ext.errors import named_fields
+
 __all__ = ["on_standard_output", "say"]
 
 _LOGGER = logging.getLogger("optimus_cc_ext")
 
 
 def say(line: str) -> None:
-    """Log a line of level INFO."""
-    _LOGGER.info(line)
+    """Log a line of level INFO; for a Python program in the names of fields instead of flags."""
+    _LOGGER.info(line if _prints() else named_fields(line))
 
 
 class _StandardOutput(logging.Handler):
@@ -21,7 +23,11 @@ class _StandardOutput(logging.Handler):
 
 def on_standard_output() -> None:
     """Print every line from now on, whatever the level of other loggers is."""
-    if not any(isinstance(handler, _StandardOutput) for handler in _LOGGER.handlers):
+    if not _prints():
         _LOGGER.addHandler(_StandardOutput())
     _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False
+
+
+def _prints() -> bool:
+    return any(isinstance(handler, _StandardOutput) for handler in _LOGGER.handlers)

@@ -16,7 +16,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.config import OptimusConfig, OptimusFields, flag_of
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, resolve
-from optimus_cc_ext.errors import FlagError, OptimusError, named_fields, require_torch
+from optimus_cc_ext.errors import FlagError, OptimusError, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def preset(
     except FlagError as error:
         raise error.naming_fields() from None
     for note in resolution.notes:
-        say(f"optimus-cc: {named_fields(note)}")
+        say(f"optimus-cc: {note}")
     return resolution.config
 
 

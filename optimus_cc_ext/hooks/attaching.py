@@ -11,7 +11,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
-from optimus_cc_ext.errors import FlagError, OptimusError, named_fields
+from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_of, grid_of, layout_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, reasons, shared_sessions
@@ -63,11 +63,11 @@ def _attach(
     handle = Handle(Session(chosen, layout))
     try:
         for model in models:
-            handle.attach(model)
+            handle._attach(model)
     except BaseException:
-        handle.detach()
+        handle._detach()
         raise
-    handle.follow_steps(optimizer, measure_every)
+    handle._follow_steps(optimizer, measure_every)
     return handle
 
 
@@ -116,5 +116,5 @@ def _preset(name: str, layout: Layout) -> OptimusConfig:
         raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
     resolution = resolve(Request({}, {}, preset=name), layout)
     for note in resolution.notes if dist.get_rank() == 0 else ():
-        say(f"optimus-cc: {named_fields(note)}")
+        say(f"optimus-cc: {note}")
     return resolution.config

@@ -84,19 +84,19 @@ class Handle:
     """
 
     def __init__(self, session: Session) -> None:
-        self.sessions, self._session, self._patches = shared_sessions(), session, Patches()
+        self._sessions, self._session, self._patches = shared_sessions(), session, Patches()
         self._models: list[Any] = []
         self._removed = False
 
-    def attach(self, model: Any) -> None:
+    def _attach(self, model: Any) -> None:
         """Compress a model chunk of this rank, which DistributedDataParallel has wrapped.
 
         Collective over all ranks of the model if it is the first one.
         """
-        join(self.sessions, self._compressing, model, self._patches)
+        join(self._sessions, self._compressing, model, self._patches)
         self._models.append(model)
 
-    def follow_steps(self, optimizer: Any, measure_every: int) -> None:
+    def _follow_steps(self, optimizer: Any, measure_every: int) -> None:
         """Begin a step when the gradients are zeroed, and end it after the optimizer's step; None: `step` announces
         steps.
 
@@ -218,9 +218,9 @@ class Handle:
         for model in self._models:
             for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
                 finish(self._session, bucket_group)
-        self.detach()
+        self._detach()
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """End compression without the other ranks: transfers that are under way are left to themselves."""
         self._session.end_step(applied=False)
         self._session.follows_zeroing = False  # if other code has wrapped our wraps, they stay, and do nothing
@@ -228,7 +228,7 @@ class Handle:
         self._patches.close()
         if self._session.new_groups is not None:
             self._session.new_groups.close()
-        self.sessions.remove(self._session)
+        self._sessions.remove(self._session)
         close_unless_used()
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class Handle:
         if error is None:
             self.remove()
         else:
-            self.detach()  # does not wait: other ranks may not have failed, and would not answer
+            self._detach()  # does not wait: other ranks may not have failed, and would not answer
 
     @property
     def _compressing(self) -> Session:
@@ -272,7 +272,7 @@ class Off(Handle):
     def remove(self) -> None:
         """Do nothing."""
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Do nothing."""
 
 

@@ -55,8 +55,8 @@ class Installation:
         self.session = Session(config, layout, train_iters)
         if config.any_technique or config.compression_metrics:
             self._handle = Handle(self.session)
-            self._handle.sessions.of_every_model = self.session
-            self._applied.apply(_loop_wraps(self._handle.attach, self.session))
+            self._handle._sessions.of_every_model = self.session
+            self._applied.apply(_loop_wraps(self._handle._attach, self.session))
 
     def remove(self) -> None:
         """Remove every wrap. Models that were built in the meantime train on as vanilla (`Handle.remove`)."""

@@ -1,6 +1,8 @@
 """Custom training loops: the loop of docs/custom-loops.md as the page has it, and variations that users make."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +27,29 @@ def the_documented_loop() -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     log, state = names["train"](STEPS)
-    session = optimus_cc_ext.current_session()
-    assert session is not None
-    optimus_cc_ext.load_state_dict(state)
-    return {"log": log, "iteration": state["iteration"], "techniques": sorted(state), "layout": session.layout}
+    return {"log": log, "iteration": state["iteration"]}
 
 
 def test_the_documented_loop_warms_up_compresses_and_measures() -> None:
     ranks = run_ranks(4, the_documented_loop)
     assert all(rank["log"] == ranks[0]["log"] for rank in ranks), "the same on every rank"
     assert all(rank["iteration"] == STEPS for rank in ranks)
-    assert ranks[0]["layout"].train_iters == STEPS
     for number, metrics in enumerate(ranks[0]["log"]):
         for traffic in ("pipeline backward", "DP gradients"):
             raw, sent = (metrics[f"optimus-cc/{traffic} {kind} bytes"] for kind in ("raw", "sent"))
             assert (sent < raw) == (number >= WARMUP), (number, traffic)
         assert metrics["optimus-cc/embedding sent bytes"] < metrics["optimus-cc/embedding raw bytes"]
         assert ("optimus-cc/SC relative error/stage 0" in metrics) == (number >= WARMUP)
+
+
+@pytest.mark.full
+def test_the_documented_loop_runs_as_written_on_a_laptop(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "loop.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "loop.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "'optimus-cc/DP gradients sent bytes': " in run.stdout
 
 
 def install_twice() -> tuple[str, bool]:
