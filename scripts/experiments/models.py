@@ -19,7 +19,9 @@ from optimus_cc_ext.errors import OptimusError
 VALIDATION_SHARE = 10
 """Percent of the text, in whole documents from its end, that is used for validation."""
 
-_LAYOUT = re.compile(r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?")
+_LAYOUT = re.compile(
+    r"(?:tp(?P<tp>[1-9]\d*))?pp(?P<pp>[1-9]\d*)dp(?P<dp>[1-9]\d*)(?P<zero>z1)?(?:n(?P<beside>[1-9]\d*))?"
+)
 
 
 class ExperimentError(OptimusError, ValueError, argparse.ArgumentTypeError):
@@ -65,7 +67,9 @@ others.
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """Arrangement of the ranks. The tensor-parallel ranks of one stage and replica share a host and its loopback."""
+    """Arrangement of the ranks. The tensor-parallel ranks of one stage and replica share a host and its loopback, and
+    so do `beside` replicas of a stage.
+    """
 
     tensor: int = 1
     stages: int = 2
@@ -73,26 +77,39 @@ class Layout:
     sharded: bool = False
     """True if Megatron's distributed optimizer shards the gradients, with parameters in bf16 as usual."""
 
+    beside: int = 1
+    """Number of replicas of a stage on each host; a divisor of `replicas`."""
+
     @property
     def hosts(self) -> int:
-        """Number of hosts: one for each stage of each replica."""
-        return self.stages * self.replicas
+        """Number of hosts: one for each stage of `beside` replicas."""
+        return self.stages * self.replicas // self.beside
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks on each host."""
+        return self.tensor * self.beside
 
     def __str__(self) -> str:
-        tensor = f"tp{self.tensor}" if self.tensor > 1 else ""
-        return f"{tensor}pp{self.stages}dp{self.replicas}{'z1' if self.sharded else ''}"
+        tensor, beside = f"tp{self.tensor}" if self.tensor > 1 else "", f"n{self.beside}" if self.beside > 1 else ""
+        return f"{tensor}pp{self.stages}dp{self.replicas}{'z1' if self.sharded else ''}{beside}"
 
     @staticmethod
     def parsed(text: str) -> "Layout":
-        """Read a layout such as pp2dp2, tp2pp4dp2, or pp2dp2z1 with the distributed optimizer and bf16.
+        """Read a layout such as pp2dp2, tp2pp4dp2, pp2dp2z1 with the distributed optimizer and bf16, or pp1dp4n2 with
+        two replicas on each host.
 
         Raises:
             ExperimentError: the text is no layout, or its single host would have no links.
         """
         match = _LAYOUT.fullmatch(text)
         if match is None:
-            raise ExperimentError(f"{text!r} is not a layout. Give [tpT]ppPdpD[z1], such as pp4dp2 or tp2pp2dp2")
-        layout = Layout(int(match["tp"] or 1), int(match["pp"]), int(match["dp"]), bool(match["zero"]))
+            raise ExperimentError(f"{text!r} is not a layout. Give [tpT]ppPdpD[z1][nL], such as pp4dp2 or tp2pp2dp2")
+        layout = Layout(
+            int(match["tp"] or 1), int(match["pp"]), int(match["dp"]), bool(match["zero"]), int(match["beside"] or 1)
+        )
+        if layout.replicas % layout.beside:
+            raise ExperimentError(f"{text!r}: {layout.replicas} replicas cannot be dealt out {layout.beside} to a host")
         if layout.hosts < 2:
             raise ExperimentError(f"{text!r}: a single host has no links. Give at least two stages or two replicas")
         return layout
@@ -119,7 +136,7 @@ class Training:
     @property
     def processes(self) -> int:
         """Number of ranks on all hosts together."""
-        return self.layout.hosts * self.layout.tensor
+        return self.layout.hosts * self.layout.ranks_per_host
 
     @property
     def layers(self) -> int:

@@ -53,6 +53,9 @@ def test_proportions_follow_from_the_layers_and_the_tokens() -> None:
 
 def test_a_layout_is_read_and_a_single_host_refused() -> None:
     assert Layout.parsed("pp4dp2") == Layout(1, 4, 2) and Layout.parsed("tp2pp2dp2") == Layout(2, 2, 2)
+    two_beside = Layout.parsed("pp1dp4z1n2")
+    assert two_beside == Layout(1, 1, 4, True, 2) and str(two_beside) == "pp1dp4z1n2"
+    assert (two_beside.hosts, two_beside.ranks_per_host) == (2, 2)
     assert str(Layout.parsed("tp2pp2dp2")) == "tp2pp2dp2" and Layout.parsed("tp2pp2dp2").hosts == 4
     for text in ("pp1dp1", "dp2pp2", "pp0dp2", "tp2pp1dp1"):
         with pytest.raises(ValueError, match=text):

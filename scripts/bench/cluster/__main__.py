@@ -3,12 +3,12 @@
     .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
     .venv/bin/python -m scripts.bench.cluster --find-rate     search the rate at which vanilla takes twice as long
 
-There is one host for each pipeline stage of each replica, and torchrun on every host. Vanilla and compressed variants
-take turns with the same seed and data, in alternating blocks. A run is one variant: the rate of all links is changed
-while it trains, once through all rates and back; a variant that chooses by the links when it starts
-(--dp-compression-stages auto) gets a run per rate. The results are OUTPUT/cluster.json with everything, cluster.md and
-plots. It takes iproute2, util-linux, and root or a machine whose users may make namespaces. Flags after -- are added to
-all variants but vanilla.
+There is one host for each pipeline stage of each replica, or of L replicas with the suffix nL, and torchrun on every
+host. Vanilla and compressed variants take turns with the same seed and data, in alternating blocks. A run is one
+variant: the rate of all links is changed while it trains, once through all rates and back; a variant that chooses by
+the links when it starts (--dp-compression-stages auto) gets a run per rate. The results are OUTPUT/cluster.json with
+everything, cluster.md and plots. It takes iproute2, util-linux, and root or a machine whose users may make
+namespaces. Flags after -- are added to all variants but vanilla.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     compared = parser.add_argument_group("what is compared")
     layouts = compared.add_mutually_exclusive_group()
     layouts.add_argument(
-        "--layouts", type=_list(Layout.parsed), help="[tpT]ppPdpD[z1], such as pp4dp2,pp2dp2z1 (pp2dp2)"
+        "--layouts",
+        type=_list(Layout.parsed),
+        help="[tpT]ppPdpD[z1][nL], such as pp4dp2,pp2dp2z1 (pp2dp2); nL: L replicas on a host",
     )
     layouts.add_argument("--hosts", type=_halves, dest="layouts", metavar="N", help="short for pp(N/2)dp2")
     compared.add_argument(

@@ -116,7 +116,7 @@ def train(
     with network(layout.hosts) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
-        launch(flags, folder, follower.take, deadline, ranks=layout.tensor, hosts=hosts)
+        launch(flags, folder, follower.take, deadline, ranks=layout.ranks_per_host, hosts=hosts)
     lines = lines_in(folder)
     run.techniques = next((found for line in lines if (found := parse_techniques(line))), "")
     run.forecast = [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
