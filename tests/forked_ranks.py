@@ -123,7 +123,7 @@ def _start(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # ranks must not import pytest's script
-        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # the server does not inherit sys.path
+        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # the fork server does not inherit sys.path
         process.start()
     answer_to.close()
     return _Rank(number=number, process=process, answers=answers, log=log)

@@ -69,10 +69,10 @@ class PackedFactors:
     """Rows of the matrix, and of P."""
 
     m: int
-    """Columns of the matrix, rows of Q."""
+    """Number of columns of the matrix, and of rows of Q."""
 
     r: int
-    """Columns of P and of Q."""
+    """Number of columns of P and of Q."""
 
     dtype: torch.dtype
     """Wire format of the factors: torch.float32, torch.bfloat16 or torch.float16."""

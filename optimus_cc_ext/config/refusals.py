@@ -49,7 +49,7 @@ class Refusal:
     """A test for whether the option affects a class of traffic in a configuration."""
 
     whole_run: bool = False
-    """True if the run is refused although a preset asked for the classes: with them dense it would be wrong, too."""
+    """True if the run is refused even under a preset, because it would be wrong with the classes dense, too."""
 
     def affected(self, args: argparse.Namespace, config: OptimusConfig) -> tuple[TrafficClass, ...]:
         """Return the classes of traffic that these arguments make unsupported."""

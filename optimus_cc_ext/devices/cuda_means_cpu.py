@@ -42,7 +42,7 @@ def _build(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         kwargs["device"] = _host_device(kwargs["device"])
     if kwargs.get("pin_memory"):
-        kwargs["pin_memory"] = False  # pinned memory is for copies to a GPU, and takes one
+        kwargs["pin_memory"] = False  # pinned memory serves copies to a GPU, and needs a GPU
     return factory(*args, **kwargs)
 
 

@@ -46,7 +46,7 @@ def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return [_stage(local, stage, gpt_config_from_args, GPTModelBuilder) for stage in range(_stages(args))]
-    except Exception:  # Megatron's model code raises what it likes where a part of the model takes a GPU
+    except Exception:  # Megatron's model code raises various errors if a part of the model needs a GPU
         return None
 
 
@@ -85,7 +85,7 @@ def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     with _fake_ranks(args, stage), _OnMeta(), Patches() as patches:
-        # It has no parameters, and does not take the arguments of multi-latent attention.
+        # The attention core has no parameters, and its constructor rejects the arguments of multi-latent attention.
         patches.replace(DotProductAttention, "__init__", lambda self, *_, **__: torch.nn.Module.__init__(self))
         config = config_of(args)
         config.transformer.perform_initialization = False
@@ -132,7 +132,7 @@ def _fake_ranks(args: argparse.Namespace, stage: int) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Puts every tensor that is made on the meta device, and moves none from there."""
+    """Mode of torch functions that puts every new tensor on the meta device, and moves none from there."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

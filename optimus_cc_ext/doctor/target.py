@@ -68,7 +68,7 @@ def emulate(target: str) -> None:
     from optimus_cc_ext.patching import Patches
 
     cpu_runtime.deactivate()
-    patches = Patches()  # never closed
+    patches = Patches()  # never closed: this process answers for one target only
     if not torch.cuda.is_available():
         torch_cuda.install(patches)
     capability = _CAPABILITIES[target]

@@ -79,7 +79,7 @@ class _Saving:
         self._finish()
         given, megatron_args = arguments_of(original, args, kwargs), get_args()
         if given["non_persistent_ckpt"] and megatron_args.non_persistent_ckpt_type == "local":
-            return original(*args, **kwargs)  # each node's own folder; a class with state is refused with it
+            return original(*args, **kwargs)  # local checkpoints: configuration refuses them for classes with state
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
         iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
         in_background = bool(megatron_args.async_save)

@@ -103,7 +103,7 @@ class Report:
         return {title: sqrt(error / compressed) for title, (error, compressed) in sums.items() if compressed != 0.0}
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the log."""
+        """Yield the log lines of the report: traffic, then errors and times of each technique."""
         parts = [
             f"{name}: {sent / 1e6:.3f} of {raw / 1e6:.3f} MB ({100 * sent / raw:.1f} %)"
             for name, (raw, sent) in self._bytes()

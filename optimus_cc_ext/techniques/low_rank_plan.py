@@ -72,7 +72,7 @@ class DenseRuns:
 
     @property
     def numel(self) -> int:
-        """Number of values of all runs."""
+        """Number of values of all these dense runs together."""
         return self.where.count * self.length
 
 

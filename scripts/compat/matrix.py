@@ -32,7 +32,7 @@ OUTCOMES = (ACCEPTED, LEFT_DENSE, REFUSED, BY_MEGATRON, NOTHING)
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of doctor's."""
+    """Answer of doctor's about one test case."""
 
     case: str
     outcome: str
@@ -43,7 +43,9 @@ class Answer:
 
 
 def ask(target: str, ours: Sequence[str], line: Line) -> Answer:
-    """Return doctor's answer about `line` with our flags, and without them where it is refused."""
+    """Return doctor's answer about `line` with our flags; if that is refused, doctor also judges the line without
+    them.
+    """
     found = _diagnosis(target, [*line.words, *ours])
     if found["ok"]:
         left = tuple(
@@ -113,7 +115,7 @@ def table(lines: Sequence[Line], answers: Sequence[Answer]) -> Iterable[str]:
 
 
 def main() -> int:
-    """Ask about every line, print the tables."""
+    """Ask doctor about every line, and print the tables."""
     parser = argparse.ArgumentParser(prog="scripts/compat_matrix.sh", description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="a checkout of Megatron-LM")
     parser.add_argument("--target", default="h100", help="the machine that would train (default: %(default)s)")

@@ -48,7 +48,7 @@ def install() -> None:
         ranks, config.context_parallel_size = config.context_parallel_size, 1
         original(self, config, *args, **kwargs)
         config.context_parallel_size = ranks
-        if ranks > 1:  # the mask is given, and the softmax is not to make one of its own
+        if ranks > 1:  # a mask is passed in, so the softmax must not make one
             self.scale_mask_softmax.attn_mask_type = AttnMaskType.arbitrary
 
     def forward(original: Any, self: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:

@@ -165,7 +165,7 @@ def test_the_harness_measures_megatrons_loss_of_a_text(
         bits = ask("--model", folder, "--text", path, "--batch-size", "3")["local_text"]["bits_per_byte,none"]
         return bits * math.log(2) * len(path.read_bytes())
 
-    # Computed by hand: token by token, from the past that its window shows.
+    # The expected bits, computed by hand: each token from the tokens before it in its window.
     ids = [tokenizer.eos_token_id, *tokenizer(text.read_text())["input_ids"]]
     assert len(ids) - 1 > 3 * LENGTH
     model, total = load(folder), 0.0

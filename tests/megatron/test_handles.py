@@ -58,7 +58,9 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def compressed_beside_a_vanilla_model(config: Any) -> tuple[dict[str, float], float, bool, int]:
     own_loops.start(2)
-    os.environ["OPTIMUS_CC_NODE"] = f"node {torch.distributed.get_rank()}"  # balanced compresses between nodes only
+    os.environ["OPTIMUS_CC_NODE"] = (
+        f"node {torch.distributed.get_rank()}"  # the preset `balanced` compresses between nodes only
+    )
     vanilla, model = own_loops.build(2), own_loops.build(2)
     optimizer = own_loops.optimizer_of(model)
     own_loops.pass_of(vanilla)

@@ -43,7 +43,7 @@ def test_a_signal_to_on_node_alone_makes_every_rank_save_and_end_with_status_0(t
         while trained() < 2:
             assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
             time.sleep(0.2)
-        # This is the signal of a time limit, whose default action would kill torchrun and the ranks.
+        # Slurm sends SIGUSR1 before a time limit; its default action would kill torchrun and the ranks.
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
     finally:

@@ -106,7 +106,9 @@ def test_a_residual_from_before_a_warmup_is_forgotten_in_it():
     session = new_session(compressed_backprop_warmup=0.25)
     announced_step(session, 2, [1])
     assert residual(session).any()
-    session.layout = dataclasses.replace(session.layout, train_iters=100)  # as if the run had been made longer
+    session.layout = dataclasses.replace(
+        session.layout, train_iters=100
+    )  # as in a resumed run with a larger --train-iters
     announced_step(session, 3, [2])
     assert not residual(session).any()
 
