@@ -6,6 +6,7 @@ from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import Limit
 from tests.megatron.specs import RunSpec, full, uses
+from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron_runs import last_stage_losses, relative_gap
 
 NORMS = 5
@@ -22,8 +23,10 @@ def on_nodes(name: str, members: int, layout: table.Layout, flags: str, ours: st
     return spec.but(spec.name, before=(partial(interventions.nodes_of, members),))
 
 
-def limit(name: str, members: int, layout: table.Layout, flags: str, **tolerances: float) -> Limit:
-    return Limit(vanilla=on_nodes(name, members, layout, flags), ours=EXACT, **tolerances)
+def limit(
+    name: str, members: int, layout: table.Layout, flags: str, ours: str = EXACT, **tolerances: float
+) -> Limit:  # fmt: skip
+    return Limit(vanilla=on_nodes(name, members, layout, flags), ours=ours, **tolerances)
 
 
 SHARDS, GRADIENTS = limit("shards", 2, DP4, SHARDED), limit("whole gradients", 2, DP4, WHOLE)
@@ -36,6 +39,7 @@ MORE = [
     limit("per-token loss", 2, DP4, f"{WHOLE} {table.SCALED_SUMS}"),
     limit("bf16 shards", 2, DP4, f"{SHARDED} --bf16 --grad-reduce-in-bf16", **BF16),
     limit("bf16 gradients", 2, DP4, f"{WHOLE} --bf16 --grad-reduce-in-bf16", **BF16),
+    limit("a tied embedding", 2, PP2_DP4, "--train-iters 5", f"{EXACT} --fused-embedding-sync-format int8"),
     limit("experts", 4, DP8, f"{table.MIXTURE} {SHARDED} --expert-model-parallel-size 2"),
 ]
 LIMITS = {each.run.name: each for each in (SHARDS, GRADIENTS, *MORE)}
@@ -96,3 +100,15 @@ def test_balanced_leaves_dense_what_stays_inside_a_node(runs):
     assert sum(said.count(line) for said in runs.said) == 1
     asked = "compressed as asked for, although nothing of it leaves a node: data-parallel compression"
     assert any(asked in said for said in runs.said) is (runs.spec is ASKED)
+
+
+_SAVED = table.saving(
+    "two levels", f"--ckpt-format torch --bf16 {table.OVERLAPPED}", "--dp-compression-format int4", layout=DP4
+)
+SAVED = _SAVED.but(_SAVED.name, before=(partial(interventions.nodes_of, 2),))
+
+
+@uses(full(SAVED, table.resumed(SAVED, 4)))
+def test_a_run_in_two_levels_resumes_to_the_bit(runs):
+    whole, part = runs
+    assert_goes_on(part, whole, 4)
