@@ -1,7 +1,9 @@
 """Compressors for training on this machine: with Triton's kernels if it has a GPU and Triton, else with torch."""
 
 import importlib.util
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +12,7 @@ from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 
-__all__ = ["fast_codec", "fast_compressor", "kernels", "use_torch"]
+__all__ = ["Needed", "fast_codec", "fast_compressor", "kernels", "use_torch"]
 
 
 def fast_compressor() -> LowRank:
@@ -41,22 +43,52 @@ def fast_codec(format: str, *, seed: int, rotated: bool) -> Codec:
     return TritonCodec(format, signs=signs)
 
 
-def kernels(
-    ranks: Iterable[int], formats: Iterable[str], dtypes: Iterable[torch.dtype], state_dtype: torch.dtype
-) -> tuple[str, str | None]:
-    """Name what computes here at these compression ranks and in these formats, and why it is not Triton if it could be.
+@dataclass(frozen=True, kw_only=True)
+class Needed:
+    """The variants of kernels that a run launches."""
 
-    Compiles and runs each kernel once where there is a GPU; waits for it. `dtypes` and `state_dtype`: see
-    `triton.trial.failure`.
+    ranks: Sequence[int]
+    """Compression ranks."""
+
+    formats: Sequence[str]
+    """Block formats."""
+
+    dtypes: Collection[torch.dtype]
+    """Dtypes of messages and gradients."""
+
+    state_dtype: torch.dtype = torch.float32
+    """Dtype of residuals and factors between steps."""
+
+    rotated: bool = True
+    """True if blocks are rotated in the formats that allow it."""
+
+    align: int = 1
+    """A number that divides the starts and lengths of all encoded values."""
+
+
+def kernels(needed: Needed) -> tuple[str, str | None]:
+    """Name what computes here, and the reason why it is not Triton; None on a machine without a GPU.
+
+    Compiles each variant, runs it once, and waits for it: one rank of a node first, and again in a fresh folder if
+    that fails.
     """
-    if not _triton_applies():
+    if not _has_gpu():
         return "torch", None
-    from optimus_cc_ext.compressors.triton import launches, trial
+    from optimus_cc_ext.compressors.triton import cache, launches
 
-    failure = trial.failure(ranks, formats, torch.device("cuda", torch.cuda.current_device()), dtypes, state_dtype)
-    if failure is not None or not launches.AVAILABLE:
-        return "torch", failure
-    return f"triton {launches.triton.__version__}", None
+    failure = launches.lacking()
+    if failure is None:
+        from optimus_cc_ext.compressors.triton import trial
+        from optimus_cc_ext.compressors.triton.blocks import WIDEST
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        aligns = [align for align in (1, 2, 4, 8, WIDEST) if align % math.gcd(needed.align, WIDEST) == 0]
+        failure = cache.twice(
+            lambda: trial.failure(
+                needed.ranks, needed.formats, device, needed.dtypes, needed.state_dtype, [needed.rotated], aligns
+            )
+        )
+    return ("torch", failure) if failure is not None else (f"triton {launches.triton.__version__}", None)
 
 
 def use_torch() -> None:
@@ -68,6 +100,9 @@ def use_torch() -> None:
 
 
 def _triton_applies() -> bool:
-    # Not torch.cuda.is_available(), which the CPU runtime answers for itself: and importing Triton takes a while.
-    has_gpu = torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
-    return has_gpu and importlib.util.find_spec("triton") is not None
+    return _has_gpu() and importlib.util.find_spec("triton") is not None
+
+
+def _has_gpu() -> bool:
+    # Not torch.cuda.is_available(), which the CPU runtime answers for itself.
+    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0

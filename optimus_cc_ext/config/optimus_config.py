@@ -87,6 +87,10 @@ class OptimusConfig(
     compression_error_statistics: bool = option(
         False, "Log how compression errors relate to activation differences (the paper's figure 11)."
     )
+    require_triton: bool = option(
+        False,
+        "End the run where Triton's kernels are not available, instead of compressing with torch, which is slower.",
+    )
     # Set by a preset: the classes, by name and with commas between, that are compressed only where they leave a node.
     only_between_nodes: str = option("", None)
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.devices import cuda_means_cpu, megatron_on_cpu, shared_gpu, torch_cuda
+from optimus_cc_ext.devices import cuda_means_cpu, driver, megatron_on_cpu, shared_gpu, torch_cuda
 from optimus_cc_ext.devices.megatron_on_cpu import apply_cpu_defaults
 from optimus_cc_ext.patching import Patches
 
@@ -59,10 +59,11 @@ def device_choice() -> shared_gpu.Device:
             "variable to run on the CPU, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         )
     if gpus := glob.glob(GPU_FILES):
+        cure = driver.too_old(torch.version.cuda, driver.newest_cuda()) or "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         raise RuntimeError(
             f"this machine has a GPU ({min(gpus)}), but PyTorch {torch.__version__}, made for CUDA "
-            f"{torch.version.cuda or 'no version of it'}, sees none: check that the driver is new enough (nvidia-smi "
-            f"says for which CUDA) and CUDA_VISIBLE_DEVICES, or set {DEVICE_VARIABLE}=cpu to train on the CPU"
+            f"{torch.version.cuda or 'no version of it'}, sees none: {cure}, or set {DEVICE_VARIABLE}=cpu to train on "
+            "the CPU"
         )
     return "cpu"
 

@@ -1,11 +1,11 @@
 """`optimus-cc doctor --gpu`: checks that this machine's GPU, driver and compiler can run the Triton kernels."""
 
-import ctypes
 import os
 import shutil
 import time
 from dataclasses import dataclass
 
+from optimus_cc_ext.devices import driver
 from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import kernels, packages
 
@@ -41,12 +41,8 @@ def problem(gpu: FoundGpu) -> str | None:
         return "this PyTorch is built for CPUs only: install a PyTorch for CUDA"
     if gpu.driver is None:
         return "there is no NVIDIA driver: install one, or use a machine with a GPU"
-    known = f"{gpu.driver // 1000}.{gpu.driver % 1000 // 10}"
-    if gpu.driver // 1000 < int(gpu.built_for.split(".")[0]):
-        return (
-            f"the driver supports CUDA up to {known}, and PyTorch is built for {gpu.built_for}: update the driver, or "
-            f"install a PyTorch for CUDA {known} or older"
-        )
+    if (old := driver.too_old(gpu.built_for, gpu.driver)) is not None:
+        return old
     if gpu.devices == 0:
         return "PyTorch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if gpu.compiler is None:
@@ -67,7 +63,7 @@ def find_gpu() -> FoundGpu:
     # Same lookup as triton/runtime/build.py.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     free = torch.cuda.mem_get_info(0)[0] if devices else 0
-    return FoundGpu(torch.version.cuda, _driver(), devices, free, compiler)
+    return FoundGpu(torch.version.cuda, driver.newest_cuda(), devices, free, compiler)
 
 
 def examine_gpu() -> Diagnosis:
@@ -110,12 +106,3 @@ def _one_kernel() -> float:
     matrices, q = (torch.randn(1, 512, size, generator=generator).cuda() for size in (512, 16))
     exact = matrices.double() @ q.double()
     return float((fast_compressor().project(matrices, q) - exact).norm() / exact.norm())
-
-
-def _driver() -> int | None:
-    version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return None
-    return None if failed else version.value

@@ -55,14 +55,7 @@ def kernels() -> Finding:
 
     if launches.AVAILABLE:
         return Finding("Triton's kernels", f"Triton {launches.triton.__version__} runs them on GPUs", "ok")
-    found = "Triton is not installed" if not find_spec("triton") else f"Triton {importlib.metadata.version('triton')}"
-    needed, torch = (".".join(map(str, release)) for release in (launches.OLDEST_TRITON, launches.TORCH_WITH_IT))
-    return Finding(
-        "Triton's kernels",
-        f"{found}: on GPUs torch operators replace the kernels, which need Triton {needed} (installed with torch "
-        f"{torch})",
-        "warn",
-    )
+    return Finding("Triton's kernels", f"torch operators replace them on GPUs. {launches.lacking()}", "warn")
 
 
 def seams() -> list[Finding]:

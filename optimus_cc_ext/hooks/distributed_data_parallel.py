@@ -6,10 +6,12 @@ Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection
 
 import argparse
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -177,6 +179,7 @@ def grid_of(model: Any) -> Grid:
         replica_group=replicas,
         embedding_group=embedding,
         dtype=config.params_dtype,
+        align=_alignment(model),
         timeout=_timeout(),
     )
 
@@ -200,6 +203,17 @@ def check_groups(config: OptimusConfig, grid: Grid) -> None:
     # Megatron sums no tied embedding without this group, and the stages between have none.
     if config.fused_embedding_sync and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")
+
+
+def _alignment(model: Any) -> int:
+    """Return a number that divides starts and lengths of parameters and shards in buckets, and of messages."""
+    numbers = [getattr(model.config, "hidden_size", 1)]
+    for group in (*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ())):
+        shards = group.intra_distributed_optimizer_instance_size if group.ddp_config.use_distributed_optimizer else 1
+        for bucket in group.buckets:
+            ranges = (bucket.param_to_index[parameter][:2] for parameter in bucket.params_list)
+            numbers += [bucket.grad_data.numel() // shards, *chain.from_iterable(ranges)]
+    return math.gcd(*numbers)
 
 
 def _group(model: Any, attribute: str, default: Callable[[], Any]) -> Any:

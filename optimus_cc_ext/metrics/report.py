@@ -89,6 +89,9 @@ class Report:
     leaving: tuple[float, float] = (0.0, 0.0)
     """(raw, sent) bytes per iteration that leave a node, summed over all ranks; zeros if nodes are not known."""
 
+    fallback: str | None = None
+    """The reason why torch compresses in place of Triton's kernels."""
+
     def errors(self) -> dict[str, float]:
         """Return the relative error over all stages in the measured iteration, by the title of each
         compressed class.
@@ -113,6 +116,8 @@ class Report:
         parts = [self._technique(title, error) for title, error in self.errors().items()]
         if parts:
             yield f"compression | {' | '.join(parts)}"
+        if self.fallback is not None:
+            yield f"compressed by torch | {self.fallback}"
         parts = [
             f"stage {stage}: cosine {s.cosine / s.pairs:+.4f}, mean error {s.error_mean / s.pairs:+.2e}, "
             f"mean activation difference {s.difference_mean / s.pairs:+.2e}"

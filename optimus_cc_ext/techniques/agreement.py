@@ -2,6 +2,8 @@
 on.
 """
 
+import math
+import socket
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -12,13 +14,16 @@ from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import names_of
 from optimus_cc_ext.techniques.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.techniques.state import state_dtype
 
 __all__ = ["Machine", "agree"]
+
+
+_CURE = "Give every node a GPU, Triton, a C compiler, Python's headers and a folder for compiled kernels (docs/gpu.md)"
 
 
 @dataclass(frozen=True)
@@ -38,22 +43,26 @@ class Machine:
     """Backend of the default process group."""
 
 
-def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], list[str]]:
-    """Everyone's place in the grid, and what there is to say. Collective over all ranks of the model.
+def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[list[RankPlace], list[str], str | None]:
+    """Return everyone's place in the grid, log lines, and the reason why torch computes in place of Triton's kernels.
 
-    Kernels that cannot be compiled on one rank are used on none.
+    Collective over all ranks of the model. Kernels that do not work on one rank are used on none.
 
     Raises:
         RanksDisagree: on all ranks: two run with different settings, or compute with what gives different bits, or
             one of them did not come; or OPTIMUS_CC_NODE is set for some of them only.
+        FlagError: on all ranks: kernels are not available on one of them, and `require_triton` is set.
     """
-    kernels, failure = _kernels(config, grid.dtype)
+    kernels, failure = fast.kernels(_needed(config, grid))
+    if failure is None and kernels == "torch" and config.require_triton:
+        failure = "there is no GPU"
     rank = dist.get_rank()
     place = replace(
         grid.place, names=names_of(rank), node=this_node(rank),
         pipeline=() if grid.pipeline_group is None else tuple(dist.get_process_group_ranks(grid.pipeline_group)),
     )  # fmt: skip
-    mine = (place, config, layout, _machine(kernels), failure)
+    where = failure and f"on rank {rank} on {socket.gethostname()} ({failure})"
+    mine = (place, config, layout, _machine(kernels), where)
     grid.meet()
     everyone = grid.gather(mine)
     for other, other_config, other_layout, *_ in everyone:
@@ -69,8 +78,12 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
             f"{VARIABLE} is set on rank {named[0]} and not on rank {unnamed[0]}: which ranks share a node is not "
             "known. Set it on all ranks, or on none."
         )
-    fallen = [(other.rank, reason) for other, *_, reason in everyone if reason is not None]
-    if fallen:
+    fallen = [where for *_, where in everyone if where is not None]
+    others = f" and on {len(fallen) - 1} more" if len(fallen) > 1 else ""
+    fallback = f"Triton's kernels do not work {fallen[0]}{others}" if fallen else None
+    if fallback is not None:
+        if config.require_triton:
+            raise FlagError("--require-triton", fallback, f"{_CURE}, or leave the flag out")
         fast.use_torch()
     for other, _, _, machine, _ in everyone:
         for name, value in asdict(mine[3]).items():
@@ -83,23 +96,27 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
                 )
     line = nodes_line([other.node for other in places])
     notes = [] if line is None else [line]
-    for rank, reason in fallen[:1]:
-        notes.append(
-            f"Triton's kernels do not work on rank {rank} ({reason}): all ranks compress with torch, which takes "
-            "longer. They need a C compiler and Python's headers on every node"
-        )
-    return places, notes
+    if fallback is not None:
+        notes.append(f"{fallback}: all ranks compress with torch, which takes longer. {_CURE}")
+    return places, notes, fallback
 
 
-def _kernels(config: OptimusConfig, dtype: torch.dtype) -> tuple[str, str | None]:
-    """Ask `fast.kernels` for what this configuration uses on a model of this dtype, whose gradients may be fp32."""
+def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:
+    """Return the variants of kernels that this configuration uses on a model, whose gradients may be fp32."""
     ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
     chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
     formats = {format for name in chosen if (format := block_format(name)) is not None}
     # Sums of gradients are sent back in this format.
     formats |= {SUM_FORMAT} if formats else set()
-    remembered = state_dtype(config.compression_state_dtype)
-    return fast.kernels(sorted(ranks), sorted(formats), {torch.float32, dtype}, remembered)
+    return fast.Needed(
+        ranks=sorted(ranks),
+        formats=sorted(formats),
+        dtypes={torch.float32, grid.dtype},
+        state_dtype=state_dtype(config.compression_state_dtype),
+        rotated=config.block_rotation,
+        # Factors in blocks have a multiple of their rank of values.
+        align=math.gcd(grid.align, *(ranks if config.low_rank_wire != "dense" else ())),
+    )
 
 
 def _machine(kernels: str) -> Machine:

@@ -67,6 +67,9 @@ class Grid:
     dtype: torch.dtype = torch.float32
     """Dtype of the parameters, and so of messages between stages."""
 
+    align: int = 1
+    """A number that divides the starts and lengths of the model's parameters in their buckets, and of its messages."""
+
     timeout: timedelta | None = None
     """Megatron's limit on every wait; None: torch's default."""
 

@@ -9,7 +9,7 @@ wrapped, and told about steps and passes:
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,9 @@ class Session:
         # By gradient-norm group; equal on all ranks, because the norms are.
         self._preallocated = False
         self._unreported_steps = 0
+        self._fallback: str | None = None
+        """The reason why torch computes in place of Triton's kernels."""
+
         self.step = StepProgress()
 
     def new_codec(self, chosen: str) -> Codec | None:
@@ -171,11 +174,12 @@ class Session:
         )
         steps = self._unreported_steps if iterations is None else iterations
         self._unreported_steps = 0
-        return collect(
+        report = collect(
             mine, self.grid.place.stage, self.grid.stages,
             {each.title: self.config.format_of(each) for each in CLASSES},
             self.traffic.since_last_report(), max(1, steps), self.grid.sum, device,
         )  # fmt: skip
+        return replace(report, fallback=self._fallback)
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
         """Make the transfers that replace tensors of one of Megatron's point-to-point calls: activations and their
@@ -210,7 +214,7 @@ class Session:
         self.grid, self.layout = grid, layout
         if not self.config.any_technique:
             return []
-        places, notes = agree(grid, self.config, layout)
+        places, notes, self._fallback = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.two_levels = adds_up_in_two_levels(self.config, places)

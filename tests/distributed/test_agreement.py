@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.errors import RanksDisagree
+from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.nodes import VARIABLE
 from optimus_cc_ext.techniques.session import Session
@@ -28,7 +29,7 @@ def _place(configs) -> str:
     )  # fmt: skip
     try:
         return "; ".join(line for line in session.place(grid, LAYOUT) if VARIABLE not in line) or "agreed"
-    except RanksDisagree as error:
+    except (FlagError, RanksDisagree) as error:
         return str(error)
 
 
@@ -78,7 +79,7 @@ def _other_torch(rank, *modules):
 
 def _no_compiler_on_rank_1(rank, compressors, trial, launches):
     return [
-        (compressors, "_triton_applies", lambda: True),
+        (compressors, "_has_gpu", lambda: True),
         (torch.cuda, "current_device", lambda: 0),
         (trial, "failure", lambda *tried: "no C compiler" if rank == 1 else None),
     ]
@@ -91,10 +92,30 @@ def test_machines_whose_bits_differ_are_named_unless_nothing_is_compressed(repla
     assert [said for said, _ in run_ranks(2, _place_with, OptimusConfig(), replace, timeout=60)] == ["agreed"] * 2
 
 
-def test_kernels_that_one_rank_cannot_compile_are_used_on_none():
+def test_kernels_that_one_rank_cannot_compile_are_used_on_none(tmp_path):
     pytest.importorskip("triton")
-    for said, kernels_in_use in run_ranks(2, _place_with, CB, _no_compiler_on_rank_1, timeout=60):
-        assert said.startswith("Triton's kernels do not work on rank 1 (no C compiler): all ranks compress with torch")
+    node = {"NODE_CACHE": str(tmp_path)}
+    where = f"Triton's kernels do not work on rank 1 on {socket.gethostname()} (no C compiler)"
+    for said, kernels_in_use in run_ranks(2, _place_with, CB, _no_compiler_on_rank_1, timeout=60, env=node):
+        assert said.startswith(f"{where}: all ranks compress with torch, which takes longer. Give every node a GPU, ")
+        assert not kernels_in_use
+    required = CB.replace(require_triton=True)
+    for said, _ in run_ranks(2, _place_with, required, _no_compiler_on_rank_1, timeout=60, env=node):
+        assert said.startswith(f"--require-triton: {where}. Give every node a GPU, ")
+
+
+def test_a_run_that_requires_triton_ends_on_all_ranks_where_there_is_no_gpu():
+    for said in run_ranks(2, _place, [CB.replace(require_triton=True)] * 2, timeout=60):
+        assert said.startswith("--require-triton: Triton's kernels do not work on rank 0 on ")
+        assert "(there is no GPU) and on 1 more" in said
+
+
+def test_a_folder_for_compiled_kernels_that_cannot_be_written_is_named_with_rank_and_host(tmp_path):
+    (tmp_path / "file").touch()
+    node = {"NODE_CACHE": str(tmp_path / "file")}
+    for said, kernels_in_use in run_ranks(2, _place_with, CB, _no_compiler_on_rank_1, timeout=60, env=node):
+        host = socket.gethostname()
+        assert f"on rank 0 on {host} (NODE_CACHE: {tmp_path / 'file'}/optimus-cc-" in said and " on 1 more" in said
         assert not kernels_in_use
 
 

@@ -1,5 +1,6 @@
 """Custom training loops: the loop of docs/custom-loops.md as the page has it, and variations that users make."""
 
+import math
 import re
 import subprocess
 import sys
@@ -321,3 +322,31 @@ def test_a_step_that_was_abandoned_leaves_no_trace(fails: bool) -> None:
     config = OptimusConfig(dp_compression=True, dp_compression_rank=2, force_compression=True)
     for unchanged, uncounted, remembered in run_ranks(2, an_abandoned_step, config, fails, timeout=60):
         assert remembered and unchanged and uncounted
+
+
+def alignments(hidden: int, sharded: bool) -> tuple[int, set[int]]:
+    """Return the alignment that the trial of the kernels is told, and those of the layouts of a pass."""
+    from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+    from optimus_cc_ext.compressors.triton.blocks import _tables
+
+    own_loops.start(stages=1)
+    seen: list[BlockLayout] = []
+    for name in ("encode", "decode", "decode_add"):
+        original = getattr(Codec, name)
+
+        def noted(codec: Codec, *args: Any, original: Any = original, **kwargs: Any) -> None:
+            seen.extend(each for each in args if isinstance(each, BlockLayout))
+            original(codec, *args, **kwargs)
+
+        setattr(Codec, name, noted)
+    optimus_cc_ext.install(OptimusConfig(dp_compression_format="int4", force_compression=True), train_iters=2)
+    own_loops.pass_of(own_loops.build(1, hidden=hidden, use_distributed_optimizer=sharded))
+    session = optimus_cc_ext.current_session()
+    assert session is not None and session.grid is not None and seen
+    return session.grid.align, {_tables(layout, torch.device("cpu")).align for layout in seen}
+
+
+@pytest.mark.parametrize("hidden, told, sharded", [(64, 16, True), (36, 4, True), (36, 4, False), (34, 2, True)])
+def test_kernels_are_tried_for_the_alignment_of_every_layout_of_the_run(hidden: int, told: int, sharded: bool) -> None:
+    for align, used in run_ranks(4, alignments, hidden, sharded, timeout=100):
+        assert math.gcd(16, align) == told and all(each % told == 0 for each in used)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from optimus_cc_ext.errors import FlagError, UnknownName
 from optimus_cc_ext.forecast import forecast
 from optimus_cc_ext.plan.variants import VARIANTS
 from optimus_cc_ext.techniques import agreement
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
@@ -176,20 +176,13 @@ def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() ->
 
 
 @every_class
-def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[int], list[str]]] = []
-
-    def kernels(ranks: list[int], formats: list[str], *_: object) -> tuple[str, None]:
-        asked.append((ranks, formats))
-        return "torch", None
-
-    monkeypatch.setattr(agreement.fast, "kernels", kernels)
+def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass) -> None:
+    grid = Grid(place=RankPlace(rank=0, stage=0, tensor_rank=0), stages=1, data_parallel=1)
     for format in traffic.formats:
         config = OptimusConfig(**{traffic.format_field: format}).replace(**_switch(traffic, on=format == "low-rank"))
-        agreement._kernels(config, torch.float32)
-        ranks, formats = asked.pop()
-        assert bool(ranks) == (format == "low-rank")
-        assert format in formats or format not in FORMATS
+        needed = agreement._needed(config, grid)
+        assert bool(needed.ranks) == (format == "low-rank")
+        assert format in needed.formats or format not in FORMATS
 
 
 def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_always_printed() -> None:

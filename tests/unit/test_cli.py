@@ -111,8 +111,8 @@ def test_doctor_says_whether_tritons_kernels_run_and_from_which_torch_on() -> No
     old = call(doctor_with_the_triton_of_torch_2_9)
     assert old.code == 0, "it is no reason not to train"
     assert said(old) == (
-        "warn Triton's kernels Triton 3.5.1: on GPUs torch operators replace the kernels, "
-        "which need Triton 3.6 (installed with torch 2.10)"
+        "warn Triton's kernels torch operators replace them on GPUs. Triton 3.5.1 is too old: "
+        "the kernels need Triton 3.6 or newer. Install torch 2.10 or newer, which brings it"
     )
 
 

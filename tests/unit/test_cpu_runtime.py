@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc_ext.devices import cpu_runtime
+from optimus_cc_ext.devices import cpu_runtime, driver
 from tests.forked_ranks import run_ranks
 
 DTYPES = {f"{name}Tensor": getattr(torch, name.lower()) for name in ("Float", "Double", "Half", "BFloat16", "Long")}
@@ -306,7 +306,11 @@ def test_a_gpu_that_torch_cannot_use_is_refused_unless_the_cpu_is_asked_for(tmp_
         (tmp_path / name).touch()
         if not refused:
             assert cpu_runtime.device_choice() == "cpu"
-    with pytest.raises(RuntimeError, match=r"nvidia0\), but PyTorch .* driver .*OPTIMUS_CC_DEVICE=cpu"):
+    with pytest.raises(RuntimeError, match=r"nvidia0\), but PyTorch .* check nvidia-smi .*OPTIMUS_CC_DEVICE=cpu"):
+        cpu_runtime.activate()
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(driver, "newest_cuda", lambda: 12040)
+    with pytest.raises(RuntimeError, match=r"CUDA up to 12\.4, .* built for 13\.0: update .*OPTIMUS_CC_DEVICE=cpu"):
         cpu_runtime.activate()
     patch.setenv("OPTIMUS_CC_DEVICE", "cpu")
     assert cpu_runtime.device_choice() == "cpu"

@@ -288,6 +288,12 @@ def test_a_log_and_an_event_file_give_the_same_traffic_under_the_same_tags(label
     assert {tag: points for tag, points in record.scalars.items() if tag.startswith("optimus-cc")} == scalars
 
 
+def test_every_report_of_the_log_repeats_where_and_why_torch_compresses() -> None:
+    where = "Triton's kernels do not work on rank 9 on node3 (Triton is not installed) and on 2 more"
+    assert not any("torch" in line for line in Report({}, ()).lines())
+    assert list(Report({}, (), fallback=where).lines())[-1] == f"compressed by torch | {where}"
+
+
 def test_a_log_keeps_the_error_and_the_time_of_every_class_that_the_log_names(tmp_path: Path) -> None:
     measured = {
         traffic.title: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)

@@ -47,6 +47,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression_metrics": st.booleans(),
     "compression_forecast": st.booleans(),
     "compression_error_statistics": st.booleans(),
+    "require_triton": st.booleans(),
 }
 """Values in and out of range, for every field that has a flag."""
 

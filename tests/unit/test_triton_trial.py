@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.formats import FORMATS
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -114,13 +115,15 @@ def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool)
         reducer.states.commit({})
 
 
-def _encode_and_decode(format: str, dtype: torch.dtype) -> None:
-    codec, layout = TritonCodec(format), BlockLayout([[(0, 512)], [(512, 512)]], [[(1024, 64)], [(1088, 64)]])
+def _encode_and_decode(format: str, dtype: torch.dtype, align: int) -> None:
+    codec = TritonCodec(format, signs=torch.ones(128))
+    layout = BlockLayout([[(align, 512 - align)], [(512, 512)]], [[(1024, 64)], [(1088, 64)]])
     for kind in {torch.float32, dtype}:
         values = gaussian(1, 1, 2048).flatten().to(kind)
         messages = torch.empty(2, codec.message_bytes(layout, kind), dtype=torch.uint8, device=DEVICE)
         codec.encode(values, layout, messages)
         codec.decode(messages, layout, values)
+        codec.decode_onto(messages, layout, values, Scratch())
         codec.decode_add(messages[:1].expand(4, -1), layout, 1, values)
 
 
@@ -162,10 +165,10 @@ class TestTrial:
                 "int8", "encode", lambda codec, parts, out: parts[2].bitwise_xor_(2) if codec.rotated else None,
                 "int8, rotated, torch.bfloat16: codes differ from torch's by 2",
             ),
-            ("int4", "decode", lambda codec, parts, out: out[3].mul_(1.01), "decoded values differ"),
-            ("int4", "decode_add", lambda codec, parts, out: out[3].mul_(1.01), "sums of decoded values differ"),
+            ("int4", "decode", lambda codec, parts, out: out.mul_(1.01), "decoded values differ"),
+            ("int4", "decode_add", lambda codec, parts, out: out.mul_(1.01), "sums of decoded values differ"),
             (
-                "int4", "decode_add", lambda codec, parts, out: out[3].mul_(1.1) if codec.rotated else None,
+                "int4", "decode_add", lambda codec, parts, out: out.mul_(1.1) if codec.rotated else None,
                 "int4, rotated, torch.bfloat16: sums of decoded values differ",
             ),
         ],
@@ -210,7 +213,8 @@ class TestTrial:
             # The launches only compile and compute nothing, so the comparison with torch is left out.
             monkeypatch.setattr(trial, "_agree", lambda equal, otherwise: None)
             dtypes = sorted({torch.float32, dtype}, key=str)
-            assert trial.failure([16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype) is None
+            found = trial.failure([16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype, [True], [4, 8, 16])
+            assert found is None
         # Sizes are multiples of 16, as in real models, in few partial sums and in many.
         with launched, one_process(torch.device(DEVICE)) as group:
             for rows, columns in ((32, 64), (64, 96), (64, 1056), (512, 128)):
@@ -218,5 +222,6 @@ class TestTrial:
             for bucket_dtype in {torch.float32, dtype} - {torch.float16}:
                 _reduce(group, bucket_dtype, state_dtype, feedback)
             for format in FORMATS:
-                _encode_and_decode(format, dtype)
+                for align in (16, 8, 4):
+                    _encode_and_decode(format, dtype, align)
         assert launched.keys and sorted(map(str, launched.keys - tried.keys)) == []

@@ -8,6 +8,7 @@ does not fit the others. The orthogonalisation multiplies in float64.
 from __future__ import annotations
 
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "TORCH_WITH_IT",
     "add_up",
     "back_project",
+    "lacking",
     "orthogonalize",
     "project_sum",
     "reconstruct",
@@ -73,6 +75,20 @@ PRECISION = "tf32x3"
 PROJECTION_TILE = (64, 32)
 PRODUCT_TILE = (64, 128)
 GRAM_ROWS = 64
+
+
+def lacking() -> str | None:
+    """Return the reason why this environment's Triton is no good, with the cure; None: it compiles these kernels."""
+    if AVAILABLE:
+        return None
+    try:
+        found = f"Triton {version('triton')} is too old"
+    except PackageNotFoundError:
+        found = "Triton is not installed"
+    needed, torch_with_it = (".".join(map(str, release)) for release in (OLDEST_TRITON, TORCH_WITH_IT))
+    return (
+        f"{found}: the kernels need Triton {needed} or newer. Install torch {torch_with_it} or newer, which brings it"
+    )
 
 
 def supported(matrices: Tensor, r: int) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
-from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.formats import BLOCK, format_named
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
-from optimus_cc_ext.compressors.triton.blocks import TritonCodec
+from optimus_cc_ext.compressors.triton.blocks import WIDEST, TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 
 __all__ = ["failure"]
@@ -27,24 +28,31 @@ def failure(
     device: torch.device,
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     state_dtype: torch.dtype = torch.float32,
+    rotations: Iterable[bool] = (False, True),
+    aligns: Iterable[int] = (WIDEST,),
 ) -> str | None:
     """Say why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
 
     It cannot be compiled, it cannot be run, or a block format's messages are not those of torch.
 
     Triton needs a C compiler and Python's headers on every machine, and a GPU with enough shared memory. What training
-    launches afterwards is compiled then: what depends on sizes is no more than whether they are multiples of 16.
+    launches afterwards is compiled then: what depends on sizes is no more than whether they are multiples of 16, and
+    `aligns`.
 
     Args:
         dtypes: dtypes of messages and gradients.
         state_dtype: dtype of residuals and factors between steps.
+        rotations: whether blocks are rotated, in formats that are.
+        aligns: powers of two, of which encoded values begin and end at multiples.
     """
     try:
         for dtype in dtypes:
             for r in ranks:
                 _low_rank(r, dtype, state_dtype, device)
             for format in formats:
-                _blocks(format, dtype, device)
+                takes = format_named(format).rotated
+                for rotated, align in product({rotated and takes for rotated in rotations}, aligns):
+                    _blocks(format, dtype, device, rotated, align)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # of Triton's compiler, of the system's, of CUDA's, and ours
@@ -72,36 +80,36 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         compressor.reconstruct(p.to(wire), q.to(wire), out=matrices.to(wire))
 
 
-def _blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Pass values through the kernels, without and with rotation, and compare each step with torch's."""
+def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, align: int) -> None:
+    """Pass values through the kernels, and compare each step with torch's."""
     generator = private_generator(0, "trial", format)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float()
     # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.
     values = torch.randint(-128, 129, (2 * _SIZE,), generator=generator).div(16).to(device, dtype)
-    layout = BlockLayout([[(0, _SIZE)]], [[(_SIZE, _SIZE)]])
-    for rotation in (None, signs):
-        ours, torchs = TritonCodec(format, signs=rotation), Codec(format, signs=rotation)
-        subject = f"{format}{', rotated' if ours.rotated else ''}, {dtype}"
-        nbytes = ours.message_bytes(layout, dtype)
-        messages, expected = torch.zeros(2, 1, nbytes, dtype=torch.uint8, device=device)
-        for codec, out in ((ours, messages), (torchs, expected)):
-            codec.encode(values, layout, out)
-        _compare_messages(ours, messages[0], expected[0], layout, dtype, subject)
-        found, wanted = torch.empty_like(values), torch.empty_like(values)
+    layout = BlockLayout([[(align, _SIZE - align)]], [[(_SIZE, _SIZE)]])
+    rotation = signs if rotated else None
+    ours, torchs = TritonCodec(format, signs=rotation), Codec(format, signs=rotation)
+    subject = f"{format}{', rotated' if rotated else ''}, {dtype}"
+    nbytes = ours.message_bytes(layout, dtype)
+    messages, expected = torch.zeros(2, 1, nbytes, dtype=torch.uint8, device=device)
+    for codec, out in ((ours, messages), (torchs, expected)):
+        codec.encode(values, layout, out)
+    _compare_messages(ours, messages[0], expected[0], layout, dtype, subject)
+    found, wanted = torch.zeros_like(values), torch.zeros_like(values)
+    for codec, out in ((ours, found), (torchs, wanted)):
+        codec.decode(messages, layout, out)
+    _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
+    for codec, out in ((ours, found), (torchs, wanted)):
+        codec.decode_onto(messages, layout, out, Scratch())
+    _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
+    senders = torch.cat([messages, expected])
+    # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
+    relative, absolute = (torch.finfo(dtype).eps, 1e-4) if rotated else (0.0, 0.0)
+    for onto in (False, True):
         for codec, out in ((ours, found), (torchs, wanted)):
-            codec.decode(messages, layout, out)
-        _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
-        for codec, out in ((ours, found), (torchs, wanted)):
-            codec.decode_onto(messages, layout, out, Scratch())
-        _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
-        senders = torch.cat([messages, expected])
-        # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
-        relative, absolute = (torch.finfo(dtype).eps, 1e-4) if ours.rotated else (0.0, 0.0)
-        for onto in (False, True):
-            for codec, out in ((ours, found), (torchs, wanted)):
-                codec.decode_add(senders, layout, 0, out.zero_(), onto=onto)
-            same = torch.allclose(found, wanted, relative, absolute)
-            _agree(same, f"{subject}: sums of decoded values differ from torch's")
+            codec.decode_add(senders, layout, 0, out.zero_(), onto=onto)
+        same = torch.allclose(found, wanted, relative, absolute)
+        _agree(same, f"{subject}: sums of decoded values differ from torch's")
 
 
 def _compare_messages(
