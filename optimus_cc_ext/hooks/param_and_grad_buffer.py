@@ -206,7 +206,7 @@ def _start_param_sync(
     if ours:
         with _single_rank_group(session, bucket_group, plan):
             original(force_sync)
-        gather = Gather(shards)
+        gather = session.parameters.gather(shards)
         if bucket_group.param_gather_handle is None:
             gather.wait()
         else:

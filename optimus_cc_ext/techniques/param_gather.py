@@ -27,6 +27,7 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
+from optimus_cc_ext.techniques.reducers import SideStream
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
@@ -96,16 +97,29 @@ class Shards:
 
 
 class Gather:
-    """Gather of a group of buckets: it begins when it is made, and ends in `wait`, which `finish_param_sync` calls."""
+    """Gather of a group of buckets: it begins when it is made, and ends in `wait`, which `finish_param_sync` calls.
+
+    On a GPU the messages are decoded as soon as they have arrived, on the stream `side`, while the forward pass
+    computes with other buckets; `wait` lets the current stream wait for that.
+    """
 
     @torch.no_grad()
-    def __init__(self, buckets: Sequence[Shards]) -> None:
-        self._buckets = buckets
-        for shards in buckets:
-            shards.start()
+    def __init__(self, buckets: Sequence[Shards], side: SideStream) -> None:
+        self._buckets, self._side = buckets, side
+        with side.work():
+            for shards in buckets:
+                shards.start()
+            if side.beside:
+                self._finish()
 
     @torch.no_grad()
     def wait(self) -> None:
+        """Let what the current stream is given from now on find the updated parameters."""
+        if not self._side.beside:
+            self._finish()
+        self._side.join()
+
+    def _finish(self) -> None:
         for shards in self._buckets:
             shards.finish()
 
@@ -126,6 +140,13 @@ class ParamGather(Technique):
 
         self._scratch, self._pool = Scratch(), MessagePool()
         self._of: dict[int, Shards] = {}
+        self._side: SideStream | None = None
+
+    def gather(self, buckets: Sequence[Shards]) -> Gather:
+        """Begin the gather of these buckets; all replicas call this alike."""
+        if self._side is None:
+            self._side = SideStream(buckets[0].flat.device)
+        return Gather(buckets, self._side)
 
     @property
     def buckets(self) -> list[Shards]:

@@ -224,6 +224,11 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def beside(self) -> bool:
+        """True if the host goes on while the work waits for messages."""
+        return self._stream is not None
+
     @contextmanager
     def work(self) -> Iterator[None]:
         """Run the work in the context after everything that the current stream has been given so far."""

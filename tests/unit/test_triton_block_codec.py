@@ -248,16 +248,24 @@ class TestBlockKernels:
         literal = there + torch.zeros_like(there).copy_(decoded(torchs, messages, dtype).nan_to_num())
         assert torch.equal(found, literal), "rounded when it is decoded, and again when it is added"
 
-    def test_a_gather_of_any_number_of_messages_is_added_by_two_launches(self, monkeypatch) -> None:
+    def test_a_bucket_of_any_number_of_messages_takes_two_launches_in_each_direction(self, monkeypatch) -> None:
         launched: list[str] = []
-        for name in ("add_up_blocks", "add_up_values"):
+        for name in ("encode_blocks", "copy_values", "add_up_blocks", "add_up_values"):
             kernel = getattr(block_launches.block_kernels, name)
             monkeypatch.setattr(block_launches.block_kernels, name, Counted(launched, name, kernel))
         codec, values = both("int4", True)[0], torch.zeros(64 * 32, device=DEVICE)
         starts = range(0, values.numel(), 64)
         layout = BlockLayout([[(start, 48)] for start in starts], [[(start + 48, 16)] for start in starts])
-        codec.decode_onto(encoded(codec, values, layout), layout, values, Scratch())
-        assert sorted(launched) == ["add_up_blocks", "add_up_values"]
+        messages = encoded(codec, values, layout)
+        assert sorted(launched) == ["copy_values", "encode_blocks"]
+        for decode in (
+            lambda: codec.decode(messages, layout, values),
+            lambda: codec.decode_onto(messages, layout, values, Scratch()),
+            lambda: codec.decode_add(messages, layout, 3, values),
+        ):
+            launched.clear()
+            decode()
+            assert sorted(launched) == ["add_up_blocks", "add_up_values"]
 
     @CASES
     @pytest.mark.parametrize("onto", [False, True])
