@@ -14,6 +14,7 @@ codes, which are integers below 2^14.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
 """Number of blocks that are encoded at once. On a CPU they take 1 MiB in fp32, which is still in the cache when the
 next pass reads it; on a GPU there are so many that launches cost less than the work that they launch.
 """
+
+MEASURED_PARTS = 32
+"""Parts of a tensor whose errors are measured."""
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of values in a flat tensor, as (start, length)."""
@@ -271,20 +275,30 @@ class Codec:
         *,
         skipped: int | None = None,
     ) -> None:
-        """Call `note(values, error)`, both flat in fp32, for all encoded values, some blocks at a time (metrics).
+        """Call `note(values, error)`, both flat in fp32, for encoded values, some blocks at a time (for metrics).
+
+        Of more than `MEASURED_PARTS` such parts, a sample that depends on their number alone: each part takes about 25
+        operators, which a GPU with hundreds of them would wait for in every measured iteration.
 
         Args:
             skipped: index of the message that no rank decodes, so that its errors do not count.
         """
-        for index, message in enumerate(self._by_message(messages, layout, values.dtype)):
-            if index == skipped:
-                continue
-            _, scales, codes = self._split(message, layout, values.dtype)
-            for piece, blocks in _parts(layout.pieces[index], values.device):
-                decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
-                sent = self._load(values, piece)
-                # Without the zeros that fill up a short block: rotated, they have errors that nobody receives.
-                note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
+        by_message = self._by_message(messages, layout, values.dtype)
+        pieces = layout.pieces[: len(by_message)]
+        parts = [
+            (index, part)
+            for index, of_message in enumerate(pieces)
+            if index != skipped
+            for part in _parts(of_message, values.device)
+        ]
+        if len(parts) > MEASURED_PARTS:
+            parts = Random(len(parts)).sample(parts, MEASURED_PARTS)
+        for index, (piece, blocks) in parts:
+            _, scales, codes = self._split(by_message[index], layout, values.dtype)
+            decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
+            sent = self._load(values, piece)
+            # Without the zeros that fill up a short block: rotated, they have errors that nobody receives.
+            note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
     def _by_message(self, messages: Tensor, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
         """Return messages as (N, message_bytes); none if they are empty. Raises ValueError if the size does not fit."""

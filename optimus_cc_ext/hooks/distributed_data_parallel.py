@@ -65,9 +65,9 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     """
     refuse_unsupported(facts_of(model), session.config)
     place(session, model)
-    experts = _expert_parameters(model.module)
+    experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
     for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-        attach(session, bucket_group, patches, experts)
+        attach(session, bucket_group, patches, experts, routers)
     sessions.add(model, session)
 
 
@@ -269,6 +269,14 @@ def _expert_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
     return frozenset(
         (*marked, *(parameter for experts in layers if experts is not None for parameter in experts.parameters()))
     )
+
+
+def _router_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
+    """Return the weights of a mixture's routers: a few KB, in which an error of int4 sends tokens to other experts."""
+    from megatron.core.transformer.moe.router import Router
+
+    routers = (layer for layer in module.modules() if isinstance(layer, Router))
+    return frozenset(parameter for router in routers for parameter in router.parameters())
 
 
 def facts_of(ddp: Any) -> argparse.Namespace:

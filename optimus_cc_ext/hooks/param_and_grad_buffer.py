@@ -33,17 +33,20 @@ from optimus_cc_ext.techniques.session import Session
 __all__ = ["attach", "finish", "own_shard"]
 
 
-def attach(session: Session, bucket_group: Any, patches: Patches, experts: Collection[Any] = ()) -> None:
+def attach(
+    session: Session, bucket_group: Any, patches: Patches, experts: Collection[Any] = (), routers: Collection[Any] = ()
+) -> None:
     """Take over, or at least count, the reductions and gathers of one `_ParamAndGradBucketGroup`.
 
     Args:
         patches: holds the replaced attributes of the bucket group.
         experts: the weights of routed experts, whose gradients low rank does not compress.
+        routers: the weights of routers, which block formats leave as they are.
     """
     config, gradients = bucket_group.ddp_config, session.gradients
     sharded: bool = config.use_distributed_optimizer
     replicas = getattr(bucket_group, replaced_group(sharded))
-    records = [_record(bucket, experts) for bucket in bucket_group.buckets]
+    records = [_record(bucket, experts, routers) for bucket in bucket_group.buckets]
     fused = None if session.embedding.group is None else session.embedding
     groups, left_dense = _groups(session, replicas)
     rules = BucketRules.of(
@@ -131,13 +134,14 @@ def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
     return shards[bucket_group.intra_distributed_optimizer_instance_rank]
 
 
-def _record(bucket: Any, experts: Collection[Any]) -> BucketRecord:
+def _record(bucket: Any, experts: Collection[Any], routers: Collection[Any]) -> BucketRecord:
     parameters = [
         ParameterRecord(
             shape=tuple(parameter.shape),
             start=bucket.param_to_index[parameter][0],
             tied=getattr(parameter, "shared_embedding", False),
             expert=parameter in experts,
+            router=parameter in routers,
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             norm_group=getattr(parameter, "grad_norm_group", MAIN_NORM_GROUP),
         )

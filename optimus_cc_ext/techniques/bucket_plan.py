@@ -176,7 +176,7 @@ class BucketRules:
         if not self.encodes or self.format == "dense" or (self.fused is not None and record.tied):
             return False
         if self.format != "low-rank":
-            return len(record.shape) >= 2
+            return record.takes_blocks
         # Word embeddings and output layers stay dense, and so do experts, which see few tokens.
         if record.expert or record.embedding or len(record.shape) < 2:
             return False
@@ -414,10 +414,10 @@ def _reduction(
 
 
 def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
-    """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors are not."""
+    """Plan the gather of a bucket's parameters: differences of vectors and routers are sent as they are."""
     coded, dense = (
-        [parameter.range for parameter in record.parameters if (len(parameter.shape) >= 2) is matrices]
-        for matrices in (True, False)
+        [parameter.range for parameter in record.parameters if parameter.takes_blocks is encoded]
+        for encoded in (True, False)
     )
     return ExchangePlan(
         numel=record.numel, coded=coded, dense=dense, dtype=record.parameter_dtype, ranks=ranks, sharded=True,

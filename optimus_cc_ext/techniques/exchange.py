@@ -64,6 +64,9 @@ class ParameterRecord:
     expert: bool = False
     """True for the weight of a routed expert."""
 
+    router: bool = False
+    """Marks the weight of a router, which is small and decides which experts see a token."""
+
     embedding: bool = False
     """True for a word embedding or an output layer, whose gradient has one row per word, and a high rank."""
 
@@ -73,6 +76,11 @@ class ParameterRecord:
     def range(self) -> Range:
         """Range of its gradient in the flat bucket."""
         return self.start, math.prod(self.shape)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """True if its values are encoded in blocks: a matrix, but not a router's."""
+        return len(self.shape) >= 2 and not self.router
 
     @property
     def rows(self) -> int:

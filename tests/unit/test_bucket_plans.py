@@ -9,7 +9,7 @@ import torch
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan, replaced_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.reducers import DensePlan
@@ -54,6 +54,15 @@ def test_matrices_are_coded_in_blocks_and_vectors_sent_as_they_are():
     starts = [record.range for record in only.record.parameters]
     assert list(only.compressed.coded) == [starts[i] for i in (0, 2, 4, 5, 6)]
     assert list(only.compressed.dense) == [starts[i] for i in (1, 3)]
+
+
+def test_routers_stay_as_they_are_in_block_formats_and_in_the_gather_of_parameters():
+    records = bucket(*LAYER, {"shape": (8, 128), "router": True})
+    (only,) = plan(records, gathered="int4").buckets
+    router = records.parameters[-1].range
+    assert router in only.compressed.dense and router not in only.compressed.coded
+    gather = gather_plan(records, "int4", 4)
+    assert router in gather.dense and router not in gather.coded
 
 
 def test_low_rank_leaves_experts_and_embeddings_dense_and_matrices_on_which_it_saves_nothing():
