@@ -46,7 +46,10 @@ class Check:
     claim: str
     run: Callable[[Setting], Iterator[Row]]
     limit: int
-    """Limit of this check in seconds; all checks together may take `TOTAL`."""
+    """Limit in seconds; all checks that are not `long` may take `TOTAL` together."""
+
+    long: bool = False
+    """True if it runs with `--long` only, for longer than `TOTAL`."""
 
     interpreted: bool = False
     """True if Triton's interpreter runs the kernels in a dry run."""
@@ -59,14 +62,20 @@ def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
 
 def bench(setting: Setting) -> Iterator[Row]:
     """Run the compressors' bench, whose own files lie beside the page."""
+    yield _bench(setting, setting.output, "kernels", "slices", "orthogonalization", "bucket", "formats")
+
+
+def codecs(setting: Setting) -> Iterator[Row]:
+    """Run the bench's section "codecs", in a folder of its own."""
+    yield _bench(setting, setting.output / "codecs", "codecs")
+
+
+def _bench(setting: Setting, results: Path, *sections: str) -> Row:
     from scripts.bench.compressors.__main__ import main
 
-    arguments = ["--device", setting.device.type, "--results", str(setting.output), "--repeats", "2"]
-    sections = (
-        ["kernels", "formats"] if setting.dry else ["kernels", "slices", "orthogonalization", "bucket", "formats"]
-    )
+    arguments = ["--device", setting.device.type, "--results", str(results), "--repeats", "2"]
     main([*arguments, "--threads", "1", *(["--scale", "tiny"] if setting.dry else []), "--only", *sections])
-    yield {"see": f"compressors-{setting.device.type}.md"}
+    return {"see": f"{results.name}/compressors-{setting.device.type}.md"}
 
 
 def capture(setting: Setting) -> Iterator[Row]:
@@ -83,14 +92,9 @@ def capture(setting: Setting) -> Iterator[Row]:
 def training(setting: Setting) -> Iterator[Row]:
     """Run the study of vanilla and the balanced preset, whose logs lie beside the page; compare their losses."""
     from optimus_cc_ext.report.record import read_logs
-    from scripts.study.__main__ import main as study
 
-    os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
     folder, iterations = setting.output / "training", 4 if setting.dry else 60
-    shutil.rmtree(folder, ignore_errors=True)  # the study does not repeat runs that are there
-    words = f"--variants vanilla,balanced --seeds 1 --evaluations 1 --max-mb 1 --iterations {iterations}".split()
-    if study([*words, "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
-        raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
+    _study(setting, folder, f"--variants vanilla,balanced --evaluations 1 --max-mb 1 --iterations {iterations}".split())
     vanilla, balanced = (read_logs(folder / "runs" / f"{name}-seed1").training for name in ("vanilla", "balanced"))
     for iteration, expected, found in zip(vanilla.iterations, vanilla.values, balanced.values, strict=True):
         if iteration in (1, iterations) or iteration % 10 == 0:
@@ -98,6 +102,35 @@ def training(setting: Setting) -> Iterator[Row]:
             yield {"iteration": iteration, "vanilla": expected, "balanced": found, "difference, %": gap}
     if not abs(gap) < MOST_APART:  # also true for NaN
         raise SystemExit(f"balanced ends with a loss of {balanced.last:.4f}, vanilla with {vanilla.last:.4f}")
+
+
+def study(setting: Setting) -> Iterator[Row]:
+    """Run the study of a GPT of 131 million parameters (docs/study.md); its page lies beside the check's."""
+    from optimus_cc_ext.report.record import read_logs
+
+    folder, variants = setting.output / "study-131m", ("vanilla", "int8", "balanced", "paper")
+    iterations, evaluations = (2, 1) if setting.dry else (240, 16)
+    words = f"--variants {','.join(variants)} --iterations {iterations} --evaluations {evaluations} --max-mb 40"
+    _study(setting, folder, [*words.split(), *([] if setting.dry else ["--common", STUDIED_MODEL, "--timeout", "20"])])
+    for name in variants:
+        record = read_logs(folder / "runs" / f"{name}-seed1")
+        seconds = None if setting.dry else record.seconds.median
+        yield {"variant": name, "training loss": record.training.last, "seconds per iteration": seconds}
+
+
+STUDIED_MODEL = (
+    "--num-layers 18 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512 "
+    "--init-method-std 0.0361 --micro-batch-size 4 --global-batch-size 64"
+)
+
+
+def _study(setting: Setting, folder: Path, words: list[str]) -> None:
+    from scripts.study.__main__ import main
+
+    os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
+    shutil.rmtree(folder, ignore_errors=True)  # the study does not repeat runs that are there
+    if main([*words, "--seeds", "1", "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
+        raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
 
 
 CHECKS = {
@@ -125,4 +158,11 @@ CHECKS = {
         f"{MOST_APART:g} %.", training, 240,
     ),
     "bench": Check("The compressors' seconds beside what the machine allows.", bench, 140),
+    "codecs": Check(
+        "GB/s of the block formats' kernels at each alignment, beside a copy's and torch's, eager and compiled.",
+        codecs, 1200, long=True,
+    ),
+    "study": Check(
+        "131 million parameters train in vanilla and with int8, balanced and paper.", study, 6000, long=True
+    ),
 }  # fmt: skip

@@ -40,6 +40,7 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
     works = {row["section"]: {each["work"] for each in rows if each["section"] == row["section"]} for row in rows}
     assert works == {
         "kernels": {"ours", "torch, eager", "torch, compiled"},
+        "codecs": {"ours", "torch, eager", "torch, compiled"},
         "slices": {
             "ours, compress", "ours, decompress", "reference, compress", "reference, decompress",
             "hook, compress and decompress",
@@ -52,6 +53,10 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
             for part in ("encode", "decode and add")
         },
     }  # fmt: skip
+    rates = [row for row in rows if row["section"] == "codecs" and row["ms"] is not None]
+    assert rates and all(row["GB/s"] > 0 and row["GB/s of a copy"] > 0 for row in rates)
+    starts = {row["case"].rsplit(" ", 1)[1] for row in rows if row["section"] == "codecs"}
+    assert starts == {"16", "8", "4", "2", "1"}
     missing = {row["work"] for row in rows if row["ms"] is None}
     assert missing == {"ours", "torch, compiled"}, "of the kernels, what needs a GPU"
     ours = [row for row in rows if row["work"] == "ours, compress"]

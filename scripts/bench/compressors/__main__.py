@@ -6,8 +6,9 @@
 
 Sections:
     kernels            each of Triton's kernels beside torch, eager and compiled; without a GPU only eager
+    codecs             the block formats' kernels beside the same, wherever a shard begins, in GB/s
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
-    orthogonalization  batches of P, without the rest of a step
+    orthogonalization  batches of P at ranks 16, 64 and 128, without the rest of a step
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
     formats            such a bucket (1 GB) in every block format, and at low rank: encoded, and decoded and added
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time

@@ -184,11 +184,15 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _seconds(capability: int, ranks: Sequence[int], formats: Sequence[str], cache: Path) -> str:
+def _seconds(
+    capability: int, ranks: Sequence[int], formats: Sequence[str], aligns: Sequence[int], cache: Path
+) -> str:  # fmt: skip
     """Return the CPU-seconds, of this process and of compilers, in which the trial's kernels are compiled."""
     before = _used()
     with compiling(capability, cache) as compiled, patch.object(trial, "_agree", lambda equal, otherwise: None):
-        failure = trial.failure(ranks, formats, torch.device("cpu"), (torch.float32, torch.bfloat16))
+        failure = trial.failure(
+            ranks, formats, torch.device("cpu"), (torch.float32, torch.bfloat16), rotations=[True], aligns=aligns
+        )
     kernels = len({id(kernel) for kernel in compiled})
     return f"{kernels} kernels in {_used() - before:.1f} CPU-s" + (f", then {failure}" if failure else "")
 
@@ -222,9 +226,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = [(case, capability) for case in _cases(options) for capability in options.capability]
         print(Table(_COLUMNS, [_row(case, capability, Path(folder)) for case, capability in cases]).markdown())
         for capability in options.capability if options.trial else ():
-            for name, ranks, formats in (("blocks", (), ("int4", "int8")), ("low rank", (16, 64, 128), ())):
+            for name, ranks, formats, aligns in (
+                ("blocks, shards at multiples of 16", (), ("int4", "int8"), (16,)),
+                ("blocks, shards at multiples of 2", (), ("int4", "int8"), (2, 4, 8, 16)),
+                ("low rank", (16, 64, 128), (), ()),
+            ):
                 cache = Path(folder, f"{name} {capability}")
-                empty, filled = (_seconds(capability, ranks, formats, cache) for _ in range(2))
+                empty, filled = (_seconds(capability, ranks, formats, aligns, cache) for _ in range(2))
                 print(f"trial, sm_{capability}, {name}: empty cache: {empty}; filled cache: {filled}", flush=True)
 
 

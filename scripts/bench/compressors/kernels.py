@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
-from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
+from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr
 from scripts.bench.compressors.timing import Work
@@ -20,12 +19,12 @@ Contenders = dict[str, Work | None]
 
 
 def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contenders]]:
-    """Yield (case, contenders): a slice of 8.3B at ranks 16 and 128, and a bucket's values in blocks.
+    """Yield (case, contenders): a slice of 8.3B at ranks 16, 64 and 128.
 
     Raises:
         SystemExit: the results of a case's contenders differ.
     """
-    n, m, ranks, numel = (64, 96, (16,), 1 << 13) if tiny else (1024, 3072, (16, 128), 1 << 26)
+    n, m, ranks = (64, 96, (16,)) if tiny else (1024, 3072, (16, 64, 128))
     generator = private_generator(4, "bench kernels", device="cpu")
     on_gpu, ours = device.type == "cuda", fast_compressor()
     gradient, residual = (torch.randn(1, n, m, generator=generator).to(device) for _ in range(2))
@@ -46,19 +45,6 @@ def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contende
         for name, (work, plain, given) in cases.items():
             case = f"{name}, {n} x {m}, rank {r}"
             yield case, _compared(case, work if on_gpu else None, plain, given)
-    values, layout = torch.randn(numel, generator=generator).to(device), BlockLayout.of_one(numel)
-    for format in ("int8", "fp8"):
-        codec, parent = fast_codec(format, seed=1, rotated=False), Codec(format)
-        out = torch.empty_like(values)
-        message = torch.empty(1, codec.message_bytes(layout, values.dtype), dtype=torch.uint8, device=device)
-        for name, run in (
-            ("encode", lambda c, m=message: c.encode(values, layout, m) or m),
-            ("decode", lambda c, m=message, o=out: c.decode(m, layout, o) or o),
-        ):
-            run(parent)
-            case, plain = f"{format}, {name}, {numel} values", partial(run, parent)
-            # Nothing is left to compile, because Python cuts torch's computation into parts.
-            yield case, {OURS: partial(run, codec) if on_gpu else None, EAGER: plain, COMPILED: None}
 
 
 def _compared(

@@ -17,6 +17,7 @@ from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, packe
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.report.table import Cell
 from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer, step
+from scripts.bench.compressors.codecs import cases, check_compiled
 from scripts.bench.compressors.kernels import contenders
 from scripts.bench.compressors.timing import Work, captured, in_turn
 from scripts.paper.figure14 import RANKS, SLICES, Message, check
@@ -113,9 +114,9 @@ def orthogonalization(setting: Setting) -> Iterator[Row]:
 
     The hook's and LAPACK's time does not depend on the values; ours does, on a CPU.
     """
-    layers, r = (2, 32) if setting.tiny else (STAGE_LAYERS, 128)
+    layers, ranks = (2, (32,)) if setting.tiny else (STAGE_LAYERS, (16, 64, 128))
     rate, ours = setting.product_rate(), fast_compressor()
-    for n in (384,) if setting.tiny else (3072, 1152):
+    for n, r in itertools.product((384,) if setting.tiny else (3072, 1152), ranks):
         for kind in ("Gaussian", "warm-started", "condition 1e5"):
             case = f"{kind}, {layers} x {n} x {r}"
             p = to_orthogonalize(kind, layers, n, r).to(setting.device)
@@ -305,6 +306,26 @@ def kernels(setting: Setting) -> Iterator[Row]:
             yield row(case, name, taken[name]) if name in taken else {"case": case, "work": name, "ms": None}
 
 
+def codecs(setting: Setting) -> Iterator[Row]:
+    """Time the block formats' kernels at each alignment of a shard, in GB/s, next to a copy's bandwidth."""
+    numel = 1 << (13 if setting.tiny else 26)
+    bandwidth = setting.bandwidth(numel)
+    for format, rotated, _ in FORMAT_CASES.values():
+        check_compiled(format, rotated)
+    for case, nbytes, works in cases(setting.device, numel):
+        taken = (
+            setting.in_turn({name: work for name, work in works.items() if work is not None})
+            if any(works.values())
+            else {}
+        )
+        for name in works:
+            rate: Row = {"GB/s": nbytes * 1e-9 / taken[name].median if name in taken else None}
+            rate["GB/s of a copy"] = bandwidth * 1e-9
+            floor = nbytes / bandwidth
+            missing: Row = {"case": case, "work": name, "ms": None}
+            yield row(case, name, taken[name], floor, **rate) if name in taken else missing | rate
+
+
 CAPTURED_RANKS = (16, 64, 128)
 
 
@@ -336,6 +357,7 @@ def capture(setting: Setting) -> Iterator[Row]:
 
 SECTIONS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "kernels": kernels,
+    "codecs": codecs,
     "slices": slices,
     "orthogonalization": orthogonalization,
     "bucket": bucket,
