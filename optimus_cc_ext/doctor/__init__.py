@@ -190,7 +190,7 @@ def _estimated(
     numbers: dict[str, Any] = {"memory_per_rank": megatron_bytes(args, micro_batches)}
     memory = [f"{name} {_size(nbytes)}" for name, nbytes in numbers["memory_per_rank"].items()]
     if (gpt := gpt_from(args)) is None:
-        found.append(Finding("traffic", "not estimated: only dense GPTs with equal stages are supported"))
+        found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
         on = OnNodes.of(config, places_of(placement))

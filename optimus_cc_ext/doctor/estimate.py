@@ -22,6 +22,7 @@ from optimus_cc_ext.config.classes import (
     TrafficClass,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
+from optimus_cc_ext.doctor.shapes import Parameter, stages_of
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
@@ -44,102 +45,45 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt:
-    """A GPT's sizes on one tensor-parallel rank, and the data types of its gradients and parameters."""
+    """A model's parameters on one tensor-parallel rank of each stage, with the data types of messages and gradients."""
 
-    layers: int
-    """Number of layers of each pipeline stage; all stages have equally many."""
-
-    layer: tuple[tuple[int, ...], ...]
-    """Shapes of a layer's parameters on one rank."""
-
-    embedding: tuple[int, int]
-    """Shape of one rank's shard of the word embedding."""
-
-    positions: tuple[int, ...] | None
-    """Shape of the learned position embeddings on the first stage; None: the model has none."""
-
-    last: tuple[tuple[int, ...], ...]
-    """Shapes of the final norm's parameters, which only the last stage has."""
-
-    tied: bool
+    stages: Sequence[Sequence[Parameter]]
     message: torch.Size
-    """Shape of an activation between two stages: sequence (divided by TP with sequence parallelism) x micro-batch x
-    hidden.
+    """Shape of an activation between two stages: sequence (divided by the context-parallel size, and by the
+    tensor-parallel size with sequence parallelism) x micro-batch x hidden.
     """
 
     pipeline_dtype: torch.dtype
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
     tensor_parallel: int
-
-    def of_stage(self, stage: int, stages: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a stage's parameters, without the word embedding and the output layer."""
-        first = [self.positions] if stage == 0 and self.positions is not None else []
-        return [*self.layer * self.layers, *first, *(self.last if stage == stages - 1 else ())]
-
-    def word_embeddings(self, stage: int, stages: int) -> int:
-        """Return the number of matrices of the word embedding's size that a stage holds."""
-        first, last = stage == 0, stage == stages - 1
-        return int(first or last) if self.tied else first + last
-
-
-_BEYOND_A_GPT = (
-    "num_experts",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "heterogeneous_layers_config_path",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-)
-"""Arguments that change the shapes of gradients, or the stage that holds them, in ways that these estimates do not
-cover.
-"""
+    expert_replicas: int = 0
+    """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
 
 
 def gpt_from(args: argparse.Namespace) -> Gpt | None:
-    """Read the model from Megatron's validated arguments; None if it is not a GPT with equal stages."""
-    stages, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    words = args.padded_vocab_size or args.vocab_size or _known_vocabulary(args)
-    if any(getattr(args, name, None) for name in _BEYOND_A_GPT) or args.num_layers % stages or words is None:
+    """Read the model from Megatron's validated arguments; None if Megatron cannot build it on this machine."""
+    tp = args.tensor_model_parallel_size
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        if args.tokenizer_type != "GPT2BPETokenizer":
+            return None
+        args = argparse.Namespace(**vars(args) | {"vocab_size": 50257})
+    if (stages := stages_of(args)) is None:
         return None
-    if not args.padded_vocab_size:
-        multiple = args.make_vocab_size_divisible_by * tp
-        words = -(-words // multiple) * multiple
-    h = args.hidden_size
-    heads = args.kv_channels * args.num_attention_heads
-    groups = args.kv_channels * (args.num_query_groups if args.group_query_attention else args.num_attention_heads)
-    qkv, mlp = (heads + 2 * groups) // tp, args.ffn_hidden_size // tp
-    first = 2 * mlp if args.swiglu else mlp
-    norm: tuple[tuple[int, ...], ...] = ((h,),) if args.normalization == "RMSNorm" else ((h,), (h,))
-    layer: list[tuple[int, ...]] = [(qkv, h), (h, heads // tp), (first, h), (h, mlp), *norm, *norm]
-    if args.add_bias_linear:
-        layer += [(qkv,), (h,), (first,), (h,)]
-    elif args.add_qkv_bias:
-        layer += [(qkv,)]
-    learned = args.position_embedding_type == "learned_absolute"
-    split = tp if args.sequence_parallel else 1
+    split = args.context_parallel_size * (tp if args.sequence_parallel else 1)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False) or args.params_dtype == torch.float32
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
     return Gpt(
-        layers=args.num_layers // stages,
-        layer=tuple(layer),
-        embedding=(words // tp, h),
-        positions=(args.max_position_embeddings, h) if learned else None,
-        last=norm,
-        tied=not args.untie_embeddings_and_output_weights,
-        message=torch.Size((args.seq_length // split, args.micro_batch_size, h)),
+        stages=stages,
+        message=torch.Size((args.seq_length // split, args.micro_batch_size, args.hidden_size)),
         pipeline_dtype=args.params_dtype,
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
+        expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
+        if args.expert_model_parallel_size > 1
+        else 0,
     )
-
-
-def _known_vocabulary(args: argparse.Namespace) -> int | None:
-    return 50257 if args.tokenizer_type == "GPT2BPETokenizer" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,17 +166,16 @@ def bytes_between_nodes(
         before, after = _pipeline(gpt, config, schedule, traffic, on)
         raw, sent = raw + before * on.crossing, sent + after * on.crossing
     for stage in range(layout.stages):
-        plan = _plan(gpt, layout, config, stage, on)
         gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
         dense, coded = (leaving_ring(nbytes, layout.data_parallel, on.beside) for nbytes in gathered)
-        raw += plan.dense_leaving_bytes + dense
-        sent += plan.leaving_bytes(compressing=plan.compresses, whole=False) + coded
-        if plan.tied_bytes and on.pair_crosses:
-            pair = all_reduce_bytes(plan.tied_bytes, 2)
-            raw, sent = (
-                raw + pair,
-                sent + (pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)),
-            )
+        raw, sent = raw + dense, sent + coded
+        for plan in _plans(gpt, layout, config, stage, on):
+            raw += plan.dense_leaving_bytes
+            sent += plan.leaving_bytes(compressing=plan.compresses, whole=False)
+            if plan.tied_bytes and on.pair_crosses:
+                pair = all_reduce_bytes(plan.tied_bytes, 2)
+                raw += pair
+                sent += pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)
     ranks = layout.data_parallel * gpt.tensor_parallel
     return round(raw * ranks), round(sent * ranks)
 
@@ -298,56 +241,74 @@ def _of_stage(
     gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes
 ) -> dict[TrafficClass, tuple[int, int]]:
     """Return the (raw, sent) bytes that one rank of a stage reduces and gathers over its replicas, from its bucket
-    plan.
+    plans.
     """
-    plan, sharded, embedding = _plan(gpt, layout, config, stage, on), layout.distributed_optimizer, (0, 0)
-    sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
-    if plan.tied_bytes:
-        raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
-        embedding = raw, raw - saved
-        if config.fused_embedding_sync:
-            formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
-            fused = fused_bytes(
-                plan.tied_bytes, layout.data_parallel, sharded=sharded, formats=formats, dtype=gpt.gradient_dtype,
-                levels=on.levels,
-            )  # fmt: skip
-            embedding = raw, fused
-    gathers = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
-    gathered = sum(gather.gathered_bytes() for gather in gathers) if gathers else plan.gather_bytes
-    return {
-        DP_GRADIENTS: (plan.dense_bytes, sent),
-        EMBEDDING: embedding,
-        PARAM_GATHER: (plan.gather_bytes, gathered),
-    }
+    sharded, embedding = layout.distributed_optimizer, (0, 0)
+    gradients, gathers = [], []
+    for plan in _plans(gpt, layout, config, stage, on):
+        sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
+        gradients.append((plan.dense_bytes, sent))
+        if plan.tied_bytes:
+            raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
+            embedding = raw, raw - saved
+            if config.fused_embedding_sync:
+                formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+                fused = fused_bytes(
+                    plan.tied_bytes,
+                    layout.data_parallel,
+                    sharded=sharded,
+                    formats=formats,
+                    dtype=gpt.gradient_dtype,
+                    levels=on.levels,
+                )
+                embedding = raw, fused
+        coded = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
+        gathered = sum(gather.gathered_bytes() for gather in coded) if coded else plan.gather_bytes
+        gathers.append((plan.gather_bytes, gathered))
+    return {DP_GRADIENTS: _summed(gradients), EMBEDDING: embedding, PARAM_GATHER: _summed(gathers)}
 
 
-def _plan(
+def _summed(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(raw for raw, _ in pairs), sum(sent for _, sent in pairs)
+
+
+def _plans(
     gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes = UNKNOWN, *, words: bool = True
-) -> GroupPlan:
-    """Plan a stage as one bucket, with a tied embedding as another. Megatron uses more buckets, which changes little.
+) -> list[GroupPlan]:
+    """Plan a stage as one bucket, with a tied embedding as another, and routed experts that not every replica holds as
+    a third one over their own replicas. Megatron uses more buckets, which changes little.
 
     Args:
         words: True if the word embedding and the output layer are among the stage's parameters.
     """
-    tied = gpt.tied and layout.stages > 1
-    count = gpt.word_embeddings(stage, layout.stages) if words else 0
-    embeddings = [ParameterRecord(shape=gpt.embedding, start=0, tied=tied, embedding=True)] * count
-    rest = [ParameterRecord(shape=shape, start=0) for shape in gpt.of_stage(stage, layout.stages)]
-    buckets = [rest, embeddings] if tied else [embeddings + rest]
-    fused = config.fused_embedding_sync and tied
-    rules = BucketRules.of(
-        config, ranks=layout.data_parallel, sharded=layout.distributed_optimizer, fused=fused, levels=on.levels,
-        beside=on.beside, left_dense=on.left_dense,
-    )  # fmt: skip
-    if not _compressed_stage(config, stage):
-        rules = dataclasses.replace(rules, format="dense")
-    return GroupPlan.of([_bucket(gpt, layout, bucket) for bucket in buckets if bucket], rules)
+    kinds: dict[str, list[ParameterRecord]] = {"rest": [], "tied": [], "apart": []}
+    for each in gpt.stages[stage]:
+        if words or not each.embedding:
+            kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
+            kinds[kind].append(
+                ParameterRecord(shape=each.shape, start=0, tied=each.tied, embedding=each.embedding, expert=each.expert)
+            )
+    found = []
+    for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):
+        buckets = [_bucket(gpt, layout, ranks, kinds[name]) for name in names if kinds[name]]
+        if not buckets:
+            continue
+        nodes = on if ranks == layout.data_parallel else UNKNOWN
+        rules = BucketRules.of(
+            config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
+            fused=config.fused_embedding_sync and bool(kinds["tied"]) and "tied" in names,
+            levels=nodes.levels, beside=nodes.beside,
+        )  # fmt: skip
+        if not _compressed_stage(config, stage):
+            rules = dataclasses.replace(rules, format="dense")
+        found.append(GroupPlan.of(buckets, rules))
+    return found
 
 
-def _bucket(gpt: Gpt, layout: Layout, parameters: Sequence[ParameterRecord]) -> BucketRecord:
+def _bucket(gpt: Gpt, layout: Layout, ranks: int, parameters: Sequence[ParameterRecord]) -> BucketRecord:
     """Lay the parameters out one after the other; the distributed optimizer pads a bucket to shards of equal length."""
     starts = [0, *accumulate(parameter.range[1] for parameter in parameters)]
-    unit = layout.data_parallel if layout.distributed_optimizer else 1
+    unit = ranks if layout.distributed_optimizer else 1
     return BucketRecord(
         numel=-(-starts[-1] // unit) * unit,
         dtype=gpt.gradient_dtype,
@@ -371,7 +332,12 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
         link *= 2 * itemsize
     else:
         link *= gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    plans = [plan for stage in range(layout.stages) for plan in _plan(gpt, layout, config, stage, words=False).buckets]
+    plans = [
+        plan
+        for stage in range(layout.stages)
+        for group in _plans(gpt, layout, config, stage, words=False)
+        for plan in group.buckets
+    ]
     low_rank = [plan.compressed.low_rank for plan in plans if isinstance(plan.compressed, LowRankPlan)]
     taken = [sum(2 * math.prod(matrix.shape) * itemsize for matrix in matrices) for matrices in low_rank]
     taken += [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan | TwoLevelPlan)]
@@ -392,7 +358,7 @@ def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> i
     """Return a warning for each compression rank at which every tensor is sent uncompressed."""
     if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
         return 0
-    buckets = _plan(gpt, layout, config, stage).buckets
+    buckets = [bucket for plan in _plans(gpt, layout, config, stage) for bucket in plan.buckets]
     values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)
     messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
     return messages + 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize

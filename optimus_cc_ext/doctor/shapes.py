@@ -72,6 +72,7 @@ def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
     local.no_persist_layer_norm, local.context_parallel_size, local.sequence_parallel = True, 1, False
     if local.num_experts:
         local.num_experts //= local.expert_model_parallel_size
+    local.routed = local.expert_model_parallel_size
     local.expert_model_parallel_size, local.moe_token_dispatcher_type = 1, "allgather"
     for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_expert_rank_capacity_factor"):
         setattr(local, name, None)
@@ -93,17 +94,19 @@ def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -
         size = args.virtual_pipeline_model_parallel_size
         chunks = [None] if size is None else range(size)
         models = [builder(config).build_model(groups, vp_stage=chunk) for chunk in chunks]
-        return [parameter for model in models for parameter in _parameters(model)]
+        return [parameter for model in models for parameter in _parameters(model, args.routed)]
 
 
-def _parameters(model: torch.nn.Module) -> Iterator[Parameter]:
+def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[Parameter]:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
     layers = (layer.experts for layer in model.modules() if isinstance(layer, BaseMoELayer))
     experts = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        # A router knows the experts of all expert-parallel ranks.
+        first, *others = parameter.shape
         yield Parameter(
-            tuple(parameter.shape),
+            (first * expert_ranks if ".router." in name else first, *others),
             tied=getattr(parameter, "shared_embedding", False),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             expert=id(parameter) in experts,

@@ -69,9 +69,12 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
         if flag in _DATA or "${" in text:
             continue
         yield flag
-        if text != "true":
-            text = text.removeprefix("[").removesuffix("]")
-            yield from [text] if text.startswith("(") else shlex.split(text)
+        if text.startswith("["):
+            yield from shlex.split(text.removeprefix("[").removesuffix("]"))
+        elif isinstance(value, list):
+            yield from shlex.split(text)
+        elif text != "true":
+            yield text.strip("'\"")
     # Megatron has no mock data for fill-in-the-middle; nothing is opened before training starts.
     yield from ["--data-path", "text_document"] if "--fim-data" in arguments else ["--mock-data"]
     yield from ("--tokenizer-type", "NullTokenizer")

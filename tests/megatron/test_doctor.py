@@ -15,9 +15,9 @@ import pytest
 
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, _Accepted, _captured, call
-from tests.megatron import interventions
-from tests.megatron.runs import BLOCKS, PP2_DP2, SHARDED
-from tests.megatron.specs import RunSpec, uses
+from tests.megatron import cpu_attention, interventions
+from tests.megatron.runs import BLOCKS, MIXTURE, PP2_DP2, SHARDED
+from tests.megatron.specs import RunSpec, full, uses
 from tests.megatron_runs import TINY_GPT
 
 TINY = shlex.join(TINY_GPT)
@@ -269,7 +269,21 @@ IN_TWO_LEVELS = RunSpec(
 )  # fmt: skip
 
 
-@uses(*FORESEEN, IN_TWO_LEVELS)
+_ROPE = "--train-iters 1 --position-embedding-type rope --no-rope-fusion"
+_EXPERTS = f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 1"
+OF_RECIPES = [
+    RunSpec(name=f"what doctor foresees of {what}", layout=layout, flags=f"{_ROPE} {flags}", ours=BLOCKS, before=before)
+    for what, layout, flags, before in (
+        ("experts", PP2_DP2, _EXPERTS, ()),
+        ("replicated experts", (4, ""), _EXPERTS, ()),
+        ("multi-token prediction", PP2_DP2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights", ()),
+        ("context parallelism", (4, f"{PP2_DP2[1]} --context-parallel-size 2"), "", (cpu_attention.install,)),
+        ("an uneven layout", (4, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL"), "", ()),
+    )
+]  # fmt: skip
+
+
+@uses(*FORESEEN, IN_TWO_LEVELS, *map(full, OF_RECIPES))
 def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> None:
     nodes = "2" if runs.spec is IN_TWO_LEVELS else "1"
     flags = f"{shlex.join(TINY_GPT)} {runs.spec.flags} {runs.spec.layout[1]} {runs.spec.ours}"

@@ -6,6 +6,7 @@ import torch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.doctor.estimate import Gpt, bytes_by_class
+from optimus_cc_ext.doctor.shapes import Parameter
 from optimus_cc_ext.forecast.timeline import Switches, When
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
@@ -46,13 +47,14 @@ def gpt_of(job: Job) -> Gpt:
         for place, (inputs, outputs) in enumerate(model.layer_matrices)
     ]
     biases = [(rows,) for rows, _ in matrices]
+    layers = [Parameter(shape) for shape in (*matrices, *biases, *vectors)] * job.layers_per_stage
+    words = Parameter((model.vocabulary // job.tp, model.hidden), tied=model.tied and job.pp > 1, embedding=True)
     return Gpt(
-        layers=job.layers_per_stage,
-        layer=(*matrices, *biases, *vectors),
-        embedding=(model.vocabulary // job.tp, model.hidden),
-        positions=None,
-        last=(),
-        tied=model.tied,
+        stages=[
+            [*layers, *[words] * (min(1, copies) if model.tied else copies)]
+            for stage in range(job.pp)
+            for copies in [(stage == 0) + (stage == job.pp - 1)]
+        ],
         message=torch.Size((job.message_rows, 1, model.hidden)),
         pipeline_dtype=torch.bfloat16,
         gradient_dtype=torch.float32,
