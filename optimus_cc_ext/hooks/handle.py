@@ -17,12 +17,14 @@ from optimus_cc_ext.checkpoint.resuming import settings_of
 from optimus_cc_ext.errors import OptimusError, UnfitState
 from optimus_cc_ext.hooks import distrib_optimizer, finalize_model_grads, p2p_communication, schedules
 from optimus_cc_ext.hooks.distributed_data_parallel import join
+from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import finish
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
+from optimus_cc_ext.techniques.collective import all_reduce_sum
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.session import Session
 
@@ -218,6 +220,11 @@ class Handle:
         for model in self._models:
             for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
                 finish(self._session, bucket_group)
+            embedding = tied_embedding(model)
+            if self._session.embedding.left_out and embedding is not None:
+                # Its bucket left it out. Megatron, which sums it over the stages, expects the sum over the replicas.
+                all_reduce_sum(embedding.main_grad, bucket_group.data_parallel_group, "the end of compression")
+                self._session.embedding.left_out = False
         self._detach()
 
     def _detach(self) -> None:

@@ -49,7 +49,14 @@ def groups_of_ones_own(stages: int) -> Any:
 
 
 def build(
-    stages: int, groups: Any = None, *, finalize: bool = True, hidden: int = 32, tied: bool = True, **ddp: Any
+    stages: int,
+    groups: Any = None,
+    *,
+    finalize: bool = True,
+    hidden: int = 32,
+    tied: bool = True,
+    in_bf16: bool = False,
+    **ddp: Any,
 ) -> Any:
     """Make a GPT in DistributedDataParallel, equal on every call. Without `finalize` the test reduces its gradients."""
     from megatron.core import parallel_state
@@ -60,13 +67,15 @@ def build(
 
     torch.manual_seed(1)
     pipeline = parallel_state.get_pipeline_model_parallel_group() if groups is None else groups.pp
-    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL | {"hidden_size": hidden})
+    dtypes = dict.fromkeys(("params_dtype", "pipeline_dtype"), torch.bfloat16) | {"bf16": True} if in_bf16 else {}
+    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL | {"hidden_size": hidden} | dtypes)
     model = GPTModel(
         config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
         pre_process=pipeline.rank() == 0, post_process=pipeline.rank() == stages - 1,
         share_embeddings_and_output_weights=tied, pg_collection=groups,
     )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads if finalize else None
+    model = model.bfloat16() if in_bf16 else model
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, pg_collection=groups)
     config.no_sync_func = model.no_sync if ddp.get("overlap_grad_reduce") else None
     return model
@@ -77,7 +86,10 @@ def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     sharded = model.ddp_config.use_distributed_optimizer
-    config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=clip_grad, use_distributed_optimizer=sharded)
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-3, clip_grad=clip_grad, use_distributed_optimizer=sharded, bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype, overlap_param_gather=model.ddp_config.overlap_param_gather,
+    )  # fmt: skip
     return get_megatron_optimizer(config, [model])
 
 

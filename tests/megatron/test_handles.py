@@ -13,6 +13,7 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.errors import FlagError, OptimusError
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
+from tests.megatron.recording import hash_of
 
 INT8 = OptimusConfig(
     compressed_backprop_format="int8", dp_compression_format="int8", fused_embedding_sync_format="int8",
@@ -290,6 +291,57 @@ def removed(ddp: dict[str, Any]) -> dict[str, bool]:
         "vanilla": is_vanilla,
         "compressed again": compresses, "wraps are gone": _nothing_is_wrapped(),
     }  # fmt: skip
+
+
+def removed_before_gradients_are_final(overlapped: bool) -> float:
+    from megatron.core.distributed import finalize_model_grads
+
+    own_loops.start(2)
+    found = []
+    for compressed in (False, True):
+        model = own_loops.build(2, finalize=False, overlap_grad_reduce=overlapped)
+        for number in range(2):  # buckets overlap from the second pass on
+            if compressed:
+                handle = optimus_cc_ext.compress(model, None, EXACT[2])
+                with handle.step():
+                    own_loops.pass_of(model)
+                    if number:
+                        handle.remove()
+                    finalize_model_grads([model])
+                handle.remove()
+            else:
+                own_loops.pass_of(model)
+                finalize_model_grads([model])
+        found.append(own_loops.gradients(model))
+    return error(found[1], found[0])
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+def test_reductions_that_are_under_way_are_finished_where_a_handle_is_removed(overlapped: bool) -> None:
+    for far in run_ranks(4, removed_before_gradients_are_final, overlapped, timeout=90):
+        assert far < 1e-5  # sums in another order
+
+
+def removed_before_parameters_are_gathered() -> tuple[str, list[bool]]:
+    """Return the hash of the parameters in the end, and whether a message waited to be sent before the removal."""
+    own_loops.start(1)
+    ddp = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+    model = own_loops.build(1, in_bf16=True, **ddp)
+    optimizer = own_loops.optimizer_of(model)
+    handle = optimus_cc_ext.compress(model, optimizer, OptimusConfig(param_gather_format="int8"))
+    owed = []
+    for _ in range(3):
+        own_loops.pass_of(model)
+        optimizer.step()
+        owed.append(any(shards.updated for shards in session_of(handle).parameters.buckets))
+    handle.remove()
+    own_loops.pass_of(model)
+    return "".join(hash_of(parameter.data) for parameter in model.parameters()), owed
+
+
+def test_parameters_that_a_step_changed_are_gathered_where_a_handle_is_removed() -> None:
+    (first, owed), (second, _) = run_ranks(2, removed_before_parameters_are_gathered, timeout=60)
+    assert any(owed) and first == second, "replicas are equal to the bit"
 
 
 def _nothing_is_wrapped() -> bool:
