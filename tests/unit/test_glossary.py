@@ -37,7 +37,7 @@ LONG_FORMS = {
 KNOWN = {
     "hardware, networks, signals": "AMD AVX CPU CUDA EPYC GPU HDR NDR NIC NVIDIA SHARP SIGKILL SIGTERM SIGUSR TB GB MB",
     "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT LM NCCL NGC SGD",
-    "programming": "API BPE C CI CSV JSON PATH",
+    "programming": "API BPE C CI CSV DEBUG INFO JSON PATH WARNING",
     "Slurm's words": "FAILED QOS",
     "names of models, tasks, papers, files, GPUs (A100, B200, H100)": "A ACP AIS ASPLOS B BLOOM CC CHANGELOG CITATION "
     "CONTRIBUTING H LAMBADA MT NLG PIQA RACE SNU",
