@@ -35,7 +35,7 @@ next pass reads it; on a GPU there are so many that launches cost less than the 
 """
 
 MEASURED_PARTS = 32
-"""Parts of a tensor whose errors are measured."""
+"""Number of parts of a large tensor whose errors are measured."""
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of values in a flat tensor, as (start, length)."""
@@ -297,7 +297,7 @@ class Codec:
             _, scales, codes = self._split(by_message[index], layout, values.dtype)
             decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
             sent = self._load(values, piece)
-            # Without the zeros that fill up a short block: rotated, they have errors that nobody receives.
+            # The zeros that fill up a short block are left out: rotated, they have errors that no rank receives.
             note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
     def _by_message(self, messages: Tensor, layout: BlockLayout, dtype: torch.dtype) -> Tensor:

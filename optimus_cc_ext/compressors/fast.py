@@ -48,7 +48,7 @@ class Needed:
     """The variants of kernels that a run launches."""
 
     ranks: Sequence[int]
-    """Compression ranks."""
+    """Compression ranks of low rank."""
 
     formats: Sequence[str]
     """Block formats."""
@@ -63,11 +63,11 @@ class Needed:
     """True if blocks are rotated in the formats that allow it."""
 
     align: int = 1
-    """A number that divides the starts and lengths of all encoded values."""
+    """A number that divides the starts and lengths of all ranges of encoded values."""
 
 
 def kernels(needed: Needed) -> tuple[str, str | None]:
-    """Name what computes here, and the reason why it is not Triton; None on a machine without a GPU.
+    """Return the library that compresses on this machine, and the reason why it is not Triton; None without a GPU.
 
     Compiles each variant, runs it once, and waits for it: one rank of a node first, and again in a fresh folder if
     that fails.

@@ -20,7 +20,7 @@ def too_old(built_for: str | None, driver: int | None) -> str | None:
 
     Args:
         built_for: CUDA version that PyTorch was built for, such as 13.0; None: PyTorch for CPUs only.
-        driver: see `newest_cuda`.
+        driver: the newest CUDA version that the driver supports, as `newest_cuda` returns it.
     """
     if built_for is None or driver is None or driver // 1000 >= int(built_for.split(".")[0]):
         return None

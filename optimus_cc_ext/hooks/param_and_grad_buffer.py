@@ -41,7 +41,7 @@ def attach(
     Args:
         patches: holds the replaced attributes of the bucket group.
         experts: the weights of routed experts, whose gradients low rank does not compress.
-        routers: the weights of routers, which block formats leave as they are.
+        routers: the weights of routers, which stay dense in block formats.
     """
     config, gradients = bucket_group.ddp_config, session.gradients
     sharded: bool = config.use_distributed_optimizer

@@ -114,7 +114,7 @@ def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:
         dtypes={torch.float32, grid.dtype},
         state_dtype=state_dtype(config.compression_state_dtype),
         rotated=config.block_rotation,
-        # Factors in blocks have a multiple of their rank of values.
+        # The number of values of a factor is a multiple of its rank, also if the factor is sent in blocks.
         align=math.gcd(grid.align, *(ranks if config.low_rank_wire != "dense" else ())),
     )
 

@@ -414,7 +414,9 @@ def _reduction(
 
 
 def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
-    """Plan the gather of a bucket's parameters: differences of vectors and routers are sent as they are."""
+    """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors and routers
+    not.
+    """
     coded, dense = (
         [parameter.range for parameter in record.parameters if parameter.takes_blocks is encoded]
         for encoded in (True, False)

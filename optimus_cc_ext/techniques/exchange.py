@@ -65,7 +65,7 @@ class ParameterRecord:
     """True for the weight of a routed expert."""
 
     router: bool = False
-    """Marks the weight of a router, which is small and decides which experts see a token."""
+    """True for the weight of a router, which is small and decides which experts see a token."""
 
     embedding: bool = False
     """True for a word embedding or an output layer, whose gradient has one row per word, and a high rank."""
@@ -79,7 +79,7 @@ class ParameterRecord:
 
     @property
     def takes_blocks(self) -> bool:
-        """True if its values are encoded in blocks: a matrix, but not a router's."""
+        """True if the parameter's values can be encoded in blocks: a matrix, but not a router's."""
         return len(self.shape) >= 2 and not self.router
 
     @property

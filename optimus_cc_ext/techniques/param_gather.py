@@ -114,7 +114,7 @@ class Gather:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Let what the current stream is given from now on find the updated parameters."""
+        """Let later work on the current stream read the updated parameters."""
         if not self._side.beside:
             self._finish()
         self._side.join()
@@ -143,7 +143,7 @@ class ParamGather(Technique):
         self._side: SideStream | None = None
 
     def gather(self, buckets: Sequence[Shards]) -> Gather:
-        """Begin the gather of these buckets; all replicas call this alike."""
+        """Begin the gather of these buckets. All replicas call this in the same order."""
         if self._side is None:
             self._side = SideStream(buckets[0].flat.device)
         return Gather(buckets, self._side)

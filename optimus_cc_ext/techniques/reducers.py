@@ -226,7 +226,7 @@ class SideStream:
 
     @property
     def beside(self) -> bool:
-        """True if the host goes on while the work waits for messages."""
+        """True if this stream, and not the host, waits for messages."""
         return self._stream is not None
 
     @contextmanager

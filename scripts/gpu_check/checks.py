@@ -49,7 +49,7 @@ class Check:
     """Limit in seconds; all checks that are not `long` may take `TOTAL` together."""
 
     long: bool = False
-    """True if it runs with `--long` only, for longer than `TOTAL`."""
+    """True if the check runs with `--long` only, for longer than `TOTAL`."""
 
     interpreted: bool = False
     """True if Triton's interpreter runs the kernels in a dry run."""
@@ -128,7 +128,7 @@ def _study(setting: Setting, folder: Path, words: list[str]) -> None:
     from scripts.study.__main__ import main
 
     os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
-    shutil.rmtree(folder, ignore_errors=True)  # the study does not repeat runs that are there
+    shutil.rmtree(folder, ignore_errors=True)  # the study would not repeat finished runs
     if main([*words, "--seeds", "1", "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
         raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
 

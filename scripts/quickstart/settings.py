@@ -29,8 +29,8 @@ class Settings(Training):
     """True if every rank has a host of its own, with links of this rate; otherwise all ranks share this machine."""
 
     shaped_iterations: int = 20
-    """Largest number of iterations on shaped links, and at most half of them are: enough to time. The losses do not
-    depend on the links, and the other iterations are faster without them.
+    """Largest number of iterations on shaped links, which is enough to time. At least half of a run has links without a
+    limit: its iterations are faster there, and the losses do not depend on the links.
     """
 
     vanilla_band: float | None = 0.0035

@@ -80,7 +80,7 @@ def by_hand(flat: torch.Tensor, target: torch.Tensor, format: str) -> torch.Tens
 
 
 class Beside(SideStream):
-    """A GPU's side stream in the order of its work; this rank's CPU waits for messages instead."""
+    """Stand-in for a GPU's side stream: runs its work in order, and this rank's CPU waits for messages."""
 
     beside, joined = True, 0
 

@@ -325,7 +325,7 @@ def test_a_step_that_was_abandoned_leaves_no_trace(fails: bool) -> None:
 
 
 def alignments(hidden: int, sharded: bool) -> tuple[int, set[int]]:
-    """Return the alignment that the trial of the kernels is told, and those of the layouts of a pass."""
+    """Return the alignment that the trial of the kernels gets, and the alignments of the layouts of a pass."""
     from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
     from optimus_cc_ext.compressors.triton.blocks import _tables
 

@@ -190,7 +190,7 @@ def test_errors_of_a_tensor_of_many_parts_are_those_of_a_sample() -> None:
     codec.errors(values, layout, encoded(codec, values, layout), lambda *part: noted.append([x.norm() for x in part]))
     assert len(noted) == blocks.MEASURED_PARTS == 32
     sent, lost = torch.tensor(noted).norm(dim=0)
-    # Of 64 blocks with an error of 11.7 % each, give or take a tenth of it: the mean of 64 is within 4 %.
+    # 64 blocks have an error of 11.7 % each, give or take a tenth of it, so their mean is within 4 %.
     assert lost / sent == pytest.approx(codec.format.gaussian_error, rel=0.04)
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 __all__ = ["VARIABLE", "choose", "one_rank_first", "twice"]
 
 VARIABLE = "TRITON_CACHE_DIR"
-"""The environment variable that Triton reads at each compilation. A user's own value is kept."""
+"""The environment variable with Triton's folder, which Triton reads at each compilation. A user's own value is kept."""
 
 NODE_VARIABLE = "NODE_CACHE"
 """The environment variable that names a folder of the node, /tmp by default; scripts/slurm/on_node.sh has the same rule
-for what Inductor compiles."""
+for the kernels that Inductor compiles."""
 
 
 def choose(environment: MutableMapping[str, str] = os.environ) -> Path:
-    """Return Triton's folder; where the user has set none, set it to one that outlives this run.
+    """Return Triton's folder; if the user has set none, set it to a folder that outlives this run.
 
     Raises:
         OSError: the folder cannot be written, or is not safe from other users; the message names variable and cure.
@@ -58,19 +58,19 @@ def _make(folder: Path, variable: str) -> None:
 
 @contextmanager
 def one_rank_first(folder: Path) -> Iterator[None]:
-    """Let one process of those that use the folder compile; the others wait for it, and find its kernels."""
+    """Let one of the processes that use the folder compile; the other processes wait, and then find its kernels."""
     with (folder / "one_rank_first.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
         except OSError:
-            pass  # a file system without locks: all compile at once
+            pass  # the file system has no locks: all processes compile at once
         yield
 
 
 def twice(attempt: Callable[[], str | None], environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Return the reason why `attempt` failed, as it says it, also in a fresh folder; None: it succeeded in one.
+    """Call `attempt`, and again with a fresh folder if it fails; return its last reason, or None if it succeeded.
 
     A file that is damaged, or was written by two ranks at once, must not take Triton from a whole run.
     """

@@ -78,7 +78,7 @@ GRAM_ROWS = 64
 
 
 def lacking() -> str | None:
-    """Return the reason why this environment's Triton is no good, with the cure; None: it compiles these kernels."""
+    """Return the reason why this environment's Triton cannot compile the kernels, with the cure; None: it can."""
     if AVAILABLE:
         return None
     try:

@@ -31,19 +31,19 @@ def failure(
     rotations: Iterable[bool] = (False, True),
     aligns: Iterable[int] = (WIDEST,),
 ) -> str | None:
-    """Say why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
+    """Return why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
 
     It cannot be compiled, it cannot be run, or a block format's messages are not those of torch.
 
     Triton needs a C compiler and Python's headers on every machine, and a GPU with enough shared memory. What training
-    launches afterwards is compiled then: what depends on sizes is no more than whether they are multiples of 16, and
+    launches afterwards is compiled then: a kernel depends on its sizes only by whether they are multiples of 16, and
     `aligns`.
 
     Args:
         dtypes: dtypes of messages and gradients.
         state_dtype: dtype of residuals and factors between steps.
-        rotations: whether blocks are rotated, in formats that are.
-        aligns: powers of two, of which encoded values begin and end at multiples.
+        rotations: False for unrotated blocks, True for rotated ones, in formats that have a rotation.
+        aligns: powers of two that divide the starts and ends of encoded ranges.
     """
     try:
         for dtype in dtypes:
@@ -81,7 +81,7 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
 
 
 def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, align: int) -> None:
-    """Pass values through the kernels, and compare each step with torch's."""
+    """Encode and decode values by the kernels and by torch, and compare the results of each step."""
     generator = private_generator(0, "trial", format)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float()
     # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.

@@ -14,7 +14,7 @@ from scripts.bench.compressors.timing import Work
 __all__ = ["ALIGNMENTS", "cases", "check_compiled"]
 
 ALIGNMENTS = (16, 8, 4, 2, 1)
-"""Values of which a shard's start is a multiple."""
+"""Alignments of a shard: numbers of values of which its start is a multiple."""
 
 _FORMATS = (("int4", True), ("int8", True), ("fp8", False))
 _SENDERS = 2
