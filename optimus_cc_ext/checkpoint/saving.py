@@ -79,11 +79,15 @@ class Save:
         self, save_folder: Path, iteration: int, settings: dict[str, dict[str, Any]], topology: dict[str, Any]
     ) -> None:
         self._save_folder = save_folder
-        self.staging = state_files.staging_folder(save_folder)
         self._rank = dist.get_rank()
         self._state: dict[str, Any] = {}
-        self._writing: Future[RankFile] | None = None
+        self._writing: Future[RankFile | None] | None = None
         self._manifest = Manifest(iteration=iteration, checkpoint="", topology=topology, techniques=settings)
+
+    @property
+    def staging(self) -> Path:
+        """The folder that this save writes into first, after `stage`."""
+        return state_files.staging_folder(self._save_folder, self.mark)
 
     @property
     def mark(self) -> str:
@@ -100,15 +104,19 @@ class Save:
             OptimusError: on all ranks, if the folder cannot be made, or memory is too small for a copy.
         """
 
-        def take_state() -> str:
+        def take_state() -> tuple[str, dict[str, Any] | None]:
+            mark = uuid.uuid4().hex
             if self._rank == 0:
-                state_files.start_staging(self._save_folder)
+                state_files.start_staging(self._save_folder, mark)
             now = session.state_dict()
             self._state = state_files.copy_on_host(now) if copied else now
-            return uuid.uuid4().hex
+            return mark, None if state_files.has_tensors(now) else self._state
 
-        mark = on_all_ranks(take_state, _PREPARING_FAILED)[0]
-        self._manifest = replace(self._manifest, checkpoint=mark)
+        everyone = on_all_ranks(take_state, _PREPARING_FAILED)
+        mark, common = everyone[0]
+        if any(theirs != common for _, theirs in everyone):
+            common = None
+        self._manifest = replace(self._manifest, checkpoint=mark, common=common)
 
     def start_writing(self, thread: Executor) -> None:
         """Let `thread` write this rank's file while training continues; `stage` has to have copied the state."""
@@ -127,7 +135,8 @@ class Save:
             OptimusError: on all ranks, if one of them could not write; names that rank and its reason.
         """
         written = self._write if self._writing is None else self._writing.result
-        self._manifest = replace(self._manifest, files=tuple(on_all_ranks(written, _WRITING_FAILED)))
+        files = tuple(file for file in on_all_ranks(written, _WRITING_FAILED) if file is not None)
+        self._manifest = replace(self._manifest, files=files)
         on_all_ranks(self._describe, _WRITING_FAILED)
 
     def publish(self, iteration_folder: Path) -> None:
@@ -137,7 +146,9 @@ class Save:
         if self._rank == 0:
             state_files.publish(self.staging, iteration_folder)
 
-    def _write(self) -> RankFile:
+    def _write(self) -> RankFile | None:
+        if self._manifest.common is not None:
+            return None  # topology.json holds the state
         return state_files.write_rank_file(self.staging, self._rank, self._manifest.iteration, self._state)
 
     def _describe(self) -> None:

@@ -3,6 +3,8 @@
     <iteration's folder>/optimus_cc/rank_00000.pt, rank_00001.pt, ...   each rank's state
     <iteration's folder>/optimus_cc/topology.json                       the run's layout, sizes and hashes of the files
 
+A state without tensors that is the same on all ranks lies in topology.json, and no rank has a file.
+
 They are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one step,
 so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError, unreadable
 files raise `DamagedState`.
@@ -12,10 +14,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -29,6 +32,7 @@ __all__ = [
     "Manifest",
     "RankFile",
     "copy_on_host",
+    "has_tensors",
     "publish",
     "read_manifest",
     "read_rank_file",
@@ -43,8 +47,9 @@ FOLDER = "optimus_cc"
 
 _STAGING = ".optimus_cc_incomplete"
 MANIFEST = "topology.json"
-_FORMAT = 2
-"""Version of the file format. Format 2 has named states, format 1 numbered ones; both can be read."""
+_FORMAT = 3
+"""Version of the file format; all can be read. Format 3 may hold the state in topology.json, format 2 has named states,
+format 1 numbered ones."""
 
 
 class DamagedState(OptimusError):
@@ -83,22 +88,35 @@ class Manifest:
     """Settings on which the state of each technique depends."""
 
     files: tuple[RankFile, ...] = ()
-    """The rank files, in the order of the ranks."""
+    """The rank files, in the order of the ranks; none if `common` is the state."""
+
+    common: dict[str, Any] | None = None
+    """The state of every rank, if it is the same on all of them and has no tensors."""
 
     format: int = _FORMAT
 
 
-def staging_folder(save_folder: Path) -> Path:
-    """Return the folder to write into first; it is on the file system of the checkpoints."""
-    return save_folder / _STAGING
+def staging_folder(save_folder: Path, mark: str) -> Path:
+    """Return the folder that the save `mark` writes into first; it is on the file system of the checkpoints.
+
+    Each save has a name of its own. A client of a network file system may still take the name of an earlier folder,
+    which was renamed, for that one: the file of a rank would end up in the checkpoint before.
+    """
+    return save_folder / f"{_STAGING}_{mark}"
 
 
-def start_staging(save_folder: Path) -> None:
-    """Make `staging_folder` empty; leftovers of a killed run are removed."""
-    staging = staging_folder(save_folder)
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
+def start_staging(save_folder: Path, mark: str) -> None:
+    """Make `staging_folder`; leftovers of a killed run are removed."""
+    for leftover in save_folder.glob(f"{_STAGING}*"):
+        shutil.rmtree(leftover)
+    staging_folder(save_folder, mark).mkdir(parents=True)
+
+
+def has_tensors(state: Any) -> bool:
+    """Return True if there is a tensor in `state`, which JSON could not hold."""
+    if isinstance(state, dict):
+        return any(map(has_tensors, state.values()))
+    return any(map(has_tensors, state)) if isinstance(state, list | tuple) else isinstance(state, torch.Tensor)
 
 
 def copy_on_host(state: Any) -> Any:
@@ -113,17 +131,19 @@ def copy_on_host(state: Any) -> Any:
 def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, Any]) -> RankFile:
     """Write one rank's state: tensors, numbers, strings, and lists and dicts of them."""
     path = staging / _rank_file(rank)
-    with path.open("wb") as file:
-        torch.save({"rank": rank, "iteration": iteration, "state": state}, file)
-    _to_disk(path)
-    return RankFile(size=path.stat().st_size, sha256=_sha256(path))
+    with _naming(path), path.open("wb") as file:
+        hashed = _Hashed(file)
+        torch.save({"rank": rank, "iteration": iteration, "state": state}, cast(BinaryIO, hashed))
+        _to_disk(file)
+    return RankFile(size=hashed.size, sha256=hashed.sha256.hexdigest())
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
     """Write topology.json, the last file of a save."""
     path = staging / MANIFEST
-    path.write_text(json.dumps({"ranks": len(manifest.files), **asdict(manifest)}, indent=1), encoding="utf-8")
-    _to_disk(path)
+    with _naming(path), path.open("wb") as file:
+        file.write(json.dumps({"ranks": len(manifest.files), **asdict(manifest)}, indent=1).encode())
+        _to_disk(file)
 
 
 def publish(staging: Path | None, iteration_folder: Path) -> None:
@@ -137,8 +157,8 @@ def publish(staging: Path | None, iteration_folder: Path) -> None:
         shutil.rmtree(folder)
     if staging is not None:
         staging.rename(folder)
-        _to_disk(folder)
-        _to_disk(iteration_folder)
+        _names_to_disk(folder)
+        _names_to_disk(iteration_folder)
 
 
 def read_manifest(iteration_folder: Path) -> Manifest | None:
@@ -154,7 +174,8 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] not in range(1, _FORMAT + 1):
             raise DamagedState(path, f"format {content['format']}, and this version reads formats 1 to {_FORMAT}")
-        described = {field.name: content[field.name] for field in fields(Manifest)}
+        described = {"common": None} | content  # formats 1 and 2 have none
+        described = {field.name: described[field.name] for field in fields(Manifest)}
         manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
         if len(manifest.files) != content["ranks"]:
             raise DamagedState(path, f"it lists {len(manifest.files)} files for {content['ranks']} ranks")
@@ -175,6 +196,8 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
     Raises:
         DamagedState: the file is missing, incomplete, or another one.
     """
+    if manifest.common is not None:
+        return manifest.common
     path, expected = iteration_folder / FOLDER / _rank_file(rank), manifest.files[rank]
     try:
         size = path.stat().st_size
@@ -234,8 +257,49 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, would survive a power failure."""
+class _Hashed:
+    """A file that is hashed while it is written: reading it again would double the traffic of a shared disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size, self.sha256 = file, 0, hashlib.sha256()
+
+    def write(self, content: Any) -> int:
+        """Write `content`, bytes or a view of memory, behind what was written before."""
+        written = self._file.write(content)
+        self.size += written
+        self.sha256.update(content)
+        return written
+
+    def flush(self) -> None:
+        """Hand over to the system what was written."""
+        self._file.flush()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let a failed write raise OSError with file, reason and cure. Neither Python nor torch.save names the file."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save reports a failed write as a RuntimeError; the OSError is its cause, or only known to its context.
+        causes = (error, error.__cause__, error.__context__)
+        reason = next(
+            (os.strerror(cause.errno) for cause in causes if isinstance(cause, OSError) and cause.errno), None
+        )
+        raise OSError(
+            f"{path} cannot be written: {reason or error}. Make room or mend the disk, then resume: all earlier "
+            "checkpoints are whole"
+        ) from error
+
+
+def _to_disk(file: BinaryIO) -> None:
+    """Wait until a file's content would survive a power failure."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _names_to_disk(path: Path) -> None:
+    """Wait until a folder's list of names would survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,8 +8,9 @@ they found before any of them uses it.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,15 @@ class _Saving:
         iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
-        save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
         # removes files that an earlier save has left there
         publish = partial(state_files.publish, None, iteration_folder)
-        if save is not None:
-            setattr(megatron_args, _MARK, save.mark)
-            publish = partial(save.publish, iteration_folder)
-            if not in_background:
-                save.finish_writing()
+        with _ends_the_run():
+            save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
+            if save is not None:
+                setattr(megatron_args, _MARK, save.mark)
+                publish = partial(save.publish, iteration_folder)
+                if not in_background:
+                    save.finish_writing()
         if dist.get_rank() == 0 and not (save and in_background):
             self._before_tracker = folder, publish
         try:
@@ -126,14 +128,12 @@ class _Saving:
     def _finish(self, mark: str | None = None) -> None:
         """Put the files that threads write into their checkpoint: of the save with this mark, or of any save.
         Collective.
-
-        Raises:
-            OptimusError: on all ranks, if one of them could not write.
         """
         if self._under_way is None or mark not in (None, self._under_way[0].mark):
             return
         (save, iteration_folder), self._under_way = self._under_way, None
-        save.finish_writing()
+        with _ends_the_run():
+            save.finish_writing()
         save.publish(iteration_folder)
 
 
@@ -156,10 +156,8 @@ class _Loading:
         # Other models are loaded, too: a teacher to distil, or a model to compare with.
         if self._found and given["load_arg"] == "load" and given["optimizer"] is not None:
             found, release = self._found[-1]
-            try:
+            with _ends_the_run():
                 resume(self._session, found, get_args(), release=release)
-            except OptimusError as error:
-                exit_with(error)
         return result
 
     def note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +168,15 @@ class _Loading:
             mark = getattr(state_dict.get("args"), _MARK, None)
             self._found.append((FoundCheckpoint(folder, state_dict.get("iteration"), mark), release))
         return result
+
+
+@contextmanager
+def _ends_the_run() -> Iterator[None]:
+    """End this rank with the reason and without a traceback if the work inside fails, as it then does on all ranks."""
+    try:
+        yield
+    except OptimusError as error:
+        exit_with(error)
 
 
 def _save_folder(args: Any, non_persistent: bool) -> str:

@@ -1,6 +1,7 @@
 """The compressors' state beside a checkpoint, saved and restored by real ranks, without Megatron."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,49 @@ def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
     assert run_ranks(2, save_and_restore, tmp_path, timeout=60) == [(1.0, [], names), (2.0, [], names)]
 
 
+class Choosing(Remembering):
+    """A session that remembers the stages which `auto` chose, and no tensor."""
+
+    def __init__(self, stages: list[int]) -> None:
+        super().__init__(0.0)
+        self.stages = stages
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": 7, "dp_compression": {"states": {}, "stages": self.stages}}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.stages = state["dp_compression"]["stages"]
+
+
+def choose_and_restore(folder: Path, *, alike: bool, background: bool) -> tuple[list[int], list[str]]:
+    stages = [0, 2] if alike else [start(), 2]
+    if alike:
+        start()
+    save, checkpoint = Save(folder, 7, SETTINGS, TOPOLOGY), folder / "iter_0000007"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    save.stage(Choosing(stages), copied=background)
+    if background:
+        save.start_writing(ThreadPoolExecutor(1))
+    save.finish_writing()
+    save.publish(checkpoint)
+    dist.barrier()
+    session = Choosing([])
+    assert restored(session, checkpoint, save.mark) == []
+    return session.stages, sorted(file.name for file in (checkpoint / "optimus_cc").iterdir())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_without_tensors_that_all_ranks_share_takes_one_file(background: bool, tmp_path: Path) -> None:
+    found = run_ranks(2, partial(choose_and_restore, alike=True, background=background), tmp_path, timeout=60)
+    assert found == [([0, 2], ["topology.json"])] * 2
+
+
+def test_a_state_without_tensors_that_differs_is_kept_by_each_rank(tmp_path: Path) -> None:
+    names = ["rank_00000.pt", "rank_00001.pt", "topology.json"]
+    found = run_ranks(2, partial(choose_and_restore, alike=False, background=False), tmp_path, timeout=60)
+    assert found == [([0, 2], names), ([1, 2], names)]
+
+
 def save_in_background(folder: Path) -> float:
     rank = start()
     session, thread = Remembering(1.0 + rank), ThreadPoolExecutor(1)
@@ -99,7 +143,7 @@ def a_rank_cannot_write(folder: Path) -> tuple[str, bool]:
     save = Save(folder, 7, SETTINGS, TOPOLOGY)
     save.stage(Remembering(0.0))
     if rank == 1:
-        save.staging = folder / "gone"
+        save._save_folder = folder / "gone"
     with pytest.raises(OptimusError) as failed:
         save.finish_writing()
     return str(failed.value), (folder / state_files.MANIFEST).exists()
@@ -139,8 +183,8 @@ def restore_otherwise(folder: Path) -> dict[str, tuple[str, float]]:
 
 def saved_alone(folder: Path, mark: str) -> Path:
     """Write files of another save, on this rank's disk only."""
-    state_files.start_staging(folder)
-    staging = state_files.staging_folder(folder)
+    state_files.start_staging(folder, mark)
+    staging = state_files.staging_folder(folder, mark)
     file = state_files.write_rank_file(staging, 0, 7, {})
     manifest = state_files.Manifest(
         iteration=7, checkpoint="of rank 1 alone", topology={}, techniques={}, files=(file, file)

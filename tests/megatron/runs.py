@@ -199,7 +199,10 @@ SAVED_IN_BACKGROUND = saving(
     "async", f"--ckpt-format torch_dist {_IN_BACKGROUND}", CB4, layout=PP2, before=(interventions.hold_up_writers,)
 )
 FAILED_IN_BACKGROUND = replace(
-    SAVED_IN_BACKGROUND, name="async, not written", before=(interventions.fail_to_write_the_last_on_rank_1,), ends=True
+    SAVED_IN_BACKGROUND,
+    name="async, not written",
+    ends=True,
+    before=(interventions.fail_to_write_the_last_on_rank_1, interventions.impatient),
 )
 AFTER_FAILURE = replace(resumed(FAILED_IN_BACKGROUND, 4), spoil=None, before=(), ends=False)
 SAVED_BLOCKS = saving(
@@ -259,7 +262,7 @@ ELSEWHERE = loading(
 )  # fmt: skip
 DISK_FULL = RunSpec(
     name="disk full", flags=f"{SHORT} --ckpt-format torch_dist --train-iters 1 --save {{here}} --save-interval 1",
-    ours=ALL_MESSAGES, before=(interventions.full_disk_on_rank_1,), ends=True,
+    ours=ALL_MESSAGES, before=(interventions.full_disk_on_rank_1, interventions.impatient), ends=True,
 )  # fmt: skip
 
 # -- lossless limits --------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
 @uses((table.SAVED_IN_BACKGROUND, table.FAILED_IN_BACKGROUND, table.AFTER_FAILURE))
 def test_a_background_writer_that_fails_ends_all_ranks_and_the_checkpoint_before_counts(runs):
     whole, failed, resumed = runs
-    for rank in failed.ranks:
-        assert "rank 1: writing the state of compression failed: the disk is full" in str(rank.ended)
+    assert {rank.ended for rank in failed.ranks} == {2}
+    assert "rank 1: writing the state of compression failed: the disk is full" in the_error(failed)
     assert (failed.folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert list(failed.folder.glob("iter_*8/*.distcp")) and not (failed.folder / "iter_0000008" / "optimus_cc").exists()
     assert_goes_on(resumed, whole, 4)
@@ -181,11 +181,16 @@ def test_state_beside_a_checkpoint_that_vanilla_wrote_again_is_not_taken(runs):
     assert "overwritten without Optimus-CC" in line
 
 
+def the_error(run: Run) -> str:
+    """Return the one line in which a run said why it ended."""
+    (line,) = [line for rank in run.ranks for line in rank.said if line.startswith("error")]
+    return line
+
+
 def assert_all_ended_before_the_first_step(run: Run) -> str:
     """Assert that all ranks ended with status 2 before the first step; return the one line that one of them printed."""
     assert [(rank.ended, len(rank.losses)) for rank in run.ranks] == [(2, 0)] * 4
-    (line,) = [line for rank in run.ranks for line in rank.said if line.startswith("error")]
-    return line
+    return the_error(run)
 
 
 @uses((table.DAMAGED, table.CURED))
@@ -207,8 +212,9 @@ def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs
 
 @uses(table.DISK_FULL)
 def test_where_one_rank_cannot_write_its_state_all_end_and_no_checkpoint_counts(runs):
-    for rank in runs.ranks:
-        assert len(rank.losses) == 1
-        assert "rank 1: writing the state of compression failed: " in str(rank.ended)
+    assert [(rank.ended, len(rank.losses)) for rank in runs.ranks] == [(2, 1)] * len(runs.ranks)
+    line = the_error(runs)
+    assert "rank 1: writing the state of compression failed: " in line
+    assert "rank_00001.pt cannot be written: File too large" in line, "the limit that stands for a full disk"
     assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
     assert not list(runs.folder.glob("iter_*/*.distcp"))

@@ -1,6 +1,7 @@
 """Files of a checkpoint: complete or absent; a damaged file gives an error with file, reason and cure."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +35,8 @@ def state(rank: int, iteration: int = 4) -> dict:
 
 def save(folder: Path, iteration: int = 4) -> Path:
     """Save as a run of two ranks does; return the folder of the iteration."""
-    start_staging(folder)
-    staging = staging_folder(folder)
+    start_staging(folder, "mark")
+    staging = staging_folder(folder, "mark")
     files = tuple(write_rank_file(staging, rank, iteration, state(rank, iteration)) for rank in range(RANKS))
     described = {
         "iteration": iteration,
@@ -74,13 +75,13 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
         "compressed_backprop": {"states": [{"chunk": 1, "shape": [16, 2, 48], "dtype": "torch.bfloat16", **saved}]},
         "dp_compression": {"buckets": [{"groups": [saved]}, {"groups": [saved]}], "stages": [0]},
     }
-    start_staging(tmp_path)
-    files = (write_rank_file(staging_folder(tmp_path), 0, 4, old),)
+    start_staging(tmp_path, "mark")
+    files = (write_rank_file(staging_folder(tmp_path, "mark"), 0, 4, old),)
     write_manifest(
-        staging_folder(tmp_path),
+        staging_folder(tmp_path, "mark"),
         Manifest(iteration=4, checkpoint="mark", topology={}, techniques={}, files=files, format=1),
     )
-    publish(staging_folder(tmp_path), tmp_path)
+    publish(staging_folder(tmp_path, "mark"), tmp_path)
     found = load(tmp_path, 0)
 
     config = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4, compression_seed=7)
@@ -98,11 +99,11 @@ def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_ha
 
 def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_was(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    start_staging(tmp_path)
-    write_rank_file(staging_folder(tmp_path), 0, 4, state(0))
+    start_staging(tmp_path, "mark")
+    write_rank_file(staging_folder(tmp_path, "mark"), 0, 4, state(0))
     assert load(folder, 1)["iteration"] == 4
     # The next save removes all leftovers of the killed one, also the file of a rank that does not exist any more.
-    (staging_folder(tmp_path) / "rank_00007.pt").touch()
+    (staging_folder(tmp_path, "mark") / "rank_00007.pt").touch()
     folder = save(tmp_path, 6)
     assert sorted(path.name for path in (folder / FOLDER).iterdir()) == [
         "rank_00000.pt",
@@ -117,6 +118,33 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
     assert not (save(tmp_path) / FOLDER / "rank_00007.pt").exists()
     publish(None, folder)
     assert read_manifest(folder) is None, "saved again with nothing to remember"
+
+
+def test_no_two_saves_have_one_staging_folder(tmp_path: Path) -> None:
+    """A client of a network file system may take a name that was renamed away for the folder that it was before."""
+    assert staging_folder(tmp_path, "one") != staging_folder(tmp_path, "other")
+    start_staging(tmp_path, "one")
+    start_staging(tmp_path, "other")
+    assert [path.name for path in tmp_path.iterdir()] == [staging_folder(tmp_path, "other").name]
+
+
+@pytest.mark.parametrize("values", [1, 1 << 18])
+def test_a_full_disk_is_named_with_file_and_cure(values: int, tmp_path: Path) -> None:
+    """The kernel's own full device; of few values the last flush fails, of many torch's writer."""
+    start_staging(tmp_path, "mark")
+    path = staging_folder(tmp_path, "mark") / "rank_00000.pt"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError) as failed:
+        write_rank_file(path.parent, 0, 4, {"residual": torch.ones(values)})
+    assert str(failed.value).startswith(f"{path} cannot be written: No space left on device. Make room")
+
+
+def test_the_hash_of_what_is_written_is_that_of_the_file(tmp_path: Path) -> None:
+    start_staging(tmp_path, "mark")
+    path = staging_folder(tmp_path, "mark") / "rank_00000.pt"
+    written = write_rank_file(path.parent, 0, 4, {"residual": torch.ones(1 << 18), "odd": torch.ones(3)})
+    assert written.size == path.stat().st_size
+    assert written.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def swap_for_another_iteration(files: Path) -> None:
@@ -151,7 +179,7 @@ DAMAGES = {
     "topology.json: the file is missing": lambda files: (files / "topology.json").unlink(),
     "topology.json: the file cannot be read": lambda files: (files / "topology.json").write_text('{"format": 1, '),
     "cannot be read (KeyError: 'checkpoint')": lambda files: edit_manifest(files, checkpoint=None),
-    "format 3, and this version reads formats 1 to 2": lambda files: edit_manifest(files, format=3),
+    "format 4, and this version reads formats 1 to 3": lambda files: edit_manifest(files, format=4),
     "'experts' is not the name of a class of traffic; known are pipeline_forward, compressed_backprop, ": (
         lambda files: edit_manifest(files, techniques={"experts": {}})
     ),
@@ -180,11 +208,11 @@ def test_a_file_that_would_run_code_is_not_unpickled(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple:
             return Path.touch, (ran,)
 
-    start_staging(tmp_path)
-    file = write_rank_file(staging_folder(tmp_path), 1, 4, {"trap": Trap()})
+    start_staging(tmp_path, "mark")
+    file = write_rank_file(staging_folder(tmp_path, "mark"), 1, 4, {"trap": Trap()})
     manifest = read_manifest(folder)
     assert manifest is not None
-    (staging_folder(tmp_path) / "rank_00001.pt").replace(folder / FOLDER / "rank_00001.pt")
+    (staging_folder(tmp_path, "mark") / "rank_00001.pt").replace(folder / FOLDER / "rank_00001.pt")
     with pytest.raises(DamagedState, match="cannot be read"):
         read_rank_file(folder, dataclasses.replace(manifest, files=(manifest.files[0], file)), 1)
     assert not ran.exists()
