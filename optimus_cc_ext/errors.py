@@ -26,6 +26,7 @@ __all__ = [
     "UnsupportedMegatron",
     "exit_with",
     "is_first_local_rank",
+    "is_first_rank",
     "named_fields",
     "require_extra",
     "require_megatron",
@@ -127,8 +128,13 @@ def require_megatron() -> None:
         )
 
 
+def is_first_rank() -> bool:
+    """Return True if this process prints the notes of the run, before torch.distributed is there."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_first_local_rank() -> bool:
-    """Return True if this process prints the messages of its node."""
+    """Return True if this process is the first of its node to print an error."""
     # Ranks that share one GPU all have that GPU's number in LOCAL_RANK, so RANK tells them apart.
     shared = os.environ.get("OPTIMUS_CC_DEVICE") == "shared-gpu"
     return os.environ.get("RANK" if shared else "LOCAL_RANK", "0") == "0"

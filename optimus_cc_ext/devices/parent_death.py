@@ -4,10 +4,12 @@ start.
 With torch_dist checkpoints a rank owns a server process of Megatron's (a ``multiprocessing.Manager``). Without the
 signal this server outlives a killed rank for ever, and keeps the pipe of the rank's output open.
 
-This covers the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``. Left
-alone are: multiprocessing's resource tracker, which cleans up after the dead and then ends by itself; processes started
-with ``start_new_session=True``, which are meant to live on; and processes that another thread than the main one starts,
-because for the kernel a child's parent is the thread that started it. On other systems than Linux none of this is done.
+This covers the children of ``multiprocessing``, at any depth and by any start method, and those of ``subprocess``.
+Left alone are: commands that ``subprocess.run`` and its like wait for, which end by themselves, because setting the
+signal would cost a copy of the rank's page tables (4 GiB: 310 ms instead of 1); multiprocessing's resource tracker,
+which cleans up after the dead and then ends by itself; processes started with ``start_new_session=True``, which are
+meant to live on; and processes that another thread than the main one starts, because for the kernel a child's parent
+is the thread that started it. On other systems than Linux none of this is done.
 
 On all systems, a rank that fails does not wait for its children. When Python ends, multiprocessing sends SIGTERM to its
 daemons, such as the workers of a data loader, and waits for their end. With Megatron's --exit-signal-handler the
@@ -53,6 +55,8 @@ def install() -> None:
     patches = Patches()  # undone only by the end of this process
     patches.wrap(multiprocessing.util, "spawnv_passfds", _spawn)
     patches.wrap(subprocess.Popen, "__init__", _start_subprocess)
+    for name in ("run", "call"):  # check_output and check_call go through these
+        patches.wrap(subprocess, name, _run_and_wait)
 
 
 def end_with(parent: int) -> None:
@@ -116,7 +120,8 @@ def _first_words() -> str:
 
 def _start_subprocess(start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     given = _popen_signature.bind(*args, **kwargs)
-    if _in_main_thread() and not given.arguments.get("start_new_session"):
+    waited_for = getattr(_forking, "waits", False)
+    if _in_main_thread() and not waited_for and not given.arguments.get("start_new_session"):
         given_function = given.arguments.get("preexec_fn")
 
         def before_exec() -> None:
@@ -126,3 +131,12 @@ def _start_subprocess(start: Callable[..., None], *args: Any, **kwargs: Any) -> 
 
         given.arguments["preexec_fn"] = before_exec
     start(*given.args, **given.kwargs)
+
+
+def _run_and_wait(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a command that this process waits for; without `preexec_fn`, Python starts it by vfork."""
+    before, _forking.waits = getattr(_forking, "waits", False), True
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _forking.waits = before

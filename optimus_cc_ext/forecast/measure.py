@@ -70,8 +70,8 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     gradients = session.gradients
     assert session.grid is not None, "the session has no place in the grid yet"
     sharded = session.layout is not None and session.layout.distributed_optimizer
-    everyone = session.grid.groups
-    link = probe_link(session.grid.pipeline_group, device, everyone)
+    grid, everyone = session.grid, session.grid.groups
+    link = probe_link(grid.pipeline_group, device, everyone, batched=grid.batched_messages)
     blocks = _sums_in_blocks(session.config)
     # A stage without parameters, which has no replicas to sum with, takes part as well, because the other ranks wait
     # for it.

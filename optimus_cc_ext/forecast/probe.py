@@ -43,10 +43,14 @@ _SMALL_TRIES, _LARGE_TRIES = 5, 2
 
 
 def probe_link(
-    group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup]
+    group: dist.ProcessGroup | None, device: torch.device, everyone: Sequence[dist.ProcessGroup], *, batched: bool
 ) -> Rate | None:
     """Return the rate from each stage of the pipeline `group` to the next stage; None with one stage, or without a
     pipeline.
+
+    Args:
+        batched: whether training posts its messages in batches. NCCL makes one communicator of the whole group for
+            batches, and otherwise one for each pair of ranks. Communicators that training does not use take memory.
     """
     if group is None or group.size() == 1:
         return _probed(_nothing, device, everyone, "the other ranks")
@@ -58,11 +62,16 @@ def probe_link(
         # buffer of this machine, and only the answer shows that they have arrived.
         for size, to, source in ((nbytes, stage + 1, stage - 1), (1, stage - 1, stage + 1)):
             operations = [
-                dist.P2POp(operation, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
+                (operation, torch.zeros(size, dtype=torch.uint8, device=device), ranks[peer], group)
                 for operation, peer in ((dist.isend, to), (dist.irecv, source))
                 if 0 <= peer < stages
             ]
-            for work in dist.batch_isend_irecv(operations):
+            works: Sequence[dist.Work | None]
+            if batched:
+                works = dist.batch_isend_irecv([dist.P2POp(*operation) for operation in operations])
+            else:
+                works = [what(tensor, peer, group) for what, tensor, peer, group in operations]
+            for work in filter(None, works):
                 work.wait()
         return nbytes
 

@@ -11,7 +11,7 @@ from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
-from optimus_cc_ext.errors import FlagError, exit_with, is_first_local_rank
+from optimus_cc_ext.errors import FlagError, exit_with, is_first_rank
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.patching import around
 
@@ -61,7 +61,7 @@ def _validate(
         resolution, layout = resolution_from(args)
     except FlagError as error:
         exit_with(error)
-    if is_first_local_rank():
+    if is_first_rank():
         for note in (*notes, *resolution.notes):
             say(f"optimus-cc: {note}")
     on_resolved(resolution, layout)

@@ -178,6 +178,7 @@ def grid_of(model: Any) -> Grid:
         tensor_group=tensor,
         replica_group=replicas,
         embedding_group=embedding,
+        batched_messages=config.batch_p2p_comm,
         dtype=config.params_dtype,
         align=_alignment(model),
         timeout=_timeout(),

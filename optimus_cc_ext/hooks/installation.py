@@ -11,7 +11,7 @@ from typing import Any
 from optimus_cc_ext.announce import on_standard_output, say
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
-from optimus_cc_ext.errors import is_first_local_rank
+from optimus_cc_ext.errors import is_first_rank
 from optimus_cc_ext.hooks import arguments, checkpointing, distributed_data_parallel, training
 from optimus_cc_ext.hooks.handle import Handle, shared_wraps
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
@@ -67,7 +67,7 @@ class Installation:
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)
-        if is_first_local_rank():
+        if is_first_rank():
             say(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}")
 
 

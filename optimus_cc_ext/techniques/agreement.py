@@ -4,6 +4,7 @@ on.
 
 import math
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from optimus_cc_ext.compressors import fast
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
@@ -65,11 +67,13 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
     mine = (place, config, layout, _machine(kernels), where)
     grid.meet()
     everyone = grid.gather(mine)
+    # All ranks compare with the first one, and so name the same pair.
+    first, first_config, first_layout, *_ = everyone[0]
     for other, other_config, other_layout, *_ in everyone:
-        if (other_config, other_layout) != (config, layout):
+        if different := [*_different(first_config, other_config), *_different(first_layout, other_layout)]:
             raise RanksDisagree(
-                f"rank {place.rank} and rank {other.rank} run with different settings: "
-                f"{config}, {layout} against {other_config}, {other_layout}. Start all ranks with the same flags."
+                f"rank {first.rank} and rank {other.rank} run with different settings: {', '.join(different)}. "
+                "Start all ranks with the same flags."
             )
     places = [other for other, *_ in everyone]
     named, unnamed = ([other.rank for other in places if other.node.chosen is chosen] for chosen in (True, False))
@@ -99,6 +103,18 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
     if fallback is not None:
         notes.append(f"{fallback}: all ranks compress with torch, which takes longer. {_CURE}")
     return places, notes, fallback
+
+
+def _different(mine: OptimusConfig | Layout | None, theirs: OptimusConfig | Layout | None) -> Iterator[str]:
+    """Yield what two ranks configured differently: the flag, or the fact about the layout, with both values."""
+    if mine is None or theirs is None:
+        if mine is not theirs:
+            yield f"{mine} against {theirs}"
+        return
+    for name, value in vars(mine).items():
+        if (other := getattr(theirs, name)) != value:
+            named = flag_of(name) if isinstance(mine, OptimusConfig) else name.replace("_", " ")
+            yield f"{named} {value} against {other}"
 
 
 def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:

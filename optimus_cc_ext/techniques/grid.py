@@ -64,6 +64,9 @@ class Grid:
     embedding_group: dist.ProcessGroup | None = None
     """Pair of the first and the last stage; None on the stages between."""
 
+    batched_messages: bool = True
+    """True if messages between stages are posted in batches, as Megatron does without overlapped communication."""
+
     dtype: torch.dtype = torch.float32
     """Dtype of the parameters, and so of messages between stages."""
 

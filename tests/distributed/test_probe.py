@@ -42,8 +42,8 @@ def _probe() -> tuple[Rate | None, ...]:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     everyone = [dist.group.WORLD]
     return (
-        probe_link(dist.group.WORLD, CPU, everyone),
-        probe_link(alone, CPU, everyone),
+        probe_link(dist.group.WORLD, CPU, everyone, batched=True),
+        probe_link(alone, CPU, everyone, batched=True),
         probe_collective(alone, CPU, everyone, Collective.ALL_REDUCE),
         *(probe_collective(dist.group.WORLD, CPU, everyone, collective) for collective in Collective),
     )
@@ -71,13 +71,26 @@ def test_bytes_of_a_probe_are_counted_as_traffic_is() -> None:
     assert run_ranks(3, _sent_by_a_probe, timeout=60) == [expected] * 3
 
 
+def _probe_pairs() -> tuple[Rate | None, bool]:
+    dist.init_process_group("gloo")
+    batches, batch = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: batches.append(1) or batch(operations)
+    return probe_link(dist.group.WORLD, CPU, [dist.group.WORLD], batched=False), bool(batches)
+
+
+def test_where_training_posts_messages_one_by_one_so_does_the_probe() -> None:
+    """NCCL's communicator of a whole pipeline, made by the first batch, would otherwise stay for nothing."""
+    for rate, in_batches in run_ranks(4, _probe_pairs, timeout=60):
+        assert rate is not None and not in_batches
+
+
 def _lose_a_rank() -> str:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     dist.barrier()
     if dist.get_rank() == 1:
         return ""
     try:
-        probe_link(dist.group.WORLD, CPU, [dist.group.WORLD])
+        probe_link(dist.group.WORLD, CPU, [dist.group.WORLD], batched=True)
     except OptimusError as error:
         return str(error)
     return "no error"

@@ -115,6 +115,27 @@ def test_what_asked_for_a_new_session_or_came_from_another_thread_lives_on(way: 
         assert left_after_kill(processes, 0.3) == processes[1:]
 
 
+WAITS = """
+import os, subprocess
+from optimus_cc_ext.devices import parent_death
+parent_death.install()
+forks = []
+os.register_at_fork(before=lambda: forks.append(1))
+for start in (subprocess.run, subprocess.call, subprocess.check_call, subprocess.check_output):
+    start(["true"])
+print(len(forks))
+subprocess.Popen(["true"]).wait()
+print(len(forks))
+"""
+
+
+def test_a_command_that_is_waited_for_is_started_without_a_copy_of_the_process() -> None:
+    """Python calls the functions of `register_at_fork` where it forks, and not where it uses vfork."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(parent_death.__file__).parents[2])}
+    found = subprocess.run([sys.executable, "-c", WAITS], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0", "1"]
+
+
 def test_without_it_a_server_of_multiprocessing_outlives_its_owner(tmp_path: Path) -> None:
     with started(tmp_path, "manager", install="do not") as processes:
         assert left_after_kill(processes, 0.3) == processes[1:]
