@@ -15,6 +15,7 @@ codes, which are integers below 2^14.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,9 @@ class BlockLayout:
 
         self.dense_numel = max((sum(length for _, length in ranges) for ranges in self.dense), default=0)
         """Number of dense values in each message. A message with fewer values leaves the last ones unused."""
+
+        self.tables: dict[torch.device, Any] = {}
+        """Tables of the kernels, by device: all codecs of the layout share them."""
 
     @classmethod
     def of_one(cls, numel: int) -> "BlockLayout":

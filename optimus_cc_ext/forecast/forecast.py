@@ -82,7 +82,7 @@ class Forecast:
     """Log lines, by class, for classes that no rank sends in fewer bytes. They replace a predicted gain."""
 
     lacking: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that a GPU of a stage lacks for residuals and factors, by stage. Such a stage is not compressed."""
+    """Bytes that a GPU of a stage lacks for state and messages, by stage. Such a stage is not compressed."""
 
     def lines(self) -> list[str]:
         """Return the log lines: the measured links, the gain of each class, and the classes that do not pay."""
@@ -104,8 +104,8 @@ class Forecast:
             )
         for stage, nbytes in sorted(self.lacking.items()):
             lines.append(
-                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals. "
-                "--compression-state-dtype bf16 halves them, and --dp-compression-format int4 has none"
+                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals and "
+                "messages. --compression-state-dtype bf16 halves residuals, and --dp-compression-format int4 has none"
             )
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())

@@ -53,7 +53,7 @@ class Measured:
     """The costs with gradients compressed in one level; None if `cost` has them so."""
 
     lacking: int = 0
-    """Bytes of residuals and factors of this rank's gradients that would not fit on its GPU; 0 if all do."""
+    """Bytes of residuals, factors and messages of this rank's gradients that would not fit on its GPU; 0 if all do."""
 
 
 def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, device: torch.device) -> Measured:
@@ -118,7 +118,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
         inside=inside,
         across=across,
         in_one_level=one,
-        lacking=_lacking(gradients.state_bytes, device),
+        lacking=_lacking(gradients.needed_bytes, device),
     )
 
 

@@ -173,7 +173,7 @@ def _announce_memory(session: Session) -> None:
     everyone = session.grid.gather(
         (
             (session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes),
-            session.gradients.state_bytes if session.gradients.stages_are_open else 0,
+            session.gradients.needed_bytes if session.gradients.stages_are_open else 0,
             _free_bytes(),
         )
     )

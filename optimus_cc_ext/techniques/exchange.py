@@ -234,6 +234,14 @@ class ExchangePlan:
         gradients, sums = self.message_bytes
         return self.ranks * max(2 * gradients, sums)
 
+    @property
+    def table_bytes(self) -> int:
+        """Upper bound of the bytes of the kernels' tables on a GPU: 8 for a block or for 128 dense values.
+
+        There is a table for all messages, and one for the message of a rank.
+        """
+        return 8 * (self.ranks + 1) * (self.layout.blocks + 2 * -(-self.layout.dense_numel // BLOCK))
+
     def sent_bytes(self, whole: bool = False) -> int:
         """Return the bytes that one rank sends; `whole`: each rank gets the whole sum, even if the plan is
         `sharded`.

@@ -18,6 +18,7 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
+from optimus_cc_ext.techniques.collective import start_all_to_all
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -187,6 +188,9 @@ class SelectiveStageCompression(Technique):
 
         self._one_level = False
         self._stream: SideStream | None = None
+        self._connected: list[dist.ProcessGroup] = []
+        """Groups whose ranks have made an all-to-all."""
+
         self._single_rank: set[str] = set()
         """Kinds of gradients that stay dense because a group of one rank sends nothing."""
 
@@ -270,12 +274,25 @@ class SelectiveStageCompression(Technique):
         fused: FusedEmbeddingSync | None,
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
+        if (self.codecs or self.wire) is not None and self.reduces(plan) and plan.compresses:
+            self._connect(groups.rail or groups.whole, flats[0].device)
         side = self.side_stream(flats[0].device) if overlapped else None
         buckets = BucketGroup(self, plan, flats, groups, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
         if self.compresses_this_stage:
             buckets.compress()
         return buckets
+
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make one small all-to-all of a group. Collective over its ranks.
+
+        NCCL takes the memory for the connections between all pairs at the first one. In the middle of training PyTorch
+        would hold nearly all memory.
+        """
+        if group not in self._connected:
+            self._connected.append(group)
+            out, tensor = torch.zeros(2, 16 * group.size(), dtype=torch.uint8, device=device)
+            start_all_to_all(out, tensor, group, "first all-to-all of gradients").wait()
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -286,6 +303,15 @@ class SelectiveStageCompression(Technique):
     def state_bytes(self) -> int:
         """Bytes of memory for residuals and factors of all buckets on this rank, if its stage is compressed."""
         return sum(plan.state_bytes(self.state_dtype) for buckets in self.buckets for plan in buckets.plan.low_rank)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory for state, messages and the kernels' tables of all buckets on this rank if its stage is compressed."""
+        plans = {plan for group in self.buckets for bucket in group.plan.buckets if (plan := bucket.compressed)}
+        made = {reducer.plan for reducer in self.reducers}
+        exchanges = (plan.across if isinstance(plan, TwoLevelPlan) else plan for plan in plans)
+        tables = sum(plan.table_bytes for plan in exchanges if isinstance(plan, ExchangePlan))
+        return self.state_bytes + sum(plan.wire_bytes for plan in plans - made) + tables
 
     def make_reducer(
         self, plan: ReductionPlan, flat: torch.Tensor, groups: Groups, *, fused: FusedEmbeddingSync | None = None

@@ -12,9 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_mo
 
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques import collective
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import SideStream
+from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes, of_layers, reduce
 from tests.forked_ranks import run_ranks
@@ -336,3 +340,34 @@ def test_on_a_gpu_a_side_stream_gives_the_same_bits(tmp_path):
     # Not in a forked rank, because forked ranks have the CPU runtime, whose streams are the program's own order.
     program = f"import {__name__} as tests; tests._beside_the_backward_pass('{tmp_path}/store')"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def _connected_before_training() -> tuple[list[int], int, int, int]:
+    """Add two bucket groups, then let `auto` choose their stage; return the bytes sent, needed and kept."""
+    dist.init_process_group("gloo")
+    sent, all_to_all = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda out, tensor, **how: sent.append(tensor.nbytes) or all_to_all(out, tensor, **how)
+    config = DataParallelCompressionConfig(
+        dp_compression=True, dp_compression_format="int4", dp_compression_stages="auto"
+    )  # fmt: skip
+    codecs = BlockCodecs.of("int4", lambda name: fast_codec(name, seed=1, rotated=True))
+    technique = SelectiveStageCompression(config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs)
+    technique.take_stage(0, 2)
+    record = BucketRecord(
+        numel=1024, dtype=torch.float32, parameters=[ParameterRecord(shape=(16, 64), start=0)]
+    )  # fmt: skip
+    for _ in range(2):
+        plan = GroupPlan.of([record], BucketRules(ranks=2, format="int4"))
+        technique.add_group(plan, [torch.zeros(1024)], Groups(dist.group.WORLD), overlapped=False, fused=None)
+    open_stages = technique.needed_bytes
+    technique.choose_stages({0})
+    return sent, open_stages, technique.needed_bytes, technique.message_bytes
+
+
+def test_before_training_a_group_makes_one_small_all_to_all_and_messages_count_as_needed_memory() -> None:
+    """NCCL takes the memory for an all-to-all's connections at the first one."""
+    for sent, open_stages, chosen, messages in run_ranks(2, _connected_before_training, timeout=60):
+        assert sent == [32]
+        assert open_stages >= 2 * 1024 // 2, "int4 messages in two directions"
+        # Messages that are there are not needed once more.
+        assert messages > 0 and chosen == open_stages - messages

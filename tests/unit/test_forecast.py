@@ -129,7 +129,10 @@ def test_a_stage_without_the_memory_for_residuals_is_not_chosen_and_the_cure_is_
     ranks[1] = replace(ranks[1], lacking=2_000_000)
     found = forecast(ranks, SCHEDULE, AUTO, None)
     assert found.compressed_stages == {1}
-    assert "stage 0 is not compressed: its GPUs lack 2 MB for residuals. --compression-state-dtype bf16" in both(found)
+    assert (
+        "stage 0 is not compressed: its GPUs lack 2 MB for residuals and messages. --compression-state-dtype bf16"
+        in both(found)
+    )
 
 
 def test_on_fast_links_each_loser_is_named_with_its_flag_and_auto_compresses_nothing() -> None:

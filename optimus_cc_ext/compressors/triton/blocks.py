@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -65,7 +64,6 @@ class TritonCodec(Codec):
     def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
         super().__init__(format, signs=signs)
         self._has_kernels = self.format.packing in PACKINGS
-        self._tables: WeakKeyDictionary[BlockLayout, dict[torch.device, Tables]] = WeakKeyDictionary()
         self._matrices: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
 
     @torch.no_grad()
@@ -150,10 +148,10 @@ class TritonCodec(Codec):
         )
 
     def _tables_of(self, layout: BlockLayout, device: torch.device) -> Tables:
-        by_device = self._tables.setdefault(layout, {})
-        if device not in by_device:
-            by_device[device] = _tables(layout, device)
-        return by_device[device]
+        if device not in layout.tables:
+            layout.tables[device] = _tables(layout, device)
+        tables: Tables = layout.tables[device]
+        return tables
 
     def _rotations_in(self, dtype: torch.dtype, device: torch.device, *, back: bool) -> Tensor | None:
         """Return the matrices by which kernels multiply the quarters of blocks, (4, 32, 32); None without rotation.
