@@ -18,6 +18,7 @@ The kinds compose: with `--low-rank-wire int8`, low rank hands [P | Q'] to a blo
 Q' that are decoded from the blocks.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,9 +34,14 @@ from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.state import FactorState, FactorStates, state_dtype
-from optimus_cc_ext.techniques.transfer import MessageBuffers, Transfer
+from optimus_cc_ext.techniques.transfer import MessageBuffers, Recent, Transfer
 
 __all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "coded_in", "message_bytes"]
+
+
+_MOST_LAYOUTS, _MOST_SHAPES = 16, 4
+"""Largest numbers of layouts of a link, and of shapes of which a model chunk keeps residuals. Only messages of variable
+sequence lengths have more: the longest unused one is forgotten, and made again where it is needed."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +150,17 @@ class BlockMessages(DenseMessages):
     def __init__(self, codec: Codec, gauge: Gauge, *, residual: bool = False) -> None:
         super().__init__(ErrorStatistics())
         self._codec, self._gauge, self._has_residuals = codec, gauge, residual
-        self._layouts: dict[tuple[int, torch.dtype], tuple[BlockLayout, int]] = {}
-        """Layout and bytes of the message for each (length, dtype) of tensors."""
+        self._layouts = Recent[tuple[int, torch.dtype], tuple[BlockLayout, int]](_MOST_LAYOUTS)
+        """Layout and bytes of the message of a tensor, by its length and dtype."""
 
-        self._residuals: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        """Residuals: one flat tensor for each (model chunk, length, dtype)."""
+        self._residuals = defaultdict[int, Recent[tuple[int, torch.dtype], torch.Tensor]](lambda: Recent(_MOST_SHAPES))
+        """Residuals of each model chunk: one flat tensor for each length and dtype."""
 
     def begin(self) -> None:
         """Zero the residuals."""
-        for residual in self._residuals.values():
-            residual.zero_()
+        for residuals in self._residuals.values():
+            for residual in residuals.values():
+                residual.zero_()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
         """Allocate the residual for gradients like `like`, of one model chunk."""
@@ -200,21 +207,21 @@ class BlockMessages(DenseMessages):
         self._codec.decode(message, self._layout(values)[0], values)
 
     def _layout(self, tensor: torch.Tensor) -> tuple[BlockLayout, int]:
-        key = tensor.numel(), tensor.dtype
-        if key not in self._layouts:
+        def new() -> tuple[BlockLayout, int]:
             layout = BlockLayout.of_one(tensor.numel())
-            self._layouts[key] = layout, self._codec.message_bytes(layout, tensor.dtype)
-        return self._layouts[key]
+            return layout, self._codec.message_bytes(layout, tensor.dtype)
+
+        return self._layouts.get((tensor.numel(), tensor.dtype), new)
 
     def _message(self, tensor: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
         layout, nbytes = self._layout(tensor)
         return layout, self._buffers.take(nbytes, torch.uint8, tensor.device)
 
     def _residual(self, like: torch.Tensor, chunk: int) -> torch.Tensor:
-        key = chunk, like.numel(), like.dtype
-        if key not in self._residuals:
-            self._residuals[key] = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        return self._residuals[key]
+        def new() -> torch.Tensor:
+            return torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+
+        return self._residuals[chunk].get((like.numel(), like.dtype), new)
 
 
 class LowRankMessages(DenseMessages):
@@ -328,4 +335,4 @@ class LowRankMessages(DenseMessages):
 
         # Chunks are different parts of the model, and the residual of one has no relation to another's gradient.
         sizes, dtype = "x".join(map(str, like.shape)), str(like.dtype).removeprefix("torch.")
-        return self.states.get(f"chunk {chunk}: {sizes} {dtype}", new_state)
+        return self.states.get(f"chunk {chunk}: {sizes} {dtype}", new_state, kin=f"chunk {chunk}: ", most=_MOST_SHAPES)

@@ -210,16 +210,31 @@ class FactorStates:
         self._compression_rank = compression_rank
         self._made_on_demand = made_on_demand
         self._states: dict[str, FactorState] = {}
+        self._used: dict[str, None] = {}
+        """Names of states that are limited in number, the one not used longest first."""
+
         self._warm_starts: tuple[LowRank, Scratch] | None = None
         self._waiting: dict[str, _Saved] = {}
 
-    def get(self, name: str, make: Callable[[], FactorState]) -> FactorState:
-        """Return the state of this name. If there is none yet, make it, and restore its loaded values."""
-        if name not in self._states:
-            self._states[name] = make()
+    def get(self, name: str, make: Callable[[], FactorState], *, kin: str = "", most: int | None = None) -> FactorState:
+        """Return the state `name`, made and restored from the loaded values if it is not there.
+
+        Args:
+            kin: the beginning of the names of states that are limited in number.
+            most: the limit: a state more takes the place of the one not used longest. None: there is none.
+        """
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = make()
             if name in self._waiting:
-                self._states[name].restore(self._waiting.pop(name))
-        return self._states[name]
+                state.restore(self._waiting.pop(name))
+        if most is not None:
+            self._used.pop(name, None)
+            self._used[name] = None
+            alike = [other for other in self._used if other.startswith(kin)]
+            if len(alike) > most:
+                del self._used[alike[0]], self._states[alike[0]]
+        return state
 
     def __iter__(self) -> Iterator[FactorState]:
         return iter(self._states.values())
@@ -319,5 +334,6 @@ class FactorStates:
                 state.restore(state_dict[name])
             return
         self._states.clear()
+        self._used.clear()
         # Copies, because the argument may be the live state of another run.
         self._waiting = {name: {key: t.clone() for key, t in saved.items()} for name, saved in state_dict.items()}
