@@ -93,6 +93,10 @@ class OptimusConfig(
     )
     # Set by a preset: the classes, by name and with commas between, that are compressed only where they leave a node.
     only_between_nodes: str = option("", None)
+    compression_debug: bool = option(
+        False, "Compare number and length of all messages before each iteration, and name the first two ranks that "
+        "disagree; over NCCL they would otherwise wait for each other until the time limit.",
+    )  # fmt: skip
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
     force_compression: bool = option(False, None)
     exact_blocks: bool = option(False, None)

@@ -70,7 +70,7 @@ def probe_link(
             if batched:
                 works = dist.batch_isend_irecv([dist.P2POp(*operation) for operation in operations])
             else:
-                works = [what(tensor, peer, group) for what, tensor, peer, group in operations]
+                works = [operation(tensor, peer, group) for operation, tensor, peer, group in operations]
             for work in filter(None, works):
                 work.wait()
         return nbytes

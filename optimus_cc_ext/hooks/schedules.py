@@ -102,8 +102,9 @@ def _iteration(
 
     config = get_model_config(chunk)
     schedule = _schedule(session, config, chunks, micro_batches)
-    _prepare(session, forecaster, schedule, _gradient(config, schedule_arguments))
-    with session.iteration(schedule, _loss_scale(config)), without_device_synchronisation(session, config):
+    gradient = _gradient(config, schedule_arguments)
+    _prepare(session, forecaster, schedule, gradient)
+    with session.iteration(schedule, _loss_scale(config), gradient), without_device_synchronisation(session, config):
         yield
 
 

@@ -27,7 +27,7 @@ from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer, Reduction, SideStream
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.technique import Iteration, Planned, Technique
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
@@ -222,6 +222,15 @@ class SelectiveStageCompression(Technique):
         """
         plans = [buckets.plan for buckets in self.buckets if buckets.plan.rules.encodes]
         return any(plan.compresses for plan in plans) if plans else None
+
+    def planned(self, like: torch.Tensor | None) -> Planned:
+        """Return the bytes that each reduction sends, for each group of buckets."""
+        found: Planned = {}
+        for number, group in enumerate(self.buckets):
+            first, *_ = dist.get_process_group_ranks(group.groups.whole)
+            name = f"gradient buckets {number} of the replicas of rank {first}"
+            found[name] = tuple(reducer.plan.sent_bytes() for reducer in group.reducers)
+        return found
 
     @property
     def message_bytes(self) -> int:

@@ -14,7 +14,11 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
-__all__ = ["Iteration", "Technique"]
+__all__ = ["Iteration", "Planned", "Technique"]
+
+
+Planned = dict[str, tuple[int, ...]]
+"""Bytes of messages in their order, by a name of them that is the same on all ranks which send or receive them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,14 @@ class Technique:
     def begin(self, this: Iteration) -> None:
         """Begin a forward-backward pass."""
         self.gauge.begin(this.measured)
+
+    def planned(self, like: torch.Tensor | None) -> "Planned":
+        """Return the bytes of the messages of this pass that other ranks have to know alike (`--compression-debug`).
+
+        Args:
+            like: has the shape and dtype of the gradients between stages; None: they are not known beforehand.
+        """
+        return {}
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
         """Commit an applied step (`FactorState.commit`). Its seconds count as seconds of the technique."""
