@@ -125,7 +125,11 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
     return Diagnosis(
         Finding(target, f"training would start: {describe(config)}", "ok"),
         findings=[
-            Finding("formats", travels), Finding("layout", _layout(args)), *placed, *_shards(args, config), *notes,
+            Finding("formats", travels),
+            Finding("layout", _layout(args)),
+            *placed,
+            *_shards(args, config),
+            *notes,
             *estimates,
         ],
         facts={

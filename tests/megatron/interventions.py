@@ -211,7 +211,7 @@ def links_of(bytes_per_second: float) -> None:
     from optimus_cc_ext.forecast import measure
     from optimus_cc_ext.forecast.timeline import Rate
 
-    measure.probe_link = lambda *_: Rate(0.0, bytes_per_second)
+    measure.probe_link = lambda *_, **__: Rate(0.0, bytes_per_second)
     measure.probe_collective = lambda *_: Rate(0.0, bytes_per_second)
 
 
