@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -131,6 +132,8 @@ def missing(args: Any) -> list[str]:
         "einops": (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1,
         "nvidia-resiliency-ext": getattr(args, "inprocess_restart", False) or local,
         "multi-storage-client": getattr(args, "enable_msc", False),
+        # A checkout compiles its dataset helper when training begins; wheels bring it compiled.
+        "pybind11": find_spec("megatron.core.datasets.helpers_cpp") is None,
         "deep-ep": getattr(args, "moe_token_dispatcher_type", "") == "flex",
     }
     return [name for name, asked in needed.items() if asked and not _installed(name)]

@@ -122,6 +122,30 @@ def _not_launched_by_us(line: CommandLine) -> FlagError | None:
     return FlagError(line.script, reason, f"Launch it by -m optimus_cc_ext {line.script}, or patch the checkout")
 
 
+_WHEN_BUILT: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (
+        lambda args: args.calculate_per_token_loss and args.ddp_average_in_collective,
+        "Cannot average in collective when calculating per-token loss!",
+    ),
+    (
+        lambda args: args.use_distributed_optimizer and args.optimizer == "sgd",
+        "--use-distributed-optimizer: only Adam and optimizers with an init_state_fn are supported, not SGD",
+    ),
+    (
+        lambda args: args.moe_shared_expert_intermediate_size is not None and args.add_bias_linear,
+        "bias is not supported in the shared experts, please set '--disable-bias-linear' instead.",
+    ),
+    (
+        lambda args: args.multi_latent_attention and args.transformer_impl == "local",
+        "--multi-latent-attention: the local DotProductAttention does not take it; it needs Transformer Engine",
+    ),
+)
+"""Conditions on which Megatron ends only when it builds model, buffers or optimizer, with its message: in
+core/distributed/distributed_data_parallel.py, core/optimizer/distrib_optimizer.py,
+core/transformer/moe/shared_experts.py and core/transformer/multi_latent_attention.py.
+"""
+
+
 def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> None:
     """Run the checks that training makes after it has validated its arguments and before it contacts other ranks."""
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
@@ -140,6 +164,9 @@ def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> N
     for name in ("get_megatron_optimizer_config", "get_megatron_ddp_config"):
         if hasattr(training, name):  # 0.17 builds both inside of longer functions
             getattr(training, name)(args)
+    for ends, reason in _WHEN_BUILT:
+        if ends(args):
+            raise AssertionError(reason)
     if target == HERE and (packages := missing(args)):
         print(f"{', '.join(packages)}: not installed, and needed for this command line", flush=True)
         raise SystemExit(1)

@@ -227,6 +227,21 @@ def test_a_package_that_is_missing_ends_training_here_and_is_listed_for_another_
     assert there.code == 0 and "trains: emerging-optimizers (0.3.0 assumed)" in there.output
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--ddp-average-in-collective --calculate-per-token-loss", "Cannot average in collective"),
+        ("--use-distributed-optimizer --optimizer sgd", "--use-distributed-optimizer: only Adam"),
+        ("--num-experts 4 --moe-shared-expert-intermediate-size 64", "bias is not supported in the shared experts"),
+        ("--multi-latent-attention", "--multi-latent-attention: the local DotProductAttention"),
+    ],
+)
+@pytest.mark.parametrize("target", ["here", "h100"])
+def test_what_megatron_refuses_when_it_builds_the_model_is_foreseen(target: str, flags: str, says: str) -> None:
+    found = ask_doctor(f"{PP2} {flags} --optimus-cc balanced", 4, "--target", target)
+    assert found.code == 1 and says in found.output.splitlines()[0], found.output[-2000:]
+
+
 def test_the_placement_is_that_of_the_launch_line_or_of_the_nodes_that_are_named() -> None:
     hops = "1 of 1 pipeline hops cross nodes"
     assert hops in ask_doctor(f"torchrun --nnodes 2 --nproc-per-node 2 -m optimus_cc_ext {PP2}", None).output
