@@ -286,7 +286,14 @@ def _plans(
         if words or not each.embedding:
             kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
             kinds[kind].append(
-                ParameterRecord(shape=each.shape, start=0, tied=each.tied, embedding=each.embedding, expert=each.expert)
+                ParameterRecord(
+                    shape=each.shape,
+                    start=0,
+                    tied=each.tied,
+                    embedding=each.embedding,
+                    expert=each.expert,
+                    router=each.router,
+                )
             )
     found = []
     for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):

@@ -31,6 +31,8 @@ class Parameter:
     expert: bool = False
     """True for the weight of a routed expert."""
 
+    router: bool = False
+
 
 def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
     """Return the parameters of tensor-parallel rank 0 of every stage; None if Megatron cannot build the model here."""
@@ -105,8 +107,10 @@ def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[Parameter
     for name, parameter in model.named_parameters():
         # A router knows the experts of all expert-parallel ranks.
         first, *others = parameter.shape
+        router = ".router." in name
         yield Parameter(
-            (first * expert_ranks if ".router." in name else first, *others),
+            (first * expert_ranks if router else first, *others),
+            router=router,
             tied=getattr(parameter, "shared_embedding", False),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
             expert=id(parameter) in experts,
