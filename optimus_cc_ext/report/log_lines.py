@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from optimus_cc_ext.config.classes import CLASSES
 
-__all__ = ["Progress", "failure_reason", "parse_progress", "parse_scalars", "parse_techniques"]
+__all__ = ["Progress", "failure_reason", "parse_left_dense", "parse_progress", "parse_scalars", "parse_techniques"]
 
 _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
@@ -14,6 +14,7 @@ _ITERATION = re.compile(
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^(?:\d+: )?optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+_LEFT_DENSE = re.compile(r"^(?:\d+: )?optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
 # begin in the middle of another one.
@@ -64,6 +65,12 @@ def parse_techniques(line: str) -> str | None:
     """Read the techniques that are on from the line in which the hooks list them; None for any other line."""
     match = _TECHNIQUES.match(line)
     return match["techniques"] if match else None
+
+
+def parse_left_dense(line: str) -> str | None:
+    """Read the classes that are left dense because nothing of them leaves a node; None for any other line."""
+    match = _LEFT_DENSE.match(line)
+    return match["classes"] if match else None
 
 
 def parse_scalars(line: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ import psutil
 
 from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.report.log_lines import failure_reason
+from optimus_cc_ext.report.log_lines import failure_reason, parse_left_dense
 from scripts.hosts.network import INTERFACE, Network
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def run(
     the hosts.
 
     Raises:
-        RunFailed: a rank failed, or the deadline passed.
+        RunFailed: a rank failed, the deadline passed, or a class of traffic that was asked for was left dense.
     """
     started = time.monotonic()
     logs = [folder / (f"host{host}.txt" if hosts else "log.txt") for host in range(len(hosts) if hosts else 1)]
@@ -76,6 +76,9 @@ def run(
         else:
             processes = [_on_host(hosts, host, ranks, flags, output) for host, output in enumerate(outputs)]
         _follow(processes, logs, on_line, deadline)
+    for log in logs:
+        if classes := next(filter(None, map(parse_left_dense, _lines(log))), None):
+            raise RunFailed(f"nothing leaves a node (OPTIMUS_CC_NODE), so nothing was compressed of {classes}", log)
     return time.monotonic() - started
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext import __version__
+from optimus_cc_ext import OptimusConfig, __version__
+from optimus_cc_ext.techniques.crossing import crossing_lines
+from optimus_cc_ext.techniques.grid import RankPlace
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.runs import Runs, commit
 from scripts.experiments.texts import Text, hash_of, text_of
@@ -52,6 +54,16 @@ def test_a_run_that_fails_leaves_no_row_and_is_made_again_on_demand(tmp_path: Pa
     assert runs.rows().rows == []
     script.write_text("print('mended')\n")
     assert runs.made("one", 1, [str(script)], 1, lambda folder: {})["flags"] == [str(script)]
+
+
+def test_a_run_that_leaves_dense_what_was_asked_for_is_an_error(tmp_path: Path) -> None:
+    inside = [RankPlace(rank=rank, stage=0, tensor_rank=0) for rank in range(2)]
+    config = OptimusConfig(dp_compression_format="int4", only_between_nodes="dp_compression")
+    (line,) = crossing_lines(config, inside)
+    script = tmp_path / "says.py"
+    script.write_text(f"print('optimus-cc: {line}')\n")
+    with pytest.raises(RunFailed, match="nothing was compressed of data-parallel compression"):
+        Runs(tmp_path / "runs", "hash", 5.0, retry=False).made("one", 1, [str(script)], 1, lambda folder: {})
 
 
 def test_the_commit_is_the_checkouts() -> None:
