@@ -275,10 +275,10 @@ def _activations(job: Job) -> float:
 
 
 def check_memory(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> float:
-    """Return the bytes that a rank uses.
+    """Return the bytes of GPU memory that a rank of the first stage uses, and check that they fit.
 
     Raises:
-        PlanError: they exceed the GPU's memory; the message says by how much.
+        PlanError: the bytes exceed the GPU's memory; the message says by how much.
     """
     needs = memory(job, config)
     used = sum(needs.values())

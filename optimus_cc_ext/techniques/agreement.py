@@ -143,7 +143,7 @@ def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:
     ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
     chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
     formats = {format for name in chosen if (format := block_format(name)) is not None}
-    # Sums of gradients are sent back in this format.
+    # Sums of gradients are sent back in `SUM_FORMAT`.
     formats |= {SUM_FORMAT} if formats else set()
     return fast.Needed(
         ranks=sorted(ranks),

@@ -25,7 +25,9 @@ from tests.forked_ranks import run_ranks
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS = 3
 INT4, INT8 = 0.12, 0.008
-"""Relative errors of blocks of Gaussian values (.117, .0065), rounded up. Two in int8 have sqrt(2) times the latter."""
+"""Relative errors of blocks of Gaussian values (.117, .0065), rounded up. Two errors in int8 add up to sqrt(2) times
+.0065.
+"""
 
 
 def codecs(format: Literal["int8", "int4"], *, exact: bool = False) -> BlockCodecs:

@@ -131,7 +131,7 @@ def by_hand(nodes: int, members: int, used: BlockCodecs) -> torch.Tensor:
             messages.append(torch.zeros(nodes, used.gradients.message_bytes(layout, flat.dtype), dtype=torch.uint8))
             used.gradients.encode(flat, layout, messages[-1])
         for node in range(nodes):
-            # Of the own node's sum nothing is rounded.
+            # The sum of a rank's own node is not encoded, so it is not rounded.
             others = [sent[node] for index, sent in enumerate(messages) if index != node]
             shard = slice((node * members + place) * result.numel() // ranks, None)
             used.gradients.decode_add(torch.stack(others), layout, node, result)
