@@ -8,6 +8,7 @@ Needs the model builders of megatron-core 0.19; an older Megatron has none, and 
 import argparse
 import contextlib
 import io
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +46,14 @@ def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
     if any(getattr(args, name, None) for name in pattern):
         return None
     local = _without_kernels(args)
+    logging.disable(logging.WARNING)  # Megatron warns that GPTModel is deprecated, ahead of the verdict
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return [_stage(local, stage, gpt_config_from_args, GPTModelBuilder) for stage in range(_stages(args))]
     except Exception:  # Megatron's model code raises various errors if a part of the model needs a GPU
         return None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _stages(args: argparse.Namespace) -> int:
