@@ -50,6 +50,8 @@ class OptimusFields(TypedDict, total=False):
     compression_metrics: bool
     compression_forecast: bool
     compression_error_statistics: bool
+    compression_debug: bool
+    require_triton: bool
 
 
 @completed
