@@ -80,7 +80,7 @@ class Run:
 
     @property
     def said(self) -> list[str]:
-        """Lines of ours on the first rank, which prints for all."""
+        """Lines that Optimus-CC printed on the first rank, which prints for all ranks."""
         return self.ranks[0].said
 
 

@@ -46,7 +46,7 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     (messages,) = [line for line in whole.said if line.startswith("messages of gradients")]
     buckets = float(memory[1].split("link, ")[1].split(" MB gradient")[0])
     later, sent = (float(line.split("up to ")[1].split(" MB")[0]) for line in (announced, messages))
-    # Each of the three is rounded to a tenth.
+    # Each of the three printed numbers is rounded to a tenth.
     assert later == pytest.approx(buckets + sent, abs=0.16), "said before the first iteration"
     expected, losses = last_stage_losses(vanilla.ranks), last_stage_losses(whole.ranks)
     # The loss of an iteration shows the updates before it.

@@ -272,7 +272,7 @@ class TestBlockKernels:
     def test_several_senders_are_added_as_torch_adds_them(self, format, rotated, dtype, onto) -> None:
         ours, torchs = both(format, rotated)
         sent = torch.stack([encoded(torchs, gaussian(NUMEL, seed=seed, dtype=dtype))[0] for seed in range(3)])
-        # What is there already has the values' size: a sum with it is rounded to 16 bits as finely.
+        # `found` begins with values of the size of the sum, so that both are rounded to 16 bits equally finely.
         found, expected = (gaussian(NUMEL, seed=9, dtype=dtype).abs().add(4) for _ in range(2))
         ours.decode_add(sent, SCATTERED, 0, found, onto=onto)
         torchs.decode_add(sent, SCATTERED, 0, expected, onto=onto)

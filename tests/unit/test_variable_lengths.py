@@ -56,7 +56,7 @@ def test_64_lengths_take_little_more_memory_than_the_longest_ones(make: Callable
     many = make()
     for rows in range(1, 65):
         assert torch.allclose(pass_through(many, rows), torch.ones(rows, 1, HIDDEN), rtol=2e-2)
-    # Four shapes of a chunk, and in each direction a buffer of each power of two, are twice and a half of that.
+    # Memory for many lengths: four shapes of a chunk, and in each direction a buffer of each power of two.
     assert kept(many) < 6.5 * kept(longest)
 
 
