@@ -72,7 +72,7 @@ class UnknownName(OptimusError, ValueError):
 
 
 class UnfitState(OptimusError, ValueError):
-    """A saved state of compression that does not fit this rank of this run; the message names the difference."""
+    """A saved compression state that does not fit this rank of this run; the message names the difference."""
 
 
 class MissingExtra(OptimusError, ImportError):

@@ -23,8 +23,8 @@ from optimus_cc_ext.errors import OptimusError
 
 __all__ = ["Remembers", "Save", "on_all_ranks"]
 
-_PREPARING_FAILED = "preparing to save the state of compression failed: "
-_WRITING_FAILED = "writing the state of compression failed: "
+_PREPARING_FAILED = "preparing to save the compression state failed: "
+_WRITING_FAILED = "writing the compression state failed: "
 
 
 class Remembers(Protocol):

@@ -131,12 +131,12 @@ REFUSALS = (
     ),
     Refusal(
         "--non-persistent-ckpt-type", CLASSES,
-        "local checkpoints have no folder for the state of compression",
+        "local checkpoints have no folder for the compression state",
         "Use --non-persistent-ckpt-type global, or leave it out",
         lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", OptimusConfig.remembers,
     ),
     Refusal(
-        "--enable-msc", CLASSES, "the state of compression cannot be saved to a remote store",
+        "--enable-msc", CLASSES, "the compression state cannot be saved to a remote store",
         "Give --save and --load paths of a file system",
         lambda args: any(str(getattr(args, name, "")).startswith("msc://") for name in _FOLDERS),
         OptimusConfig.remembers,

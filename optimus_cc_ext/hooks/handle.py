@@ -82,7 +82,7 @@ class Handle:
     """Compression of one model on this rank, made by `optimus_cc_ext.compress`. As a context manager it calls `remove`.
 
     Args:
-        session: the state of the compression.
+        session: the compression state.
     """
 
     def __init__(self, session: Session) -> None:

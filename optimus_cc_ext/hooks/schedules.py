@@ -185,7 +185,7 @@ def _announce_memory(session: Session) -> None:
     messages = max(messages for *_, messages in taken)
     if any(technique.on for technique in session.techniques):
         say(
-            f"optimus-cc: compressor state in {session.config.compression_state_dtype}: up to "
+            f"optimus-cc: compression state in {session.config.compression_state_dtype}: up to "
             f"{(link + buckets) / 1e6:.1f} MB on a rank ({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB "
             "gradient buckets)"
         )

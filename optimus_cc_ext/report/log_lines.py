@@ -30,7 +30,7 @@ _SCALARS = {
     ),
     "max allocated MB/rank {}": re.compile(r"\[Rank (\d+)\] \(.{1,60}\) memory \(MB\) .{1,60}?max allocated: ([\d.]+)"),
     "max resident MB{}": re.compile(r"()peak resident memory \(MB\) \| ([\d.]+)"),
-    "compressor state MB{}": re.compile(r"optimus-cc: compressor state in \w+:() up to ([\d.]+) MB on a rank"),
+    "compression state MB{}": re.compile(r"optimus-cc: compress(?:or|ion) state in \w+:() up to ([\d.]+) MB on a rank"),
 }
 
 _REFUSAL = re.compile(r"(?:^|[\w.]+: )error: (?P<reason>.+)$")

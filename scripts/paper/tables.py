@@ -145,9 +145,9 @@ def figure12(runs: Sequence[Run]) -> Table:
     for run in runs:
         (peak, source), base = _peak(run), run.baseline(runs)
         more = 100 * (peak / _peak(base)[0] - 1) if base else None
-        rows.append((run.model, run.variant, peak, more, run.record.largest("compressor state MB"), source))
+        rows.append((run.model, run.variant, peak, more, run.record.largest("compression state MB"), source))
     return Table(
-        ("model", "variant", "peak, MB", "more than baseline, %", "compressor state, MB", "measured"), rows,
+        ("model", "variant", "peak, MB", "more than baseline, %", "compression state, MB", "measured"), rows,
         "Figure 12: peak memory", "On the rank that takes most. MB of memory as Megatron counts them, 2^20 bytes.",
         name="figure12",
     )  # fmt: skip

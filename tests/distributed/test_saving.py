@@ -1,4 +1,4 @@
-"""The compressors' state beside a checkpoint, saved and restored by real ranks, without Megatron."""
+"""The compression state beside a checkpoint, saved and restored by real ranks, without Megatron."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -151,7 +151,7 @@ def a_rank_cannot_write(folder: Path) -> tuple[str, bool]:
 
 def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_nothing_is_described(tmp_path: Path) -> None:
     for said, described in run_ranks(2, a_rank_cannot_write, tmp_path, timeout=60):
-        assert said.startswith("rank 1: writing the state of compression failed: ") and "gone" in said
+        assert said.startswith("rank 1: writing the compression state failed: ") and "gone" in said
         assert not described
 
 

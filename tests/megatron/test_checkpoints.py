@@ -87,7 +87,7 @@ def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
 def test_a_background_writer_that_fails_ends_all_ranks_and_the_checkpoint_before_counts(runs):
     whole, failed, resumed = runs
     assert {rank.ended for rank in failed.ranks} == {2}
-    assert "rank 1: writing the state of compression failed: the disk is full" in the_error(failed)
+    assert "rank 1: writing the compression state failed: the disk is full" in the_error(failed)
     assert (failed.folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert list(failed.folder.glob("iter_*8/*.distcp")) and not (failed.folder / "iter_0000008" / "optimus_cc").exists()
     assert_goes_on(resumed, whole, 4)
@@ -214,7 +214,7 @@ def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs
 def test_where_one_rank_cannot_write_its_state_all_end_and_no_checkpoint_counts(runs):
     assert [(rank.ended, len(rank.losses)) for rank in runs.ranks] == [(2, 1)] * len(runs.ranks)
     line = the_error(runs)
-    assert "rank 1: writing the state of compression failed: " in line
+    assert "rank 1: writing the compression state failed: " in line
     assert "rank_00001.pt cannot be written: File too large" in line, "the limit that stands for a full disk"
     assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
     assert not list(runs.folder.glob("iter_*/*.distcp"))

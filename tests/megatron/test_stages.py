@@ -39,7 +39,7 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     vanilla, whole, resumed = runs
     assert all(rank.ours.compressed_matrices > 0 for rank in whole.ranks)
     assert "--dp-compression-stages auto: compressed stages (of 2): 0, 1" in whole.said
-    memory = [line for line in whole.said if line.startswith("compressor state in")]
+    memory = [line for line in whole.said if line.startswith("compression state in")]
     assert len(memory) == 2, "before the first iteration, and once the stages are known"
     assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
     (announced,) = [line for line in whole.said if line.startswith("--dp-compression-stages auto will add up to")]

@@ -136,7 +136,7 @@ def test_figure_14_times_no_compressor_that_computes_something_else() -> None:
 
 
 LOG = """\
-optimus-cc: compressor state in fp32: up to 12.5 MB on a rank (2.5 MB pipeline link, 10.0 MB gradient buckets)
+optimus-cc: compression state in fp32: up to 12.5 MB on a rank (2.5 MB pipeline link, 10.0 MB gradient buckets)
 [Rank 4] (after 1 iterations) memory (MB) | allocated: 90.00 | max allocated: 100.00 | reserved: 1.00 | max reserved: \
 1.00[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: 80.00 | reserved: 1.00 |
  [2026-01-01 00:00:00] iteration        1/      10 | consumed samples: 16 | elapsed time per iteration (ms): 9000.0 | \
@@ -170,7 +170,7 @@ def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(tmp
     assert statistics[0]["mean error"] == "2.18e-12"
     [memory] = rows_of(tmp_path / "report/figure12.csv")
     assert (memory["variant"], memory["peak, MB"], memory["measured"]) == ("Baseline", "200.0", "GPU memory allocated")
-    assert memory["compressor state, MB"] == "12.5"
+    assert memory["compression state, MB"] == "12.5"
     # Without a GPU Megatron reports zeros.
     on_cpu = re.sub(r"allocated: [\d.]+", "allocated: 0.00", LOG.replace("{mb}", "0.00")).replace("{ms}", "1.0")
     (tmp_path / "figure12/8.3b-baseline/log.txt").write_text(on_cpu)

@@ -57,7 +57,14 @@ ReturnToService=2
 SlurmdTimeout=60
 MpiDefault=none
 SlurmdParameters=config_overrides
+TaskProlog=$folder/task_prolog.sh
 END
+# Both nodes are this machine: ranks tell them apart by Slurm's number of the node.
+cat >"$folder/task_prolog.sh" <<'END'
+#!/bin/sh
+echo "export OPTIMUS_CC_NODE=node$SLURM_NODEID"
+END
+chmod +x "$folder/task_prolog.sh"
 number=0
 for node in "${nodes[@]}"; do
   number=$((number + 1))

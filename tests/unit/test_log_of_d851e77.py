@@ -27,7 +27,7 @@ LAST = {
         "optimus-cc/error cosine/stage 1": 0.0009,
         "optimus-cc/error mean/stage 1": -3.07e-12,
         "optimus-cc/activation difference mean/stage 1": -5.62e-05,
-        "compressor state MB": 0.9,
+        "compression state MB": 0.9,
         "max allocated MB/rank 2": 0.0,
     },
     "balanced": {
