@@ -118,6 +118,6 @@ def test_routed_experts_are_encoded_over_their_own_replicas_and_stay_equal_there
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["DP gradients"]
         assert sent < 0.25 * raw
-        assert rank.ours.compressed_matrices == sum(
-            1 for name in rank.gradient_bytes if name.endswith("weight") and "norm" not in name
-        )
+        # All matrices but the routers, whose gradients stay exact in block formats.
+        matrices = [name for name in rank.gradient_bytes if name.endswith("weight") and "norm" not in name]
+        assert rank.ours.compressed_matrices == sum(".router." not in name for name in matrices) < len(matrices)
