@@ -140,7 +140,7 @@ class _Rates:
     """The rate of sums of uncompressed factors P and Q: an all-reduce."""
 
     blocks: Rate
-    """The rate of encoded blocks that are sent to the rank which adds them up: an all-to-all."""
+    """Rate of an all-to-all, by which each rank gets the encoded blocks of the shard that it sums."""
 
     gather: Rate
     """The rate of encoded sums, and of parameters, that are sent to all ranks: an all-gather."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 CONTROLS: Mapping[str, str] = {"one-ulp": "weights one ulp away", "other-order": "batches in another order"}
-"""Comparisons of vanilla with itself: the difference between the two runs, by name."""
+"""Names of the variants that train vanilla once more, with the difference between both vanilla runs."""
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]
 

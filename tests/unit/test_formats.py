@@ -22,7 +22,7 @@ WIDTHS = [*every({name: row for name, row in FORMATS.items() if row.packing == "
 
 
 def values() -> torch.Tensor:
-    """Make a block of the multiples of 2 from -128 to 126, its 3rd value 1.5 larger, and two dense values; fp32."""
+    """Make fp32 values: a block of the even numbers from -128 to 126, the third 1.5 larger, two dense values."""
     ramp = torch.arange(BLOCK + 2, dtype=torch.float32).sub_(64).mul_(2)
     ramp[2] += 1.5
     return ramp

@@ -350,7 +350,7 @@ def test_the_state_of_another_compression_rank_is_refused_and_changes_nothing():
 
 
 class _Recording(FastLowRank):
-    """Compressor that notes its calls in `log`, between other events that are noted there."""
+    """Compressor that appends the name of each call to `log`, so that a test sees the order of events."""
 
     def __init__(self, log):
         super().__init__()
