@@ -61,6 +61,24 @@ class ReferenceCodec:
                 total += self.decode_block(scales[block], codes[block])
             out[start : start + length] = total[:length].to(out.dtype)
 
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        """Encode (n, width): (n, row_bytes) in uint8, [codes of all blocks | scales of all blocks] for each row."""
+        return torch.stack([torch.cat([part.view(torch.uint8) for part in self._row(row)]) for row in rows])
+
+    def _row(self, row: Tensor) -> list[Tensor]:
+        scales, codes = zip(*(self.encode_block(x) for x in row.float().split(BLOCK)), strict=True)
+        return [*codes, torch.stack(scales)]
+
+    def decode_rows(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode (n, row_bytes): (n, width) in `dtype`."""
+        return torch.stack([self._values(row) for row in message]).to(dtype)
+
+    def _values(self, row: Tensor) -> Tensor:
+        code_bytes = BLOCK * self.bits // 8
+        blocks = row.numel() // (code_bytes + 2)
+        codes, scales = row[: -2 * blocks].split(code_bytes), row[-2 * blocks :].clone().view(torch.bfloat16)
+        return torch.cat([self.decode_block(scale, each) for scale, each in zip(scales, codes, strict=True)])
+
     def encode_block(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Encode (128,) fp32; return its scale, bf16, and its codes, uint8."""
         if self.largest is None:

@@ -304,6 +304,49 @@ class Codec:
             # The zeros that fill up a short block are left out: rotated, they have errors that no rank receives.
             note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
+    # -- rows: one message for each row of a matrix, from its shape alone ---------------------------------------
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of an encoded row of `width` values, [codes | scales, bf16].
+
+        Raises:
+            ValueError: the width is not a multiple of a block's values.
+        """
+        if width % BLOCK:
+            raise ValueError(f"a row of {width} values does not divide into blocks of {BLOCK}")
+        return width // BLOCK * (self.code_bytes + 2)
+
+    @torch.no_grad()
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        """Encode each row of (n, width), contiguous, by itself: (n, row_bytes) in uint8; there may be no row.
+
+        Memory comes from torch's allocator, because the number of rows changes from call to call.
+        """
+        n, numel = rows.shape[0], rows.numel()
+        scales = rows.new_empty(numel // BLOCK, dtype=torch.bfloat16)
+        codes = rows.new_empty(numel // BLOCK, self.code_bytes, dtype=torch.uint8)
+        for part, blocks in _parts((Piece(0, numel, 0),), rows.device):
+            self._encode_blocks(self._load(rows.view(-1), part), scales[blocks], codes[blocks])
+        scale_bytes = rows.shape[1] // BLOCK * 2
+        widths = (self.row_bytes(rows.shape[1]) - scale_bytes, scale_bytes)
+        return torch.cat(
+            [part.view(n, w) for part, w in zip((codes, scales.view(torch.uint8)), widths, strict=True)], 1
+        )
+
+    @torch.no_grad()
+    def decode_rows(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode (n, row_bytes), as `encode_rows` has encoded it: (n, width) in `dtype`."""
+        in_row = message.shape[1] // (self.code_bytes + 2)
+        out = message.new_empty(message.shape[0], in_row * BLOCK, dtype=dtype)
+        codes = message[:, : in_row * self.code_bytes].reshape(-1, self.code_bytes)
+        scales = message[:, in_row * self.code_bytes :].reshape(-1).view(torch.bfloat16)
+        for part, blocks in _parts((Piece(0, out.numel(), 0),), out.device):
+            values = self._sum_blocks([(scales[blocks], codes[blocks])])
+            out.view(-1)[part.start : part.start + part.numel].copy_(values.view(-1))
+        return out
+
+    # -- parts of messages --------------------------------------------------------------------------------------
+
     def _by_message(self, messages: Tensor, layout: BlockLayout, dtype: torch.dtype) -> Tensor:
         """Return messages as (N, message_bytes); none if they are empty. Raises ValueError if the size does not fit."""
         nbytes = self.message_bytes(layout, dtype)

@@ -65,6 +65,9 @@ class Needed:
     align: int = 1
     """A number that divides the starts and lengths of all ranges of encoded values."""
 
+    row_width: int = 0
+    """Values of a row that is a message of its own; 0: there are no such messages."""
+
 
 def kernels(needed: Needed) -> tuple[str, str | None]:
     """Return the library that compresses on this machine, and the reason why it is not Triton; None without a GPU.
@@ -85,7 +88,14 @@ def kernels(needed: Needed) -> tuple[str, str | None]:
         aligns = [align for align in (1, 2, 4, 8, WIDEST) if align % math.gcd(needed.align, WIDEST) == 0]
         failure = cache.twice(
             lambda: trial.failure(
-                needed.ranks, needed.formats, device, needed.dtypes, needed.state_dtype, [needed.rotated], aligns
+                needed.ranks,
+                needed.formats,
+                device,
+                needed.dtypes,
+                needed.state_dtype,
+                [needed.rotated],
+                aligns,
+                needed.row_width,
             )
         )
     return ("torch", failure) if failure is not None else (f"triton {launches.triton.__version__}", None)

@@ -125,6 +125,8 @@ def _encode_and_decode(format: str, dtype: torch.dtype, align: int) -> None:
         codec.decode(messages, layout, values)
         codec.decode_onto(messages, layout, values, Scratch())
         codec.decode_add(messages[:1].expand(4, -1), layout, 1, values)
+    rows = gaussian(1, 5, 384).to(dtype)[0]
+    codec.decode_rows(codec.encode_rows(rows), dtype)
 
 
 class TestTrial:
@@ -151,7 +153,7 @@ class TestTrial:
     def test_the_kernels_of_every_format_pass(self, monkeypatch, format) -> None:
         monkeypatch.setattr(trial, "_SIZE", 192)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert trial.failure([], [format], torch.device(DEVICE), [dtype]) is None
+            assert trial.failure([], [format], torch.device(DEVICE), [dtype], row_width=256) is None
 
     @pytest.mark.parametrize(
         "format, step, spoil, reason",
@@ -187,6 +189,28 @@ class TestTrial:
         failure = trial.failure([], [format], torch.device(DEVICE), [torch.bfloat16])
         assert failure is not None and re.match(f"ArithmeticError: .*{reason}", failure)
 
+    @pytest.mark.parametrize(
+        "step, spoil, reason",
+        [
+            ("encode_rows", lambda message: message[:, -2:].view(torch.int16).add_(1), "the scales of rows differ"),
+            ("encode_rows", lambda message: message[:, :128].bitwise_xor_(2), "codes differ from torch's by 2"),
+            ("decode_rows", lambda out: out.mul_(1.01), "decoded rows differ"),
+        ],
+    )
+    def test_row_kernels_whose_results_are_not_torchs_fail(self, monkeypatch, step, spoil, reason) -> None:
+        monkeypatch.setattr(trial, "_SIZE", 64)
+        right = getattr(TritonCodec, step)
+
+        def wrong(codec, *arguments) -> Tensor:
+            result = right(codec, *arguments)
+            spoil(result)
+            return result
+
+        monkeypatch.setattr(TritonCodec, step, wrong)
+        failure = trial.failure([], ["int8"], torch.device(DEVICE), [torch.float32], row_width=128)
+        assert failure is not None and re.match(f"ArithmeticError: int8, .*{reason}", failure)
+        assert trial.failure([], ["int8"], torch.device(DEVICE), [torch.float32]) is None, "there are no rows"
+
     def test_rotated_codes_may_be_one_apart(self, monkeypatch) -> None:
         monkeypatch.setattr(trial, "_SIZE", 192)
         right = TritonCodec.encode
@@ -213,7 +237,9 @@ class TestTrial:
             # The launches only compile and compute nothing, so the comparison with torch is left out.
             monkeypatch.setattr(trial, "_agree", lambda equal, otherwise: None)
             dtypes = sorted({torch.float32, dtype}, key=str)
-            found = trial.failure([16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype, [True], [4, 8, 16])
+            found = trial.failure(
+                [16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype, [True], [4, 8, 16], row_width=384
+            )
             assert found is None
         # Sizes are multiples of 16, as in real models, in few partial sums and in many.
         with launched, one_process(torch.device(DEVICE)) as group:

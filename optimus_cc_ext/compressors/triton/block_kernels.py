@@ -2,10 +2,11 @@
 
 Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. `table` has the place of the
 values of each block of each message, (N, blocks): start * 256 + length, both divisible by ALIGN; 0 if there is no such
-block. `codes` and `scales` are pointers to the first message's sections, `strides` the elements from one message to the
-next. WIDEN: triton's interpreter neither multiplies bf16 nor rounds to it, so the kernels compute the same bits in
-another way. Equal inputs give equal bits, because there are no atomics and sums have one order. E4M3 is computed with
-integers, so that every GPU rounds alike.
+block. Without a table, messages are the rows of a matrix, one after the other, of `per_row` whole blocks each. `codes`
+and `scales` are pointers to the first message's sections, `strides` the elements from one message to the next. WIDEN:
+triton's interpreter neither multiplies bf16 nor rounds to it, so the kernels compute the same bits in another way.
+Equal inputs give equal bits, because there are no atomics and sums have one order. E4M3 is computed with integers, so
+that every GPU rounds alike.
 
 A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by additions of the four results, because
 128 x 128 = (4 x 4) x (32 x 32): this takes a fourth of the products, and a matrix that fits the registers.
@@ -60,6 +61,13 @@ def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
     """Return starts and lengths of a message's blocks `rows`; a length of 0 if there is no such block."""
     entry = tl.load(table + message.to(tl.int64) * blocks + rows, mask=rows < blocks, other=0)
     return tl.multiple_of(entry >> 8, ALIGN), tl.multiple_of((entry & 255).to(tl.int32), ALIGN)
+
+
+@triton.jit
+def _place_in_row(numbers, blocks, per_row):
+    """Return starts and lengths of the blocks `numbers` of all rows, and for each its row and its place in the row."""
+    start, length = numbers.to(tl.int64) * BLOCK, tl.where(numbers < blocks, BLOCK, 0)
+    return tl.multiple_of(start, BLOCK), tl.multiple_of(length, BLOCK), numbers // per_row, numbers % per_row
 
 
 @triton.jit
@@ -163,45 +171,51 @@ def _quarter(start, length, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _at_byte(codes, rows, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """Point to 32 bytes of the codes of the blocks `rows`, from byte 32 times FIRST on."""
-    return codes + rows[:, None] * (BLOCK // 8 * BITS) + (FIRST * QUARTER + tl.arange(0, QUARTER)[None, :])
+def _codes_of(codes, message, rows, stride, BITS: tl.constexpr):
+    """Point to the codes of the blocks `rows`, of one message or each of its own."""
+    return codes + message.to(tl.int64) * stride + rows.to(tl.int64) * (BLOCK // 8 * BITS)
 
 
 @triton.jit
-def _store_codes(codes, rows, a, b, c, d, used, BITS: tl.constexpr):
+def _at_byte(codes, FIRST: tl.constexpr):
+    """Point to 32 bytes of the codes of blocks, from byte 32 times FIRST on."""
+    return codes[:, None] + (FIRST * QUARTER + tl.arange(0, QUARTER)[None, :])
+
+
+@triton.jit
+def _store_codes(codes, a, b, c, d, used, BITS: tl.constexpr):
     """Write the fields of four quarters, (rows, 32) int32 each, as integers of BITS bits, in the packing of
     `formats`.
     """
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
-        tl.store(_at_byte(codes, rows, 0, BITS), a.to(tl.uint8), mask=used)
-        tl.store(_at_byte(codes, rows, 1, BITS), b.to(tl.uint8), mask=used)
-        tl.store(_at_byte(codes, rows, 2, BITS), c.to(tl.uint8), mask=used)
-        tl.store(_at_byte(codes, rows, 3, BITS), d.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 0), a.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 1), b.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 2), c.to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 3), d.to(tl.uint8), mask=used)
     if BITS == 4:
-        tl.store(_at_byte(codes, rows, 0, BITS), (a + (c << 4)).to(tl.uint8), mask=used)
-        tl.store(_at_byte(codes, rows, 1, BITS), (b + (d << 4)).to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 0), (a + (c << 4)).to(tl.uint8), mask=used)
+        tl.store(_at_byte(codes, 1), (b + (d << 4)).to(tl.uint8), mask=used)
     if BITS == 2 or BITS == 6:
         words = a + (b << BITS) + (c << (2 * BITS)) + (d << (3 * BITS))
         for byte in tl.static_range(BITS // 2):
-            tl.store(_at_byte(codes, rows, byte, BITS), (words >> (8 * byte)).to(tl.uint8), mask=used)
+            tl.store(_at_byte(codes, byte), (words >> (8 * byte)).to(tl.uint8), mask=used)
 
 
 @triton.jit
-def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers of the blocks `rows` of a message in units of their scales, as four tensors (rows, 32)."""
+def _load_numbers(codes, used, PACKING: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers of blocks, whose codes are at `codes`, in units of their scales: four tensors (rows, 32)."""
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
-        a, b = _load_byte(codes, rows, 0, used, BITS), _load_byte(codes, rows, 1, used, BITS)
-        c, d = _load_byte(codes, rows, 2, used, BITS), _load_byte(codes, rows, 3, used, BITS)
+        a, b = _load_byte(codes, 0, used), _load_byte(codes, 1, used)
+        c, d = _load_byte(codes, 2, used), _load_byte(codes, 3, used)
     if BITS == 4:
-        first, second = _load_byte(codes, rows, 0, used, BITS), _load_byte(codes, rows, 1, used, BITS)
+        first, second = _load_byte(codes, 0, used), _load_byte(codes, 1, used)
         a, b, c, d = first & 15, second & 15, first >> 4, second >> 4
     if BITS == 2 or BITS == 6:
-        words = _load_byte(codes, rows, 0, used, BITS)
+        words = _load_byte(codes, 0, used)
         for byte in tl.static_range(1, BITS // 2):
-            words |= _load_byte(codes, rows, byte, used, BITS) << (8 * byte)
+            words |= _load_byte(codes, byte, used) << (8 * byte)
         mask: tl.constexpr = (1 << BITS) - 1
         a, b, c, d = words & mask, (words >> BITS) & mask, (words >> (2 * BITS)) & mask, words >> (3 * BITS)
     return (
@@ -210,23 +224,27 @@ def _load_numbers(codes, rows, used, PACKING: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_byte(codes, rows, FIRST: tl.constexpr, used, BITS: tl.constexpr):
-    return tl.load(_at_byte(codes, rows, FIRST, BITS), mask=used, other=0).to(tl.int32)
+def _load_byte(codes, FIRST: tl.constexpr, used):
+    return tl.load(_at_byte(codes, FIRST), mask=used, other=0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["blocks", "scales_stride"], do_not_specialize_on_alignment=["table"])
+@triton.jit(do_not_specialize=["blocks", "per_row", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def encode_blocks(
-    values, table, rotations, scales, codes, scales_stride, codes_stride, blocks,
+    values, table, rotations, scales, codes, scales_stride, codes_stride, blocks, per_row,
     PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
     GAIN: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N).
+    """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N);
+    without a table (blocks of all rows / ROWS, 1).
 
     INVERSE: 1 over GAIN times the largest code; GAIN: the factor by which the rotation, which is not normalised,
     lengthens a block. `rotations` are the matrices of `_times`; matrix h has rows 32 h to 32 h + 31 of diag(s) H.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    start, length = _place(table, message, rows, blocks, ALIGN)
+    if table is None:
+        start, length, message, rows = _place_in_row(rows, blocks, per_row)
+    else:
+        start, length = _place(table, message, rows, blocks, ALIGN)
     a, b = _load_quarter(values, start, length, 0), _load_quarter(values, start, length, 1)
     c, d = _load_quarter(values, start, length, 2), _load_quarter(values, start, length, 3)
     if ROTATED:
@@ -238,10 +256,9 @@ def encode_blocks(
     scale = _bf16_bits(_peak(a, b, c, d, ROTATED) * INVERSE)
     tl.store(scales + message.to(tl.int64) * scales_stride + rows, scale.to(tl.int16), mask=length > 0)
     unit = (scale << 16).to(tl.float32, bitcast=True)[:, None] * GAIN
-    first = codes + message.to(tl.int64) * codes_stride
     a, b = _field(a, unit, PACKING, BITS, LARGEST, ROTATED), _field(b, unit, PACKING, BITS, LARGEST, ROTATED)
     c, d = _field(c, unit, PACKING, BITS, LARGEST, ROTATED), _field(d, unit, PACKING, BITS, LARGEST, ROTATED)
-    _store_codes(first, rows.to(tl.int64), a, b, c, d, length[:, None] > 0, BITS)
+    _store_codes(_codes_of(codes, message, rows, codes_stride, BITS), a, b, c, d, length[:, None] > 0, BITS)
 
 
 @triton.jit
@@ -264,14 +281,16 @@ def _peak(a, b, c, d, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def _scale(scales, rows, used):
-    bits = tl.load(scales + rows, mask=used, other=0).to(tl.int32) << 16
+def _scale(scales, used):
+    bits = tl.load(scales, mask=used, other=0).to(tl.int32) << 16
     return bits.to(tl.float32, bitcast=True)[:, None]
 
 
-@triton.jit(do_not_specialize=["blocks", "senders", "scales_stride"], do_not_specialize_on_alignment=["table"])
+@triton.jit(
+    do_not_specialize=["blocks", "per_row", "senders", "scales_stride"], do_not_specialize_on_alignment=["table"]
+)
 def add_up_blocks(
-    scales, codes, table, rotations, out, scales_stride, codes_stride, blocks, senders,
+    scales, codes, table, rotations, out, scales_stride, codes_stride, blocks, per_row, senders,
     PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
     ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -282,18 +301,22 @@ def add_up_blocks(
     codes are exact.
     """
     rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    start, length = _place(table, message, rows, blocks, ALIGN)
-    rows = rows.to(tl.int64)
+    if table is None:
+        start, length, message, rows = _place_in_row(rows, blocks, per_row)
+    else:
+        start, length = _place(table, message, rows, blocks, ALIGN)
     used = length > 0
+    scales += message.to(tl.int64) * scales_stride + rows
+    codes = _codes_of(codes, message, rows, codes_stride, BITS)
     if ALONE:
-        scale = _scale(scales + message.to(tl.int64) * scales_stride, rows, used)
-        a, b, c, d = _load_numbers(codes + message.to(tl.int64) * codes_stride, rows, used[:, None], PACKING, BITS)
+        scale = _scale(scales, used)
+        a, b, c, d = _load_numbers(codes, used[:, None], PACKING, BITS)
     else:
         a, b = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
         c, d = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
         for _ in range(0, senders):
-            sent_a, sent_b, sent_c, sent_d = _load_numbers(codes, rows, used[:, None], PACKING, BITS)
-            scale = _scale(scales, rows, used)
+            sent_a, sent_b, sent_c, sent_d = _load_numbers(codes, used[:, None], PACKING, BITS)
+            scale = _scale(scales, used)
             a += sent_a * scale
             b += sent_b * scale
             c += sent_c * scale

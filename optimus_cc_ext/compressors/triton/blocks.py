@@ -79,16 +79,24 @@ class TritonCodec(Codec):
                 values, tables.chunks, tables.slots, dense, dense.stride(0), tables.chunks.shape[1], ROWS=DENSE_ROWS
             )
         if tables.blocks.numel():
-            largest = self.format.largest
-            assert largest is not None  # formats without a largest code have no kernels
-            block_kernels.encode_blocks[_grid(tables.blocks, ROWS)](
-                values, tables.blocks, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
-                scales.stride(0), codes.stride(0), layout.blocks,
-                PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
-                INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
-                WIDEN=INTERPRETED, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
-                maxnreg=128,  # four programs on a multiprocessor; no register spills
-            )  # fmt: skip
+            self._encode_in(
+                _grid(tables.blocks, ROWS), values, tables.blocks, scales, codes, layout.blocks, tables.align
+            )
+
+    def _encode_in(
+        self, grid: tuple[int, int], values: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor,
+        blocks: int, align: int, per_row: int = 1,
+    ) -> None:  # fmt: skip
+        largest = self.format.largest
+        assert largest is not None  # formats without a largest code have no kernels
+        block_kernels.encode_blocks[grid](
+            values, table, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
+            scales.stride(0), codes.stride(0), blocks, per_row,
+            PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
+            INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
+            WIDEN=INTERPRETED, ALIGN=align, ROWS=ROWS, num_warps=4,
+            maxnreg=128,  # four programs on a multiprocessor; no register spills
+        )  # fmt: skip
 
     @torch.no_grad()
     def decode(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
@@ -129,14 +137,49 @@ class TritonCodec(Codec):
             )  # fmt: skip
         if tables.blocks.numel():
             blocks = tables.blocks[which]
-            # Sums of four codes are integers below 2^9, which 16 bits hold exactly; sums over senders are not integers.
-            dtype = torch.float16 if senders == 1 else torch.float32
-            block_kernels.add_up_blocks[_grid(blocks, ROWS)](
-                scales, codes, blocks, self._rotations_in(dtype, out.device, back=True), out,
-                scales.stride(0), codes.stride(0), layout.blocks, senders,
-                PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
-                WIDEN=INTERPRETED, ONTO=onto, ALIGN=tables.align, ROWS=ROWS, num_warps=4,
-            )  # fmt: skip
+            self._decode_in(
+                _grid(blocks, ROWS), out, blocks, scales, codes, layout.blocks, tables.align, senders=senders, onto=onto
+            )
+
+    def _decode_in(
+        self, grid: tuple[int, int], out: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor,
+        blocks: int, align: int, per_row: int = 1, senders: int = 1, *, onto: bool = False,
+    ) -> None:  # fmt: skip
+        # Sums of four codes are integers below 2^9, which 16 bits hold exactly; sums over senders are not integers.
+        dtype = torch.float16 if senders == 1 else torch.float32
+        block_kernels.add_up_blocks[grid](
+            scales, codes, table, self._rotations_in(dtype, out.device, back=True), out,
+            scales.stride(0), codes.stride(0), blocks, per_row, senders,
+            PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
+            WIDEN=INTERPRETED, ONTO=onto, ALIGN=align, ROWS=ROWS, num_warps=4,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        message = rows.new_empty(rows.shape[0], self.row_bytes(rows.shape[1]), dtype=torch.uint8)
+        if not (self._has_kernels and _taken(rows, message)):
+            return super().encode_rows(rows)
+        self._encode_in(*self._of_rows(rows, message))
+        return message
+
+    @torch.no_grad()
+    def decode_rows(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        in_row = message.shape[1] // self.row_bytes(BLOCK)
+        out = message.new_empty(message.shape[0], in_row * BLOCK, dtype=dtype)
+        if not (self._has_kernels and _taken(out, message)):
+            return super().decode_rows(message, dtype)
+        self._decode_in(*self._of_rows(out, message))
+        return out
+
+    def _of_rows(
+        self, rows: Tensor, message: Tensor
+    ) -> tuple[tuple[int, int], Tensor, None, Tensor, Tensor, int, int, int]:
+        """Return a kernel's arguments for rows: grid, values, no table, scales, codes, blocks, align, blocks of a
+        row.
+        """
+        blocks, in_row = rows.numel() // BLOCK, rows.shape[1] // BLOCK
+        scales = message[:, in_row * self.code_bytes :].view(torch.int16)
+        return (triton.cdiv(blocks, ROWS), 1), rows, None, scales, message, blocks, WIDEST, in_row
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sections of all messages as 2-D views: dense values, scales as int16, codes."""

@@ -30,6 +30,7 @@ def failure(
     state_dtype: torch.dtype = torch.float32,
     rotations: Iterable[bool] = (False, True),
     aligns: Iterable[int] = (WIDEST,),
+    row_width: int = 0,
 ) -> str | None:
     """Return why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
 
@@ -44,6 +45,7 @@ def failure(
         state_dtype: dtype of residuals and factors between steps.
         rotations: False for unrotated blocks, True for rotated ones, in formats that have a rotation.
         aligns: powers of two that divide the starts and ends of encoded ranges.
+        row_width: values of a row that is a message of its own; 0: there are no such messages.
     """
     try:
         for dtype in dtypes:
@@ -53,6 +55,8 @@ def failure(
                 takes = format_named(format).rotated
                 for rotated, align in product({rotated and takes for rotated in rotations}, aligns):
                     _blocks(format, dtype, device, rotated, align)
+                for rotated in {rotated and takes for rotated in rotations} if row_width else ():
+                    _rows(format, dtype, device, rotated, row_width)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # of Triton's compiler, of the system's, of CUDA's, and ours
@@ -82,14 +86,8 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
 
 def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, align: int) -> None:
     """Encode and decode values by the kernels and by torch, and compare the results of each step."""
-    generator = private_generator(0, "trial", format)
-    signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float()
-    # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.
-    values = torch.randint(-128, 129, (2 * _SIZE,), generator=generator).div(16).to(device, dtype)
+    ours, torchs, values, subject = _compared(format, dtype, device, rotated, 2 * _SIZE)
     layout = BlockLayout([[(align, _SIZE - align)]], [[(_SIZE, _SIZE)]])
-    rotation = signs if rotated else None
-    ours, torchs = TritonCodec(format, signs=rotation), Codec(format, signs=rotation)
-    subject = f"{format}{', rotated' if rotated else ''}, {dtype}"
     nbytes = ours.message_bytes(layout, dtype)
     messages, expected = torch.zeros(2, 1, nbytes, dtype=torch.uint8, device=device)
     for codec, out in ((ours, messages), (torchs, expected)):
@@ -112,6 +110,33 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool
         _agree(same, f"{subject}: sums of decoded values differ from torch's")
 
 
+def _rows(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, width: int) -> None:
+    """Encode and decode rows by the kernels and by torch, and compare the results."""
+    ours, torchs, values, subject = _compared(format, dtype, device, rotated, 2 * width)
+    messages, expected = (codec.encode_rows(values.view(2, width)) for codec in (ours, torchs))
+    (codes, scales), (codes_too, scales_too) = (
+        (each[:, :split].reshape(-1, ours.code_bytes), each[:, split:])
+        for split in [width // BLOCK * ours.code_bytes]
+        for each in (messages, expected)
+    )
+    _agree(torch.equal(scales, scales_too), f"{subject}: the scales of rows differ from torch's")
+    _compare_codes(ours, codes, codes_too, subject)
+    found, wanted = (codec.decode_rows(messages, dtype) for codec in (ours, torchs))
+    _agree(torch.equal(found, wanted), f"{subject}: decoded rows differ from torch's")
+
+
+def _compared(
+    format: str, dtype: torch.dtype, device: torch.device, rotated: bool, numel: int
+) -> tuple[Codec, Codec, Tensor, str]:
+    """Return the codecs of the kernels and of torch, values for both, and the words about them in an error."""
+    generator = private_generator(0, "trial", format)
+    signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
+    # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.
+    values = torch.randint(-128, 129, (numel,), generator=generator).div(16).to(device, dtype)
+    subject = f"{format}{', rotated' if rotated else ''}, {dtype}"
+    return TritonCodec(format, signs=signs), Codec(format, signs=signs), values, subject
+
+
 def _compare_messages(
     codec: Codec, message: Tensor, expected: Tensor, layout: BlockLayout, dtype: torch.dtype, subject: str
 ) -> None:
@@ -122,6 +147,10 @@ def _compare_messages(
     _agree(
         torch.equal(dense, dense_too) and torch.equal(scales, scales_too), f"{subject}: messages differ from torch's"
     )
+    _compare_codes(codec, codes, codes_too, subject)
+
+
+def _compare_codes(codec: Codec, codes: Tensor, codes_too: Tensor, subject: str) -> None:
     apart = (codec.numbers(codes).clone() - codec.numbers(codes_too)).abs().max()
     _agree(bool(apart <= (1 if codec.rotated else 0)), f"{subject}: codes differ from torch's by {float(apart):g}")
 
