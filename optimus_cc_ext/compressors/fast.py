@@ -12,7 +12,7 @@ from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 
-__all__ = ["Needed", "fast_codec", "fast_compressor", "kernels", "use_torch"]
+__all__ = ["Needed", "copy_unless", "fast_codec", "fast_compressor", "kernels", "use_torch"]
 
 
 def fast_compressor() -> LowRank:
@@ -41,6 +41,25 @@ def fast_codec(format: str, *, seed: int, rotated: bool) -> Codec:
     from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 
     return TritonCodec(format, signs=signs)
+
+
+def copy_unless(finite: torch.Tensor, before: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy `before` onto `out`, both contiguous, if `finite`, a 0-dim bool tensor, is False.
+
+    The device decides: the host would have to wait for it. With Triton's kernel, nothing is read or written if
+    `finite` is True; torch reads both tensors, and writes one, in either case.
+    """
+    if finite.device.type == "cpu":  # in the host's own memory, so there is nothing to wait for
+        if not finite.numpy():
+            out.copy_(before)
+        return
+    if _triton_applies():
+        from optimus_cc_ext.compressors.triton import launches
+
+        if launches.takes_factors(out, 1) and out.dim() == 3:
+            launches.copy_unless(finite, before, out)
+            return
+    torch.where(finite, out, before, out=out)
 
 
 @dataclass(frozen=True, kw_only=True)

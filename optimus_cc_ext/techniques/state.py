@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.compressors.fast import copy_unless
 from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank, initial_q, next_warm_start, next_warm_starts
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
@@ -33,9 +34,8 @@ class SteppedTensor:
 
     Residuals and warm starts are written during forward and backward, before it is known whether the optimizer's step
     is applied: a step can be repeated (Megatron's rerun state machine) or skipped. So the values of a step are pending,
-    and `commit` or `rollback` decides afterwards. Rolling back is free. Committing is free on a CPU: two buffers change
-    places. On a GPU it is one kernel that reads both and writes one, because only the device knows whether the step was
-    finite, and asking it would stall the host; and a CUDA graph needs its tensors at fixed addresses.
+    and `commit` or `rollback` decides afterwards. Both are free: to commit, two buffers change places. If the step was
+    not finite, which only the device knows, it copies the old value back (`copy_unless`).
 
     Args:
         initial: fp32, or bf16 to keep it in half the memory.
@@ -87,10 +87,8 @@ class SteppedTensor:
         if not self._written:
             return
         self._written = False
-        if finite.device.type != "cpu":
-            torch.where(finite, self._pending, self.committed, out=self.committed)
-        elif finite.numpy():  # in the host's own memory, so there is nothing to wait for
-            self.committed, self._pending = self._pending, self.committed
+        self.committed, self._pending = self._pending, self.committed
+        copy_unless(finite, self._pending, self.committed)
         if factor != 1.0:
             self.committed.mul_(factor)
 

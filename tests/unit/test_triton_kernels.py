@@ -118,12 +118,13 @@ def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
     with compiling(capability, tmp_path) as compiled:
         launches.project_sum(matrices, residual, q, total=residual, out=p)
         launches.back_project(residual, p, q)
+        launches.copy_unless(torch.ones((), dtype=torch.bool), residual, residual)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):  # the dtypes of the wire
             launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
             launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
         for dtype in (torch.float32, torch.bfloat16) if r <= launches.MAX_ORTHOGONALIZED_RANK else ():
             launches.orthogonalize(p.to(dtype), p)
-    assert len(compiled) == (20 if r <= launches.MAX_ORTHOGONALIZED_RANK else 10)
+    assert len(compiled) == (21 if r <= launches.MAX_ORTHOGONALIZED_RANK else 11)
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_KIB[capability] * 1024
 
 
@@ -133,11 +134,12 @@ def test_launches_ask_torch_for_nothing_once_the_scratch_has_seen_the_shapes(mon
             assert all(isinstance(size, int) and size > 0 for size in grid)
             return lambda *args, **kwargs: None
 
-    names = ("sum_and_project", "add_up", "multiply_out", "partial_grams", "inverse_factor")
+    names = ("sum_and_project", "add_up", "multiply_out", "partial_grams", "inverse_factor", "copy_unless")
     fake = SimpleNamespace(**dict.fromkeys((*names, "orthonormal"), Launched()))
     monkeypatch.setattr(launches, "kernels", fake, raising=False)
     pytest.importorskip("triton")
     scratch, m, q, p = Scratch(), gaussian(1, 64, 512), gaussian(1, 512, 4), gaussian(1, 64, 4)
+    finite = torch.ones((), dtype=torch.bool, device=DEVICE)
 
     def message() -> None:
         launches.project_sum(m, m, q, total=m, out=p, scratch=scratch)
@@ -145,6 +147,7 @@ def test_launches_ask_torch_for_nothing_once_the_scratch_has_seen_the_shapes(mon
         launches.back_project(m, p, q, scratch)
         launches.subtract_reconstruction(m, p, q)
         launches.reconstruct(p, q, m)
+        launches.copy_unless(finite, m, m)
 
     message()
     assert scratch.nbytes > 0
@@ -167,6 +170,15 @@ class TestKernels:
         q_new, p_wire = torch.empty_like(q), p.to(dtype)
         launches.back_project(total, p_wire, q_new)
         assert_product(q_new, total.mT, p_wire)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("batch, n, m", [(1, 3, 5), (3, 40, 70), (700, 2, 3)])
+    def test_a_copy_is_made_only_if_a_value_on_the_device_says_so(self, batch, n, m, dtype) -> None:
+        before, out = gaussian(batch, n, m, dtype=dtype), torch.full((batch, n, m), float("nan"), dtype=dtype)
+        launches.copy_unless(torch.tensor(True, device=DEVICE), before, out := out.to(DEVICE))
+        assert out.isnan().all()
+        launches.copy_unless(torch.tensor(False, device=DEVICE), before, out)
+        assert torch.equal(bits(out), bits(before))
 
     @CASES
     def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:

@@ -12,7 +12,9 @@ for it would be compiled in the first iteration, and not when a run starts.
 import triton
 import triton.language as tl
 
-__all__ = ["add_up", "inverse_factor", "multiply_out", "orthonormal", "partial_grams", "sum_and_project"]
+__all__ = [
+    "add_up", "copy_unless", "inverse_factor", "multiply_out", "orthonormal", "partial_grams", "sum_and_project",
+]  # fmt: skip
 
 SIXTEEN_EPS = tl.constexpr(2.0**-48)
 """16 times the eps of float64."""
@@ -191,3 +193,15 @@ def orthonormal(p, first, second, out, sizes, ROWS: tl.constexpr, RANKS: tl.cons
     a = _times_transposed(a, first, batch, r, RANKS)
     a = _times_transposed(a, second, batch, r, RANKS)
     _store(out, batch, rows, ranks, n, r, a.to(tl.float32))
+
+
+@triton.jit
+def copy_unless(finite, before, out, sizes, BLOCK: tl.constexpr):
+    """Copy `before` (B, n, m) onto `out`, both contiguous, if the bool at `finite` is False. Grid: (programs, B)."""
+    batch = tl.program_id(1).to(tl.int64)
+    if tl.load(finite[0]) == 0:
+        numel = sizes[0] * sizes[1]
+        for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+            elements = start + tl.arange(0, BLOCK)
+            values = tl.load(before[0] + batch * before[1] + elements, mask=elements < numel)
+            tl.store(out[0] + batch * out[1] + elements, values, mask=elements < numel)

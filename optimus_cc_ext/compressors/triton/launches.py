@@ -42,6 +42,7 @@ __all__ = [
     "TORCH_WITH_IT",
     "add_up",
     "back_project",
+    "copy_unless",
     "lacking",
     "orthogonalize",
     "project_sum",
@@ -75,6 +76,9 @@ PRECISION = "tf32x3"
 PROJECTION_TILE = (64, 32)
 PRODUCT_TILE = (64, 128)
 GRAM_ROWS = 64
+
+COPIED = 1024
+"""Number of elements that one program copies at a time."""
 
 
 def lacking() -> str | None:
@@ -229,6 +233,16 @@ def add_up(partial: Tensor, out: Tensor) -> Tensor:
         splits=splits, ADDENDS=addends, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def copy_unless(finite: Tensor, before: Tensor, out: Tensor) -> None:
+    """Copy `before` onto `out`, both contiguous, (B, n, m), if `finite`, a 0-dim bool tensor, is False.
+
+    Reads and writes nothing else if it is True.
+    """
+    batch, n, m = out.shape
+    programs = max(1, min(PROGRAMS // batch, triton.cdiv(n * m, COPIED)))
+    _launch(kernels.copy_unless, (programs, batch), (finite, before, out), (n, m), BLOCK=COPIED, num_warps=4)
 
 
 def _launch(

@@ -75,6 +75,8 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         compressor.project_sum(matrices, carried, q.to(state_dtype), total=total, out=p)
     for splits in (2, 4, 8, 16, launches.MAX_SPLITS):
         launches.add_up(p.expand(splits, -1, -1).contiguous(), p)
+    for state in (total.to(state_dtype), q.to(state_dtype)):
+        launches.copy_unless(torch.ones((), dtype=torch.bool, device=device), state, state)
     # Factors are sent in `dtype`; factors of gradients are widened to fp32 after they have arrived.
     for wire in {dtype, torch.float32}:
         compressor.orthogonalize(p.to(wire), out=p)
