@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -32,7 +32,9 @@ class ExperimentError(OptimusError, ValueError, argparse.ArgumentTypeError):
 
 @dataclass(frozen=True)
 class Model:
-    """GPT with tied embeddings, and its batch. Layers are given per stage, so that the depth follows the layout."""
+    """A model and its batch. Layers are given per stage, so that the depth follows the layout. Without further flags
+    the model is a GPT with tied embeddings.
+    """
 
     layers_per_stage: int
     hidden: int
@@ -47,11 +49,34 @@ class Model:
     micro_batches: int
     """Number of micro-batches of each replica in an iteration."""
 
+    flags: str = ""
+    """Megatron's flags of an architecture other than GPT's."""
+
+    @property
+    def tied(self) -> bool:
+        """True if the output layer shares the input embedding's weights."""
+        return "--untie-embeddings-and-output-weights" not in self.flags
+
+
+# The embedding is a quarter of a stage's parameters, not most of them, so that the proportions of the traffic are
+# somewhat like a real model's.
+_GPT = Model(4, hidden=256, heads=4, sequence=128, vocabulary=4096, micro_batch=2, micro_batches=4)
+_LLAMA = replace(
+    _GPT,
+    flags="--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention"
+    " --num-query-groups 2 --untie-embeddings-and-output-weights --disable-bias-linear",
+)
+_EXPERTS = (
+    " --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01"
+    " --moe-token-dispatcher-type alltoall --expert-model-parallel-size"
+)
+_MOE = replace(_LLAMA, layers_per_stage=2, flags=f"{_LLAMA.flags}{_EXPERTS} 1")
 
 MODELS: Mapping[str, Model] = {
-    # The embedding is a quarter of a stage's parameters, not most of them, so that the proportions of the traffic are
-    # somewhat like a real model's.
-    "quickstart": Model(4, hidden=256, heads=4, sequence=128, vocabulary=4096, micro_batch=2, micro_batches=4),
+    "gpt": _GPT,
+    "llama": _LLAMA,
+    "moe": _MOE,
+    "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
     "test": Model(1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, micro_batches=4),
     "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
     # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as for the paper's 8.3B
@@ -60,8 +85,8 @@ MODELS: Mapping[str, Model] = {
     "deep": Model(8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Models by name. Quickstart and study train `quickstart`, their tests `test`; the cluster benchmark trains the
-others.
+"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts) and
+`moe-ep2` (two replicas share the experts); their tests train `test`; the cluster benchmark trains the others.
 """
 
 
@@ -119,7 +144,7 @@ class Layout:
 class Training:
     """Training of a model on a layout, with its schedule, its seed, and the device of its ranks."""
 
-    model: Model = MODELS["quickstart"]
+    model: Model = MODELS["gpt"]
     layout: Layout = Layout()
     iterations: int = 80
     learning_rate: float = 6e-4
@@ -155,7 +180,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the model, with the tied embedding counted once."""
+        """Number of weights of a GPT, with the tied embedding counted once."""
         hidden = self.model.hidden
         matrices = 12 * hidden**2
         vectors = 13 * hidden  # two norms of 2, biases of 3 + 1 + 4 + 1
@@ -186,6 +211,7 @@ class Training:
             {f"--tensor-model-parallel-size {layout.tensor}" if layout.tensor > 1 else ""}
             {f"--lr-decay-iters {self.schedule}" if self.schedule else ""}
             {"--use-distributed-optimizer --bf16" if layout.sharded else ""}
+            {model.flags}
         """
         if self.device != "cpu":
             # On a CPU these are off by default. On a GPU they would need Apex and Transformer Engine, which the
@@ -212,8 +238,9 @@ class Training:
         """
         layout = self.layout
         place = presets.Layout(
-            stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=True, train_iters=self.iterations,
-            seed=self.seed, distributed_optimizer=layout.sharded, master_copies=layout.sharded,
+            stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=self.model.tied,
+            train_iters=self.iterations, seed=self.seed, distributed_optimizer=layout.sharded,
+            master_copies=layout.sharded,
         )  # fmt: skip
         return presets.config_of(flags, place, ignore_others=ignore_others)
 

@@ -51,11 +51,12 @@ class Runs:
         return row if row.get("flags") == list(flags) and row.get("text", self.text) == self.text else None
 
     def made(
-        self, name: str, processes: int, flags: Sequence[str], seed: int, read: Callable[[Path], dict[str, Any]]
-    ) -> dict[str, Any]:
+        self, name: str, processes: int, flags: Sequence[str], seed: int, read: Callable[[Path], dict[str, Any]], *,
+        beside: int = 1,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the row of this run, from an earlier run with the same flags, or from a new one.
 
-        `read` reads the measurements from the run's folder.
+        `read` reads the measurements from the run's folder; `beside` consecutive ranks count as a node.
 
         Raises:
             RunFailed: the run failed, now or before.
@@ -71,7 +72,8 @@ class Runs:
         folder.mkdir(parents=True)
         print(f"{name} ...", flush=True)
         try:
-            run(flags, folder, _tell, time.monotonic() + 60 * self.minutes, ranks=processes, device=self.device)
+            deadline = time.monotonic() + 60 * self.minutes
+            run(flags, folder, _tell, deadline, ranks=processes, device=self.device, beside=beside)
         except RunFailed:
             if shutil.disk_usage(folder).free < 1 << 20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None

@@ -1,12 +1,13 @@
 """Real text for trainings, prepared once for each vocabulary. A text is one record of `TEXTS`."""
 
+import gzip
 import hashlib
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus_cc_ext.data import PreparedData, prepare
+from optimus_cc_ext.data import DataError, PreparedData, prepare
 
 
 @dataclass(frozen=True)
@@ -14,13 +15,16 @@ class Text:
     """Source of real text."""
 
     source: Path
-    """Directory, .jsonl file, or text file."""
+    """Directory, .jsonl file, text file, or text file that gzip has compressed (.gz, .dz)."""
 
     pattern: str
     """Pattern of the names of the files to read in a directory."""
 
     name: str
     """Description of the text for people."""
+
+    package: str = ""
+    """Debian package that contains the text, if this environment lacks it."""
 
     def prepared(self, folder: Path, vocabulary: int, max_mb: float, *, progress: bool = False) -> PreparedData:
         """Return the tokenized text in `folder`, prepared again if the folder is of other files or settings.
@@ -29,15 +33,30 @@ class Text:
             DataError: there is no such text, or not enough of it.
         """
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if self.package and not self.source.exists():
+            raise DataError(
+                f"{self.source}: no such file, it is part of Debian's package {self.package}. Run apt-get install"
+                f" {self.package}, or give the text with --input"
+            )
+        source = self.source
+        if source.suffix in (".gz", ".dz"):
+            source = folder.with_name(f"{folder.name}.txt")
+            if not source.exists():
+                # A few bytes of old packages are not UTF-8.
+                with gzip.open(self.source, "rt", encoding="utf-8", errors="ignore") as packed:
+                    source.write_text(packed.read(), encoding="utf-8")
         return prepare(
-            self.source, folder.absolute(), vocab_size=vocabulary, pattern=self.pattern, max_mb=max_mb,
-            progress=progress,
-        )  # fmt: skip
+            source, folder.absolute(), vocab_size=vocabulary, pattern=self.pattern, max_mb=max_mb, progress=progress
+        )
 
 
 TEXTS: Mapping[str, Text] = {
     "python": Text(
         Path(sysconfig.get_path("purelib")), "*.py", "the Python sources of this environment's packages"
+    ),
+    "prose": Text(
+        Path("/usr/share/dictd/gcide.dict.dz"), "*.txt", "an English dictionary with definitions and quotations",
+        package="dict-gcide",
     ),
 }  # fmt: skip
 

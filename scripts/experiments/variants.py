@@ -34,13 +34,14 @@ def _settings(traffic: TrafficClass) -> dict[str, str]:
 STUDY: Mapping[str, str] = {
     **_TABLES["common"],
     **_TABLES["study"],
+    **_TABLES["levels"],
     **{
         f"{name}-{form}": flags
         for name, traffic in _CLASSES.items()
         for form, flags in _block_format_flags(traffic).items()
     },
 }
-CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["cluster"]
+CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["levels"] | _TABLES["cluster"]
 GRADIENTS: Mapping[str, Mapping[str, str]] = {
     traffic.tag: _settings(traffic) for traffic in (PIPELINE_BACKWARD, PIPELINE_FORWARD, DP_GRADIENTS)
 }

@@ -41,11 +41,13 @@ class RunFailed(OptimusError):
         self.log, self.tail = log, _lines(log)[-_TAIL_LINES:]
 
 
-def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu") -> str:
-    """Return the command line that a person would type for a run on one machine."""
+def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu", beside: int = 1) -> str:
+    """Return the command line that a person would type for a run on one machine, as if each `beside` consecutive ranks
+    had a machine of their own.
+    """
     variable = "OPTIMUS_CC_DEVICE=shared-gpu " if device == "shared-gpu" else ""
     return (
-        "OPTIMUS_CC_NODE=ranks:1 "
+        f"OPTIMUS_CC_NODE=ranks:{beside} "
         + variable
         + shlex.join(["torchrun", "--standalone", f"--nproc_per_node={processes}", "-m", "optimus_cc_ext", *flags])
     )
@@ -53,9 +55,11 @@ def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu
 
 def run(
     flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float, *,
-    ranks: int, device: Device = "cpu", hosts: Network | None = None,
+    ranks: int, device: Device = "cpu", hosts: Network | None = None, beside: int = 1,
 ) -> float:  # fmt: skip
     """Run `flags` with `ranks` ranks on this machine, or on each of `hosts`; return the seconds that the run took.
+
+    On this machine each `beside` consecutive ranks count as a node, unless OPTIMUS_CC_NODE is set.
 
     The output goes to folder/log.txt, or to folder/host<i>.txt of each host. `on_line` gets it line by line; with
     several hosts it gets the lines of the last host, on whose last rank Megatron logs. `deadline` is in the time of
@@ -70,9 +74,9 @@ def run(
     with ExitStack() as stack:
         outputs = [stack.enter_context(log.open("w", encoding="utf-8")) for log in logs]
         if hosts is None:
-            outputs[0].write(f"$ {torchrun_command(ranks, flags, device)}\n\n")
+            outputs[0].write(f"$ {torchrun_command(ranks, flags, device, beside)}\n\n")
             outputs[0].flush()
-            processes = [stack.enter_context(_tied(ranks, flags, outputs[0], device))]
+            processes = [stack.enter_context(_tied(ranks, flags, outputs[0], device, beside))]
         else:
             processes = [_on_host(hosts, host, ranks, flags, output) for host, output in enumerate(outputs)]
         _follow(processes, logs, on_line, deadline)
@@ -101,7 +105,7 @@ def _on_host(
 
 
 @contextmanager
-def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device) -> Iterator[psutil.Popen]:
+def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device, beside: int) -> Iterator[psutil.Popen]:
     """Start torchrun; end its whole process tree on exit."""
     # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
     # command in front of torchrun and of each rank, all of them end with this process even if it is killed by SIGKILL.
@@ -112,7 +116,7 @@ def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device)
     process = psutil.Popen(
         [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],
         # All ranks are on this machine: without an interface, gloo depends on how the machine resolves its own name.
-        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment("lo", device),
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment("lo", device, beside),
         # Ctrl-C goes to this process only, which then ends the run in good order.
         start_new_session=True,
     )  # fmt: skip
@@ -122,11 +126,11 @@ def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device)
         _end_tree(process)
 
 
-def _environment(interface: str, device: Device = "cpu") -> dict[str, str]:
+def _environment(interface: str, device: Device = "cpu", beside: int = 1) -> dict[str, str]:
     environment = dict(os.environ)
     # More threads than cores would be much slower.
     environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OPTIMUS_CC_NODE", "ranks:1")  # as if each rank had a machine of its own
+    environment.setdefault("OPTIMUS_CC_NODE", f"ranks:{beside}")
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment

@@ -33,7 +33,16 @@ from scripts.study.results import CONTROLS, draw_prices, losses, prices, spread,
 
 MINE = "mine"
 KEPT = "finished runs are kept, the same command goes on"
-NAMES = (*STUDY, *CONTROLS)
+SCRIPTS = {
+    "other-order": "scripts/study/other_order.py",
+    "noise-1e-6": "scripts/study/noise_1e6.py",
+    "noise-int4": "scripts/study/noise_int4.py",
+}
+"""Training scripts of the variants that are not trained by the package's own entry point, relative to the folder that
+holds scripts/, so that a run does not depend on the checkout's path.
+"""
+
+NAMES = (*STUDY, *CONTROLS, "noise-int4")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,15 +103,9 @@ def words_of(variant: str, training: Training) -> list[str]:
     return flags_of(STUDY.get(variant, ""), training.layout, larger_ranks(training.model.hidden))
 
 
-def script_of(variant: str) -> Sequence[str]:
-    """Return the training script of a variant; empty for the package's own entry point."""
-    # Relative to the folder that holds scripts/, so that a run does not depend on the checkout's path.
-    return ["scripts/study/other_order.py"] if variant == "other-order" else []
-
-
 def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[int], mine: Sequence[str]) -> int:
     """Make missing runs, seed by seed, so that pairs are complete as early as possible; show all runs."""
-    training = Training(model=MODELS["test" if options.tiny else "quickstart"])
+    training = Training(model=MODELS["test" if options.tiny else "gpt"])
     training = dataclasses.replace(
         training, iterations=options.iterations, evaluation_iterations=options.evaluations,
         device=device_here(training.processes),
@@ -111,7 +114,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     ours = {variant: list(mine) if variant == MINE else words_of(variant, training) for variant in variants}
     for variant in variants:
         # --common may change what is refused, so the first run has to show it
-        if variant not in CONTROLS and not common:
+        if variant in (*STUDY, MINE) and not common:
             training.config_of(ours[variant])
     if training.device != "cpu":
         print(f"device: {training.device}, bf16", flush=True)
@@ -125,7 +128,8 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
             seeded = dataclasses.replace(training, seed=seed)
             tensorboard = runs.folder / name / "tensorboard"
             flags = [
-                *script_of(variant), *seeded.megatron_flags(data, tensorboard), *ours[variant],
+                *([SCRIPTS[variant]] if variant in SCRIPTS else []), *seeded.megatron_flags(data, tensorboard),
+                *ours[variant],
                 # One validation, after the last iteration.
                 "--eval-interval", str(10 * training.iterations), *common,
             ]  # fmt: skip

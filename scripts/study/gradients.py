@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Train once, then compare; show the comparisons that are there."""
-    model = MODELS["test" if options.tiny else "quickstart"]
+    model = MODELS["test" if options.tiny else "gpt"]
     if options.tiny:
         model = dataclasses.replace(model, layers_per_stage=2)  # a layer for each of four stages
     training = Training(model=model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)

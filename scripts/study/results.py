@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-CONTROLS: Mapping[str, str] = {"one-ulp": "weights one ulp away", "other-order": "batches in another order"}
+CONTROLS: Mapping[str, str] = {
+    "one-ulp": "weights one ulp away",
+    "other-order": "batches in another order",
+    "noise-1e-6": "noise of 1e-6 on every gradient",
+}
 """Names of the variants that train vanilla once more, with the difference between both vanilla runs."""
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]

@@ -1,0 +1,299 @@
+"""Study of each format's cost on several models and texts, whose finished runs are lines of one committed CSV file.
+
+    python -m scripts.study.grid --models gpt,llama,moe --texts python,prose --variants vanilla,balanced --seeds 1,2,3
+    python -m scripts.study.grid --show                     # the table of all runs that were made
+
+A cell is a model, a text, a layout and a number of iterations. Every run of a cell with one seed starts from the same
+weights and sees the same batches. A run's loss is the mean of its last four validations; the table compares it with
+that of vanilla with the same seed, text, settings and kind of CPU. An interrupted study goes on where it was.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import hashlib
+import math
+import shlex
+import shutil
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.report.record import read_logs, shares
+from optimus_cc_ext.report.table import Table, printed
+from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
+from scripts.experiments.runs import Runs, claimed
+from scripts.experiments.texts import TEXTS, hash_of
+from scripts.experiments.variants import STUDY, VANILLA
+from scripts.hosts.launch import RunFailed
+from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
+
+RUNS = Path(__file__).resolve().parents[2] / "docs" / "study-runs.csv"
+COLUMNS = (
+    "model", "layout", "text", "iterations", "seed", "variant", "loss", "validations", "bytes", "seconds", "cpu",
+    "text_hash", "settings", "flags", "commit",
+)  # fmt: skip
+"""Columns of the file. `loss` is the mean of the last four of `validations` (iteration:loss), `bytes` all traffic over
+vanilla's, `seconds` the median iteration, `settings` a hash of Megatron's flags without paths.
+"""
+
+LAST = 4
+LIMIT, MEAN_LIMIT = 0.05, 0.03
+"""A variant passes if the one-sided 95 % upper bound of every cell is below LIMIT percent over vanilla's loss, and the
+mean of all cells is at most MEAN_LIMIT percent.
+"""
+
+Row = Mapping[str, Any]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", default="gpt,llama,moe", help="models, of gpt, llama, moe, moe-ep2 (%(default)s)")
+    add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)} (%(default)s)")
+    add("--variants", default="vanilla,balanced", help=f"variants, of {', '.join(NAMES)} (%(default)s)")
+    add("--seeds", default="1,2,3", help="seeds of the trainings (%(default)s)")
+    add("--layout", type=Layout.parsed, default=Layout(), help="[tpT]ppPdpD[z1][nL], such as pp1dp4n2 (%(default)s)")
+    add("--iterations", type=int, default=400, metavar="N", help="iterations of each run (%(default)s)")
+    add("--interval", type=int, default=20, metavar="N", help="iterations between validations (%(default)s)")
+    add("--evaluations", type=int, default=16, metavar="N", help="batches of each validation (%(default)s)")
+    add("--show", action="store_true", help="show the table of finished runs, and train nothing")
+    add("--retry", action="store_true", help="train failed runs again")
+    add("--rows", type=Path, default=RUNS, metavar="CSV", help="file of the finished runs (docs/study-runs.csv)")
+    add("--output", type=Path, default=Path("results/grid"), metavar="DIR", help="working folder (%(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
+    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the study; return the exit status of `scripts.study`."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    known = {"--models": MODELS, "--texts": TEXTS, "--variants": NAMES}
+    for flag, names in known.items():
+        for name in getattr(options, flag[2:]).split(","):
+            if name not in names:
+                parser.error(f"{flag}: {name!r} is none of {', '.join(names)}")
+    if not all(seed.isdecimal() for seed in options.seeds.split(",")):
+        parser.error("--seeds: give whole numbers")
+    if options.interval < 1 or options.iterations < LAST * options.interval or options.evaluations < 1:
+        parser.error(
+            f"--iterations, --interval, --evaluations: a run needs {LAST} validations, each of a batch or more"
+        )
+    return run_command(lambda: study(options), KEPT)
+
+
+def study(options: argparse.Namespace) -> int:
+    """Make the missing runs, then show the table of all runs in the file."""
+    failed = 0
+    if not options.show:
+        options.output.mkdir(parents=True, exist_ok=True)
+        with claimed(options.output):
+            failed = make_runs(options)
+    rows = read_rows(options.rows)
+    cells = compared(rows)
+    print(printed([losses(cells), verdicts(cells)], "table"), end="")
+    return 1 if failed else 0
+
+
+def make_runs(options: argparse.Namespace) -> int:
+    """Train seed by seed, so that pairs are complete as early as possible; return the number of failed runs."""
+    failed, cpu = 0, kind_of_cpu()
+    for seed in map(int, options.seeds.split(",")):
+        for text in options.texts.split(","):
+            for model in options.models.split(","):
+                training = Training(
+                    model=shrunk(MODELS[model]) if options.tiny else MODELS[model], layout=options.layout,
+                    iterations=options.iterations, evaluation_iterations=options.evaluations, seed=seed,
+                )  # fmt: skip
+                data = TEXTS[text].prepared(options.output / f"text-{text}", training.model.vocabulary, max_mb=10.0)
+                runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)
+                common = [*training.flags(), "--eval-interval", str(options.interval)]
+                for variant in options.variants.split(","):
+                    ours = words_of(variant, training)
+                    if variant in STUDY:
+                        training.config_of(ours)  # refuses flags that cannot work before anything is trained
+                    key = {
+                        "model": model, "layout": str(options.layout), "text": text, "iterations": options.iterations,
+                        "seed": seed, "variant": variant, "cpu": cpu, "text_hash": runs.text[:12],
+                        "settings": hashlib.sha256(shlex.join(common).encode()).hexdigest()[:12],
+                        "flags": shlex.join(ours),
+                    }  # fmt: skip
+                    if any(
+                        all(row[name] == str(value) for name, value in key.items()) for row in read_rows(options.rows)
+                    ):
+                        continue
+                    name = "-".join(
+                        str(key[part]) for part in ("model", "text", "layout", "iterations", "variant", "seed")
+                    )
+                    flags = [*([SCRIPTS[variant]] if variant in SCRIPTS else []), *training.megatron_flags(data)]
+                    flags += ["--eval-interval", str(options.interval), *ours]
+                    beside = options.layout.beside
+                    try:
+                        row = runs.made(name, training.processes, flags, seed, measured, beside=beside)
+                    except RunFailed as failure:
+                        failed += 1
+                        print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
+                        continue
+                    add_row(
+                        options.rows, key | {each: row[each] for each in row if each in COLUMNS and each not in key}
+                    )
+                    shutil.rmtree(runs.folder / name)
+    return failed
+
+
+def shrunk(model: Model) -> Model:
+    """Return a model of the same architecture that trains in seconds, for tests."""
+    return dataclasses.replace(
+        model, layers_per_stage=1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1
+    )
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Return the measurements of a run, from its log.
+
+    Raises:
+        ExperimentError: the run validated less than four times.
+    """
+    record = read_logs(folder)
+    validation = record.validation
+    if len(validation.values) < LAST:
+        raise ExperimentError(f"{folder}: {len(validation.values)} validations, {LAST} are needed. See its log.txt")
+    total = next((share for share in shares(record) if share.name == "all traffic"), None)
+    return {
+        "loss": round(statistics.fmean(validation.values[-LAST:]), 6),
+        "validations": " ".join(
+            f"{iteration}:{loss:.6f}" for iteration, loss in zip(validation.iterations, validation.values, strict=True)
+        ),
+        "bytes": round(total.sent / total.raw, 4) if total and total.raw else "",
+        "seconds": round(record.seconds.median, 3),
+    }
+
+
+def kind_of_cpu() -> str:
+    """Return the widest instruction set that torch uses here, and a hash of all that the CPU has."""
+    import torch
+
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    flags = found[0].split(":")[1].split() if found else []
+    return (
+        f"{torch.backends.cpu.get_cpu_capability()}-{hashlib.sha256(' '.join(sorted(flags)).encode()).hexdigest()[:6]}"
+    )
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the finished runs in the file, with all values as text."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def add_row(path: Path, row: Row) -> None:
+    """Append one finished run to the file."""
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Paired differences of one variant on one model, text, layout and number of iterations."""
+
+    model: str
+    text: str
+    layout: str
+    iterations: int
+    variant: str
+    differences: tuple[float, ...]
+    """Percent over vanilla's loss, seed by seed."""
+
+    @property
+    def mean(self) -> float:
+        """The mean difference, in percent."""
+        return statistics.fmean(self.differences)
+
+
+def compared(rows: Sequence[Row]) -> list[Cell]:
+    """Pair every run with vanilla's of the same settings, text and kind of CPU; return one cell for each variant."""
+    same = ("settings", "text_hash", "cpu")
+    vanilla = {tuple(row[name] for name in same): float(row["loss"]) for row in rows if row["variant"] == VANILLA}
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        plain = vanilla.get(tuple(row[name] for name in same))
+        if row["variant"] != VANILLA and plain:
+            cell = tuple(str(row[name]) for name in ("model", "text", "layout", "iterations", "variant"))
+            found[cell].append(100 * (float(row["loss"]) / plain - 1))
+    return [Cell(model, text, layout, int(iterations), variant, tuple(differences))
+            for (model, text, layout, iterations, variant), differences in sorted(found.items())]  # fmt: skip
+
+
+def pooled(cells: Sequence[Cell], variant: str) -> tuple[float, int]:
+    """Return the standard deviation of a variant's differences, pooled over its cells, and its degrees of freedom."""
+    ours = [cell.differences for cell in cells if cell.variant == variant and len(cell.differences) > 1]
+    freedom = sum(len(differences) - 1 for differences in ours)
+    squares = sum((len(differences) - 1) * statistics.variance(differences) for differences in ours)
+    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
+
+
+def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
+    """Return the one-sided 95 % upper bound of a cell's mean difference, in percent; NaN without two seeds."""
+    return cell.mean + student(freedom) * deviation / math.sqrt(len(cell.differences)) if freedom else math.nan
+
+
+@functools.cache
+def student(freedom: int) -> float:
+    """Return the 95 % quantile of Student's t distribution."""
+    # mpmath comes with torch, which needs sympy.
+    from mpmath import betainc, findroot
+
+    def beyond(t: float) -> Any:
+        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - 0.05
+
+    return float(findroot(beyond, (1.0, 8.0), solver="anderson"))
+
+
+def losses(cells: Sequence[Cell]) -> Table:
+    """Make the table of paired differences, one row for each cell and variant."""
+    rows = []
+    for cell in cells:
+        deviation, freedom = pooled(cells, cell.variant)
+        each = ", ".join(f"{difference:+.3f}" for difference in cell.differences)
+        rows.append((
+            cell.model, cell.text, cell.layout, cell.iterations, cell.variant, len(cell.differences), cell.mean,
+            upper_bound(cell, deviation, freedom), each,
+        ))  # fmt: skip
+    columns = ("model", "text", "layout", "iterations", "variant", "n", "mean, %", "95 % below, %", "each, %")
+    note = "Percent over vanilla's loss with the same seed. The deviation is pooled over the cells of a variant."
+    return Table(columns, rows, "Losses", note, name="losses")
+
+
+def verdicts(cells: Sequence[Cell]) -> Table:
+    """Make the table of the variants: the worst cell, the mean of all cells, and whether the variant passes."""
+    rows = []
+    for variant in sorted({cell.variant for cell in cells}):
+        ours = [cell for cell in cells if cell.variant == variant]
+        deviation, freedom = pooled(cells, variant)
+        worst = max(upper_bound(cell, deviation, freedom) for cell in ours)
+        mean = statistics.fmean(cell.mean for cell in ours)
+        passes = worst < LIMIT and mean <= MEAN_LIMIT
+        rows.append((variant, len(ours), deviation, worst, mean, "yes" if passes else "no"))
+    columns = ("variant", "cells", "deviation, %", "worst bound, %", "mean, %", "passes")
+    note = f"A variant passes if every bound is below {LIMIT} % and the mean of all cells is at most {MEAN_LIMIT} %."
+    return Table(columns, rows, "Verdicts", note, name="verdicts")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""The study of several models and texts: pairs are of one kind, bounds are of 95 %, finished runs are not repeated."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimus_cc_ext.compressors.formats import FORMATS
+from optimus_cc_ext.data import DataError
+from scripts.experiments.models import MODELS, Layout, Training
+from scripts.experiments.texts import Text
+from scripts.study.grid import COLUMNS, Cell, add_row, compared, main, pooled, read_rows, student, upper_bound, verdicts
+from scripts.study.noise import block_noise, relative_noise
+
+ROW = dict.fromkeys(COLUMNS, "") | {
+    "model": "gpt", "layout": "pp2dp2", "text": "python", "iterations": "400", "cpu": "A", "text_hash": "t",
+}  # fmt: skip
+
+
+def row(seed: int, variant: str, loss: float, **further: str) -> dict[str, str]:
+    return ROW | {"seed": str(seed), "settings": f"s{seed}", "variant": variant, "loss": str(loss)} | further
+
+
+def cell(variant: str, *differences: float, text: str = "python") -> Cell:
+    return Cell("gpt", text, "pp2dp2", 400, variant, differences)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--models", "bert"], "--models: 'bert' is none of"),
+        (["--texts", "latin"], "--texts: 'latin' is none of"),
+        (["--variants", "magic"], "--variants: 'magic' is none of"),
+        (["--seeds", "one"], "give whole numbers"),
+        (["--iterations", "60"], "a run needs 4 validations"),
+        (["--layout", "pp1dp1"], "a single host has no links"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_the_reason(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_the_quantiles_are_those_of_published_tables() -> None:
+    """The reference is the usual table of Student's t, one-sided 95 %, of three decimals."""
+    assert [round(student(freedom), 3) for freedom in (1, 2, 4, 10, 30)] == [6.314, 2.920, 2.132, 1.812, 1.697]
+
+
+def test_pairs_never_mix_texts_kinds_of_cpu_or_settings() -> None:
+    rows = [
+        row(1, "vanilla", 5.0), row(1, "balanced", 5.05), row(2, "vanilla", 4.0), row(2, "balanced", 4.0),
+        row(3, "balanced", 9.0), row(1, "int8", 9.0, cpu="B"), row(1, "int8", 9.0, text_hash="u"),
+        row(1, "int8", 9.0, settings="s9"),
+    ]  # fmt: skip
+    (found,) = compared(rows)
+    assert found.variant == "balanced" and found.differences == pytest.approx((1.0, 0.0))
+
+
+def test_a_variant_passes_if_every_bound_and_the_mean_of_all_cells_are_low_enough() -> None:
+    cells = [cell("a", 0.01, 0.02, 0.03), cell("a", 0.02, 0.03, 0.04, text="prose"), cell("b", 0.0, 0.1, 0.02)]
+    deviation, freedom = pooled(cells, "a")
+    assert deviation == pytest.approx(0.01) and freedom == 4
+    # By hand: 0.03 + 2.132 x 0.01 / sqrt(3).
+    assert upper_bound(cells[1], deviation, freedom) == pytest.approx(0.0423, abs=1e-4)
+    assert verdicts(cells).column("passes") == ["yes", "no"]
+    assert verdicts([cell("a", 0.03, 0.031, 0.032)]).column("passes") == ["no"], "the mean is above 0.03 %"
+    assert verdicts([cell("a", 0.0)]).column("passes") == ["no"], "one seed has no bound"
+
+
+def test_a_finished_run_is_a_line_of_the_file(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        add_row(tmp_path / "runs.csv", row(seed, "vanilla", 5.0))
+    assert read_rows(tmp_path / "runs.csv") == [row(1, "vanilla", 5.0), row(2, "vanilla", 5.0)]
+
+
+def test_the_architectures_of_the_study_are_what_their_names_say() -> None:
+    flags = {name: Training(model=MODELS[name]).flags() for name in ("gpt", "llama", "moe", "moe-ep2")}
+    assert "--swiglu" not in flags["gpt"] and "--untie-embeddings-and-output-weights" in flags["llama"]
+    assert flags["moe"][-2:] == ["--expert-model-parallel-size", "1"] and flags["moe-ep2"][-1] == "2"
+    assert MODELS["gpt"].tied and not MODELS["moe"].tied
+    assert Training(model=MODELS["llama"], layout=Layout(replicas=4)).config_of(["--optimus-cc", "balanced"])
+
+
+def test_noise_has_the_size_that_it_promises() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(100_003, generator=generator)
+    for noise, size in (
+        (lambda copy: relative_noise(copy, generator), 1e-6),
+        (
+            lambda copy: block_noise(copy, generator, error=FORMATS["int4"].gaussian_error),
+            FORMATS["int4"].gaussian_error,
+        ),
+    ):
+        copy = values.clone()
+        noise(copy)
+        # The spread of 100,003 values' norm is 0.3 %; fp32 rounds a relative change of 1e-6 to steps of 1e-7.
+        assert ((copy - values).norm() / values.norm()).item() == pytest.approx(size, rel=0.05)
+
+
+def test_a_text_of_a_package_that_is_not_installed_names_the_package(tmp_path: Path) -> None:
+    text = Text(tmp_path / "absent.dz", "*.txt", "a text", package="dict-gcide")
+    with pytest.raises(DataError, match="apt-get install dict-gcide, or give the text with --input"):
+        text.prepared(tmp_path / "data", 512, 1.0)
+
+
+@pytest.mark.full
+def test_the_grid_trains_every_cell_once_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    rows = tmp_path / "runs.csv"
+    words = ["--tiny", "--models", "llama,moe-ep2", "--texts", "python", "--seeds", "1", "--iterations", "8"]
+    words += ["--interval", "2", "--evaluations", "1", "--rows", str(rows), "--output", str(tmp_path / "out")]
+    assert main([*words, "--variants", "vanilla"]) == 0
+    before = rows.read_text()
+    assert main([*words, "--variants", "vanilla,balanced,noise-1e-6"]) == 0
+    assert rows.read_text().startswith(before) and len(read_rows(rows)) == 6
+    for each in read_rows(rows):
+        assert math.isfinite(float(each["loss"])) and len(each["validations"].split()) == 4
+        assert (float(each["bytes"]) < 0.6) == (each["variant"] == "balanced")
