@@ -5,6 +5,8 @@ tests/unit/test_house.py checks which folder may import which. Start reading at 
 for a custom loop, and at docs/how-it-works.md for the way of a gradient through the code.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from optimus_cc_ext._version import __version__
 from optimus_cc_ext.api import (
     begin_step,
@@ -21,8 +23,12 @@ from optimus_cc_ext.api import (
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError, OptimusError, RanksDisagree, UnfitState, UnsupportedMegatron
 
+if TYPE_CHECKING:
+    from optimus_cc_ext.hooks import Handle
+
 __all__ = [
     "FlagError",
+    "Handle",
     "OptimusConfig",
     "OptimusError",
     "RanksDisagree",
@@ -40,3 +46,12 @@ __all__ = [
     "state_dict",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Handle`, a type for annotations, at its first use: it needs torch, and most commands do not."""
+    if name == "Handle":
+        from optimus_cc_ext.hooks import Handle
+
+        return Handle
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@
 docs/custom-loops.md shows a complete loop.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -42,6 +43,8 @@ Preset = Literal["paper", "balanced"]
 
 _installation: "Installation | None" = None
 _asked_for: tuple[OptimusConfig | None, int | None] = (None, None)
+
+_DEPRECATED = "optimus_cc_ext.{}() is kept for one release. Call optimus_cc_ext.compress(model, optimizer, ...) instead"
 
 
 def compress(
@@ -80,7 +83,7 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
     """Make Megatron compress its communication in this process. A second call with the same settings changes nothing.
 
     Call it before the model is built, and, if `config` is None, before Megatron parses its command line. A custom
-    training loop should call `compress` instead: `install` with a config is kept for one release.
+    training loop should call `compress` instead: `install` with a config is deprecated, and kept for one release.
 
     Args:
         config: the techniques and formats, for a custom training loop; None: read them from flags on Megatron's command
@@ -92,6 +95,13 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
         OptimusError: Optimus-CC is already installed with other settings, or torch is too old.
         UnsupportedMegatron: Megatron is missing, its version was not tested, or one of the wrapped functions has moved.
     """
+    if config is not None:
+        warnings.warn(_DEPRECATED.format("install"), DeprecationWarning, stacklevel=2)
+    install_once(config, train_iters)
+
+
+def install_once(config: OptimusConfig | None, train_iters: int | None = None) -> "Installation":
+    """Make the installation that `install` describes, unless it is made already, and return it."""
     global _installation, _asked_for
     if config is not None and not isinstance(config, OptimusConfig):
         example = "OptimusConfig(compressed_backprop=True) or preset('paper', stages=4, data_parallel=2)"
@@ -103,13 +113,14 @@ def install(config: OptimusConfig | None = None, *, train_iters: int | None = No
                 f"Optimus-CC is installed already, with other settings ({others}). "
                 "Call optimus_cc_ext.uninstall() first, before the model is built"
             )
-        return
+        return _installation
     require_torch()
     from optimus_cc_ext.hooks import Installation
 
     installation = Installation()
     installation.start(config, train_iters)
     _installation, _asked_for = installation, (config, train_iters)
+    return installation
 
 
 def uninstall() -> None:
@@ -161,16 +172,18 @@ def begin_step(iteration: int | None = None, *, measured: bool = False) -> None:
     """Mark the start of a training step. Further forward-backward passes before `end_step` rerun the first.
 
     A step that was begun but never ended counts as abandoned: its changes of residuals and factors are discarded.
+    Deprecated like `install`.
 
     Args:
         iteration: number of completed iterations; None: count them here.
         measured: True if `collect_metrics` will be asked for errors, residual norms and times of this step.
     """
+    warnings.warn(_DEPRECATED.format("begin_step"), DeprecationWarning, stacklevel=2)
     _session().begin_step(iteration, measured=measured)
 
 
 def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad: float = 0.0) -> None:
-    """Mark the end of the training step.
+    """Mark the end of the training step. Deprecated like `install`.
 
     Args:
         applied: False if the optimizer skipped its update. The step's changes of residuals and factors are then
@@ -181,6 +194,7 @@ def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad:
     """
     from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
+    warnings.warn(_DEPRECATED.format("end_step"), DeprecationWarning, stacklevel=2)
     _session().end_step(applied=applied, clip={MAIN_NORM_GROUP: clip_coefficient(clip_grad, grad_norm)})
 
 
@@ -194,12 +208,7 @@ def collect_metrics() -> dict[str, float]:
     Raises:
         OptimusError: no forward-backward pass has run yet.
     """
-    from optimus_cc_ext.hooks.training import training_device
-
-    session = _session()
-    if session.grid is None:
-        raise OptimusError("collect_metrics: no training step has run yet. Call it after the first end_step")
-    return session.report(training_device()).scalars()
+    return _handle().metrics()
 
 
 def state_dict() -> dict[str, Any]:
@@ -207,16 +216,17 @@ def state_dict() -> dict[str, Any]:
 
     The tensors are not copies. Within a step, the result is the state before that step.
     """
-    return _session().state_dict()
+    return _handle().state_dict()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Resume from the state that `state_dict` returned on this rank.
+    """Resume from the state that `state_dict` returned on this rank. Collective over all ranks of the model.
 
     Raises:
-        ValueError: the state does not fit the techniques that are switched on here; nothing is changed then.
+        UnfitState: on all ranks, and nothing is changed: a state does not fit its rank, or the techniques that are
+            switched on there.
     """
-    _session().load_state_dict(state)
+    _handle().load_state_dict(state)
 
 
 def current_session() -> "Session | None":
@@ -229,3 +239,9 @@ def _session() -> "Session":
     if session is None:
         raise OptimusError("Optimus-CC is not installed: call optimus_cc_ext.install(OptimusConfig(...)) first")
     return session
+
+
+def _handle() -> "Handle":
+    _session()
+    assert _installation is not None and _installation.handle is not None, "a session has a handle"
+    return _installation.handle

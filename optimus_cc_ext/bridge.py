@@ -15,16 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Unpack
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.api import (
-    Preset,
-    begin_step,
-    collect_metrics,
-    current_session,
-    end_step,
-    install,
-    preset,
-    uninstall,
-)
+from optimus_cc_ext.api import Preset, collect_metrics, install_once, preset, uninstall
 from optimus_cc_ext.config import OptimusConfig, OptimusFields
 from optimus_cc_ext.errors import FlagError
 
@@ -71,28 +62,29 @@ class Compression:
                 distributed_optimizer=_gathers(config),
                 **changes,
             )
-        install(compression, train_iters=config.train.train_iters)
-        self._session = current_session()
+        session = install_once(compression, config.train.train_iters).session
+        assert session is not None, "an installation with a configuration has a session"
+        self._session = session
 
     def on_train_start(self, context: Any) -> None:
         """Load the compression state from beside the checkpoint, once Bridge has loaded the model from it."""
         from optimus_cc_ext.checkpoint.beside import resume_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        if config.checkpoint.load and step and self._session is not None:
+        if config.checkpoint.load and step:
             resume_beside(self._session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 
     def on_train_step_start(self, context: Any) -> None:
-        """Begin a step of the session (`api.begin_step`)."""
+        """Begin a step of the session."""
         step = context.state.train_state.step
-        begin_step(step, measured=_due(context, step + 1))
+        self._session.begin_step(step, measured=_due(context, step + 1))
 
     def on_train_step_end(self, context: Any) -> None:
-        """End the session's step (`api.end_step`). At Bridge's logging interval, print and log our metrics beside
-        Bridge's own.
-        """
-        clip_grad = context.state.cfg.optimizer.clip_grad
-        end_step(applied=not context.skipped_iter, grad_norm=context.grad_norm, clip_grad=clip_grad)
+        """End the session's step. At Bridge's logging interval, print and log our metrics beside Bridge's own."""
+        from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
+
+        clip = {MAIN_NORM_GROUP: clip_coefficient(context.state.cfg.optimizer.clip_grad, context.grad_norm)}
+        self._session.end_step(applied=not context.skipped_iter, clip=clip)
         # Bridge increments its step counter after this callback.
         step = context.state.train_state.step + 1
         if not _due(context, step):
@@ -117,8 +109,7 @@ class Compression:
         from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        if self._session is not None:
-            save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
+        save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
 
 
 def _gathers(config: Any) -> bool:

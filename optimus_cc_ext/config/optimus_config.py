@@ -100,8 +100,8 @@ class OptimusConfig(
         "disagree; over NCCL they would otherwise wait for each other until the time limit.",
     )  # fmt: skip
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
-    force_compression: bool = option(False, None)
-    exact_blocks: bool = option(False, None)
+    _force_compression: bool = option(False, None)
+    _exact_blocks: bool = option(False, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,7 @@ class OptimusConfig(
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""
         named = traffic.name in self.only_between_nodes.split(",")
-        return named and self.is_on(traffic) and not self.force_compression
+        return named and self.is_on(traffic) and not self._force_compression
 
     def remembers(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic keeps state in checkpoints."""

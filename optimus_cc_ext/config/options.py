@@ -63,7 +63,7 @@ def option[T](
 
     Args:
         default: the field's value if the flag is not given.
-        help: the flag's help text; None hides the flag.
+        help: the flag's help text; None hides the flag and the field.
         values: the values that the field takes; None: all values of its type.
         shown_default: the default as `--help` writes it.
         follows: the source of the field's value if that is None.
@@ -76,12 +76,12 @@ def option[T](
         "help": help, "values": values, "shown_default": shown_default, "follows": follows, "switched_by": switched_by,
         "low_rank_only": low_rank_only, "said": said,
     }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=help is not None)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a field; a field of the tests begins with an underscore."""
+    return "--" + name.lstrip("_").replace("_", "-")
 
 
 def default_of(field: "dataclasses.Field[Any]") -> str:

@@ -124,6 +124,8 @@ class Handle:
         Collective over all ranks of the model, with the same result on each. Bytes are summed over these ranks; the
         names begin with "optimus-cc/".
         """
+        if self._compressing.grid is None:
+            raise OptimusError("metrics: no model has been built yet. Call it after the first training step")
         return self._compressing.report(training_device()).scalars()
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,6 +145,9 @@ class Handle:
                 fit the techniques that are switched on here.
         """
         session, reason = self._compressing, None
+        if session.grid is None:  # under `install`, before the first model: this rank cannot ask the others
+            session.load_state_dict(state)
+            return
         try:
             reason = self._misfit(session, state)
         except (AttributeError, KeyError, TypeError) as error:
@@ -169,7 +174,8 @@ class Handle:
     def _identity(self) -> dict[str, dict[str, Any]]:
         """Settings on which a state depends: this rank's place in the layout, and the settings of each technique."""
         config, grid = self._compressing.config, self._compressing.grid
-        assert grid is not None, "no model was attached"
+        if grid is None:
+            return {}
         replicas, tensor = grid.replica_group, grid.tensor_group
         place = {
             "the number of pipeline stages": grid.stages,

@@ -13,7 +13,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import is_first_rank
 from optimus_cc_ext.hooks import arguments, checkpointing, distributed_data_parallel, training
-from optimus_cc_ext.hooks.handle import Handle, shared_wraps
+from optimus_cc_ext.hooks.handle import Handle, Off, shared_wraps
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.techniques.session import Session
@@ -24,11 +24,11 @@ _Wraps = list[tuple[Seam, Callable[[Any], Any]]]
 
 
 class Installation:
-    """Installation on one process; `session` is None until the configuration is known."""
+    """Installation on one process; `session` and `handle` are None until the configuration is known."""
 
     def __init__(self) -> None:
         self._applied = AppliedWraps()
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None
         self.session: Session | None = None
 
     def start(self, config: OptimusConfig | None, train_iters: int | None = None) -> None:
@@ -53,17 +53,19 @@ class Installation:
         if self.session is not None:
             return
         self.session = Session(config, layout, train_iters)
-        if config.any_technique or config.compression_metrics:
-            self._handle = Handle(self.session)
-            self._handle._sessions.of_every_model = self.session
-            self._applied.apply(_loop_wraps(self._handle._attach, self.session))
+        if not (config.any_technique or config.compression_metrics):
+            self.handle = Off()
+            return
+        self.handle = Handle(self.session)
+        self.handle._sessions.of_every_model = self.session
+        self._applied.apply(_loop_wraps(self.handle._attach, self.session))
 
     def remove(self) -> None:
         """Remove every wrap. Models that were built in the meantime train on as vanilla (`Handle.remove`)."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
         self._applied.close()
-        self.session = self._handle = None
+        self.session = self.handle = None
 
     def _resolved(self, resolution: Resolution, layout: Layout) -> None:
         self.activate(resolution.config, layout)

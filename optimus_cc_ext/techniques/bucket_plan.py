@@ -149,12 +149,12 @@ class BucketRules:
             """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
             format.
             """
-            return None if block_format(chosen) is None else "exact" if config.exact_blocks else chosen
+            return None if block_format(chosen) is None else "exact" if config._exact_blocks else chosen
 
         gradients = format_of(DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside,
-            rank=config.dp_compression_rank, force=config.force_compression,
+            rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
             wire=blocks(config.low_rank_wire),

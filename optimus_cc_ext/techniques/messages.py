@@ -68,7 +68,7 @@ class LinkPlan:
         if not message.epilogue and self.config.compressed_backprop_messages == "epilogue":
             return False
         pays_off = not self.is_low_rank or pays(*_matrix_shape(shape), self.config.compressed_backprop_rank)
-        return pays_off or self.config.force_compression
+        return pays_off or self.config._force_compression
 
     def factors(self, shape: torch.Size, dtype: torch.dtype) -> PackedFactors:
         """Return the layout of the factors of a low-rank message for a gradient of this shape and dtype."""

@@ -116,7 +116,7 @@ def test_the_balanced_preset_compresses_the_gather_where_bridge_has_one_and_fp32
     monkeypatch: pytest.MonkeyPatch, sharded: bool, in_bf16: bool
 ) -> None:
     installed: list[OptimusConfig] = []
-    monkeypatch.setattr(bridge, "install", lambda config, train_iters: installed.append(config))
+    monkeypatch.setattr(bridge, "install_once", lambda c, _: installed.append(c) or SimpleNamespace(session="one"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = configuration(bf16=in_bf16)
     config.ddp.use_distributed_optimizer = sharded

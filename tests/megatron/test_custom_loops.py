@@ -319,7 +319,7 @@ def _finalize_and_fail(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["not ended", "its pass raised"])
 def test_a_step_that_was_abandoned_leaves_no_trace(fails: bool) -> None:
-    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, force_compression=True)
+    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, _force_compression=True)
     for unchanged, uncounted, remembered in run_ranks(2, an_abandoned_step, config, fails, timeout=60):
         assert remembered and unchanged and uncounted
 
@@ -339,7 +339,7 @@ def alignments(hidden: int, sharded: bool) -> tuple[int, set[int]]:
             original(codec, *args, **kwargs)
 
         setattr(Codec, name, noted)
-    optimus_cc_ext.install(OptimusConfig(dp_compression_format="int4", force_compression=True), train_iters=2)
+    optimus_cc_ext.install(OptimusConfig(dp_compression_format="int4", _force_compression=True), train_iters=2)
     own_loops.pass_of(own_loops.build(1, hidden=hidden, use_distributed_optimizer=sharded))
     session = optimus_cc_ext.current_session()
     assert session is not None and session.grid is not None and seen

@@ -20,11 +20,11 @@ INT8 = OptimusConfig(
     compression_forecast=False,
 )  # fmt: skip
 LOW_RANK = OptimusConfig(
-    dp_compression=True, dp_compression_rank=2, force_compression=True, compression_forecast=False
+    dp_compression=True, dp_compression_rank=2, _force_compression=True, compression_forecast=False
 )  # fmt: skip
 EXACT = {
-    2: INT8.replace(exact_blocks=True, block_rotation=False),
-    1: OptimusConfig(dp_compression_format="int8", exact_blocks=True, block_rotation=False),
+    2: INT8.replace(_exact_blocks=True, block_rotation=False),
+    1: OptimusConfig(dp_compression_format="int8", _exact_blocks=True, block_rotation=False),
 }
 """Flags of block formats without rounding, by number of stages: the received values equal the sent ones."""
 

@@ -31,7 +31,7 @@ def train(passes: int) -> Any:
     own_loops.start(2)
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-        residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, force_compression=True,
+        residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
         compression_state_dtype="bf16", compression_forecast=False,
     )  # fmt: skip
     optimus_cc_ext.install(config)

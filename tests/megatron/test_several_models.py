@@ -26,7 +26,7 @@ def settings(name: str) -> OptimusConfig:
         return optimus_cc_ext.preset("balanced", stages=2, data_parallel=2, dp_compression_stages="all")
     if name == "critic":
         return OptimusConfig(dp_compression_format="int8", compression_forecast=False)
-    return OptimusConfig(dp_compression=True, dp_compression_rank=2, force_compression=True)
+    return OptimusConfig(dp_compression=True, dp_compression_rank=2, _force_compression=True)
 
 
 @dataclass

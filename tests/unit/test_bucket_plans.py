@@ -162,7 +162,7 @@ def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_l
     )  # fmt: skip
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
     exact = BucketRules.of(OptimusConfig(dp_compression=True, dp_compression_format="int4", low_rank_wire="int8",
-                                         exact_blocks=True), ranks=2, sharded=False, fused=True)  # fmt: skip
+                                         _exact_blocks=True), ranks=2, sharded=False, fused=True)  # fmt: skip
     assert (exact.format, exact.sums, exact.wire, exact.fused) == ("exact", "exact", "exact", "dense")
     assert BucketRules.of(OptimusConfig(dp_compression=True), ranks=2, sharded=False, fused=False).format == "low-rank"
     assert BucketRules.of(OptimusConfig(), ranks=2, sharded=False, fused=False).format == "dense"

@@ -43,7 +43,7 @@ def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_th
         action = actions[flag_of(field.name)]
         assert action.default is None, "given and not given must be told apart"
         if type_of(field) is bool:
-            assert actions["--no-" + field.name.replace("_", "-")] is action
+            assert actions["--no-" + flag_of(field.name)[2:]] is action
         if field not in FIELDS:
             continue
         values = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")

@@ -32,7 +32,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=N
         "residual_across_iterations": "carry",  # the policy with more state
     } | config
     config = OptimusConfig(
-        compressed_backprop=True, low_rank_wire=wire or "dense", force_compression=force, compression_seed=seed,
+        compressed_backprop=True, low_rank_wire=wire or "dense", _force_compression=force, compression_seed=seed,
         compression_state_dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[state_dtype], **config,
     )  # fmt: skip
     return ends_of(LinkPlan(config, sending_stage=1, receiving_stage=0), compressor)

@@ -20,7 +20,7 @@ OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.optio
 RANKS, FRACTIONS = st.integers(-2, 64), st.sampled_from([-0.5, 0.0, 0.1, 1.0, 1.5, float("nan")])
 STAGES = st.one_of(st.sampled_from(["all", "auto"]), st.integers(-1, 9))
 TECHNIQUES = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
-KNOBS = {"force_compression", "exact_blocks", "only_between_nodes"}
+KNOBS = {"_force_compression", "_exact_blocks", "only_between_nodes"}
 LOW_RANK_ONLY = {
     "compressed_backprop_format": ("compressed_backprop_rank", "residual_across_iterations"),
     "dp_compression_format": ("dp_compression_rank",),

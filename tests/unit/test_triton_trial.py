@@ -82,7 +82,7 @@ def _compiled_for(value, anywhere: bool = False):
 def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=16, compressed_backprop_messages="all",
-        lazy_error_propagation=feedback, compression_seed=18, force_compression=True,
+        lazy_error_propagation=feedback, compression_seed=18, _force_compression=True,
         compression_state_dtype="fp32" if state_dtype == torch.float32 else "bf16",
     )  # fmt: skip
     sender, receiver = (CompressedBackprop(config, TritonLowRank(), None) for _ in range(2))
