@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
   echo
   echo "Made by \`scripts/api_reference.sh\` from the docstrings. The first group is there as \`optimus_cc_ext.NAME\`, too."
   echo "The fields of \`OptimusConfig\` are the flags of [flags.md](flags.md), with underscores."
-  for module in api hooks.handle.Handle hooks.handle.Step bridge errors; do
+  for module in api hooks.handle.Handle hooks.steps.Step bridge errors; do
     echo
     # Types without links: most are Python's.
     PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" griffe2md "optimus_cc_ext.$module" |

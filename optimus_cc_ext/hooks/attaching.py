@@ -14,8 +14,9 @@ from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_of, grid_of, layout_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
-from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, reasons, shared_sessions
+from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
 from optimus_cc_ext.hooks.sessions import layers_of
+from optimus_cc_ext.hooks.steps import follow
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.session import Session
 
@@ -56,7 +57,7 @@ def _attach(
     except OptimusError as error:
         refused = error.naming_fields() if isinstance(error, FlagError) else error
     grid.meet()
-    for rank, reason in reasons(grid, None if refused is None else str(refused)):
+    for rank, reason in grid.reasons(None if refused is None else str(refused)):
         raise refused or OptimusError(f"rank {rank}: {reason}")
     if not chosen.any_technique:
         return Off()
@@ -67,7 +68,7 @@ def _attach(
     except BaseException:
         handle._detach()
         raise
-    handle._follow_steps(optimizer, measure_every)
+    follow(handle._session, models, optimizer, measure_every, handle._patches)
     return handle
 
 

@@ -10,6 +10,7 @@ from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
+from optimus_cc_ext.hooks.steps import check_messages
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
@@ -41,7 +42,20 @@ def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
 def all_reduce_word_embedding(
     sessions: Sessions, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Sum the tied embedding's gradient in place of `_allreduce_word_embedding_grads`, or count Megatron's sum."""
+    """Sum the tied embedding's gradient, and judge the messages of steps whose optimizer is unknown, in time.
+
+    Megatron calls `_allreduce_word_embedding_grads` on all ranks of the models, after the reductions of their buckets.
+    """
+    _sum_word_embedding(sessions, original, model, *args, **kwargs)
+    for session in sessions.of(model):
+        if session.steps_are_announced:
+            check_messages(session)
+
+
+def _sum_word_embedding(
+    sessions: Sessions, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Sum the tied embedding's gradient in place of Megatron, or count Megatron's sum."""
     chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
     session = next(iter(sessions.of(model if chunk is None else [chunk])), None)
     if session is None:

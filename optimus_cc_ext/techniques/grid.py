@@ -125,6 +125,11 @@ class Grid:
             found = {rank: theirs for part in everyone for rank, theirs in part.items()}
         return [found[rank] for rank in sorted(found)]
 
+    def reasons(self, mine: str | None) -> list[tuple[int, str]]:
+        """Return the ranks that have a reason to refuse, with the reason. Collective over all ranks of the model."""
+        everyone = self.gather((self.place.rank, mine))
+        return [(rank, reason) for rank, reason in everyone if reason is not None]
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Add `tensor` up over all ranks of the model, in place. Collective over these ranks."""
         for group in self.groups:

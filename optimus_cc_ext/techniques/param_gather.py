@@ -138,12 +138,16 @@ class ParamGather(Technique):
         self.dense_bytes = 0
         """Bytes that this rank sends in a gather of the buckets whose parameters are gathered dense."""
 
+        self.seen = False
+        """True once a step's changes were gathered."""
+
         self._scratch, self._pool = Scratch(), MessagePool()
         self._of: dict[int, Shards] = {}
         self._side: SideStream | None = None
 
     def gather(self, buckets: Sequence[Shards]) -> Gather:
         """Begin the gather of these buckets. All replicas call this in the same order."""
+        self.seen = True
         if self._side is None:
             self._side = SideStream(buckets[0].flat.device)
         return Gather(buckets, self._side)

@@ -107,8 +107,11 @@ class Session:
         Otherwise a later pass of a step counts as a repetition of the earlier one.
         """
 
-        self.checks_of_messages = 0
-        """Number of steps at whose end the ranks have exchanged which class saw no message."""
+        self.steps_are_announced = False
+        """True if no optimizer is known that ends the steps, so that the training loop has to announce each of them."""
+
+        self.applied_steps = 0
+        """Number of steps that were applied since the session was made, whatever the number of completed ones."""
 
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
@@ -381,6 +384,7 @@ class Session:
             for technique in self.techniques:
                 technique.commit(shrinkage)
             self.step.iteration += 1
+            self.applied_steps += 1
             self._unreported_steps += 1
         else:
             for technique in self.techniques:

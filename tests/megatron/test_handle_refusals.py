@@ -109,6 +109,63 @@ def test_a_step_in_which_a_class_saw_no_message_is_refused_before_the_optimizer_
         assert found["finalised"] == found["without a pass"] == "no error"
 
 
+def announced_steps_of_a_kept_schedule(known: bool) -> tuple[str, int]:
+    """Return the error of a step that the loop announces, and how often the optimizer stepped before it."""
+    from megatron.core.pipeline_parallel import schedules
+
+    own_loops.start(2)
+    kept = schedules.forward_backward_pipelining_without_interleaving
+    model = own_loops.build(2)
+    optimizer, steps = own_loops.optimizer_of(model), 0
+    original = optimizer.step
+
+    def counting() -> Any:
+        nonlocal steps
+        steps += 1
+        return original()
+
+    optimizer.step = counting
+    handle = optimus_cc_ext.compress(model, optimizer if known else None, SC)
+
+    def a_step() -> None:
+        with handle.step() as this:
+            own_loops.pass_of(model, schedule=kept)
+            optimizer.step()
+            this.done()
+
+    return said(a_step), steps
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["optimizer given", "None"])
+def test_announced_steps_are_judged_before_the_optimizers_first_collective(known: bool) -> None:
+    for found, steps in run_ranks(4, announced_steps_of_a_kept_schedule, known, timeout=60):
+        assert found.startswith("rank 0: gradients were reduced outside of the forward-backward passes")
+        assert steps == 0
+
+
+def gathers_without_an_update(replaced: bool) -> list[str]:
+    """Return the errors of three steps, in which other code may write the parameters past the wrap of Optimus-CC."""
+    own_loops.start(1)
+    model = own_loops.build(1, in_bf16=True, use_distributed_optimizer=True)
+    optimizer = own_loops.optimizer_of(model)
+    if replaced:
+        inner = optimizer.chained_optimizers[0]
+        inner._copy_main_params_to_model_params = inner._copy_main_params_to_model_params
+    optimus_cc_ext.compress(model, optimizer, OptimusConfig(param_gather_format="int8"))
+    found = []
+    for _ in range(3):
+        own_loops.pass_of(model)
+        found.append(said(optimizer.step))
+    return found
+
+
+def test_a_gather_that_carried_no_update_is_refused_in_the_second_step() -> None:
+    assert run_ranks(2, gathers_without_an_update, False, timeout=60) == [["no error"] * 3] * 2
+    for first, *later in run_ranks(2, gathers_without_an_update, True, timeout=60):
+        assert first == "no error", "the first gather carries none"
+        assert "rank 0: no parameters were gathered after a step of Megatron's distributed optimizer" in later[0]
+
+
 def never_ended() -> str:
     own_loops.start(1)
     model = own_loops.build(1)
