@@ -35,12 +35,13 @@ LONG_FORMS = {
 """Abbreviations that a page defines where it first uses them, with their long forms as regular expressions."""
 
 KNOWN = {
-    "hardware, networks, signals": "AMD AVX CPU CUDA EPYC GPU HDR NDR NIC NVIDIA SHARP SIGKILL SIGTERM SIGUSR TB GB MB",
+    "hardware, networks, signals": "AMD AVX CPU CUDA EPYC GPU HDR NDR NIC NVIDIA RDMA SHARP SIGKILL SIGTERM SIGUSR TB "
+    "GB MB TFLOPS",
     "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT LM NCCL NGC SGD",
-    "programming": "API BPE C CI CSV DEBUG INFO JSON PATH WARNING",
+    "programming": "API BPE C CI CSV DEBUG INFO JSON PATH TOML WARNING",
     "Slurm's words": "FAILED QOS",
-    "names of models, tasks, papers, files, GPUs (A100, B200, H100)": "A ACP AIS ASPLOS B BLOOM CC CHANGELOG CITATION "
-    "CONTRIBUTING H LAMBADA MT NLG PIQA RACE SNU",
+    "names of models, tasks, papers, systems, files, GPUs (A100, B200, H100)": "A ACP AIS ASPLOS B BLOOM CC CHANGELOG "
+    "CITATION COCCL CONTRIBUTING EDGC H LAMBADA MT MXFP NLG PIQA QSDP RACE SNU TACO V ZFP",
     "Weights & Biases, as W&B": "W",
 }
 """Capitals that a Megatron engineer reads without a definition, by the reason."""
