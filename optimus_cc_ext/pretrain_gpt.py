@@ -36,8 +36,8 @@ __all__ = ["main"]
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
-# Attribute of Megatron's arguments -> the flag to leave out. These flags need modules that only a checkout has, or
-# batches with other tensors.
+# Maps attributes of Megatron's arguments to the flag to leave out. These flags need modules that only a checkout has,
+# or batches with other tensors.
 REFUSED = {
     "sft": "--sft",
     "fim_data": "--fim-data",
@@ -75,7 +75,7 @@ def next_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | N
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        assert data_iterator is not None  # `needs_datasets` is true on this rank, so it has an iterator
+        assert data_iterator is not None  # this rank has an iterator, because `needs_datasets` is true
         sample = next(data_iterator)
         present = {key: sample[key] for key in BATCH_KEYS if sample.get(key) is not None}
         batch = dict.fromkeys(BATCH_KEYS)
@@ -129,7 +129,7 @@ def masked_loss(
                 result=loss,
                 rejection_func=rejected,
                 message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,  # a second forward pass computes the very same loss
+                tolerance=0.0,  # a repeated forward pass has the same loss to the bit
                 fatal=True,
             )
     return loss, tokens, {"lm loss": torch.stack((loss.detach(), tokens.to(loss.dtype)))}

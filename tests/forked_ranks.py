@@ -113,7 +113,7 @@ def _lifeline(context: Any) -> Iterator[Connection]:
 def _start(
     context: Any, number: int, job: bytes, variables: dict[str, str], lifeline: Connection, folder: Path
 ) -> _Rank:
-    import pytest  # imported here, because each rank imports this module, and does not need pytest
+    import pytest  # pytest is imported here, because each rank imports this module, and does not need it
 
     answers, answer_to = context.Pipe(duplex=False)
     log = folder / f"rank-{number}.log"
@@ -123,7 +123,8 @@ def _start(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # ranks must not import pytest's script
-        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # the fork server does not inherit sys.path
+        # The fork server does not inherit this process's sys.path.
+        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
         process.start()
     answer_to.close()
     return _Rank(number=number, process=process, answers=answers, log=log)
@@ -164,7 +165,7 @@ def _kill(rank: _Rank) -> None:
     """Kill a rank and the processes that it started. Ranks that have answered wait for this, so no peer loses them
     early.
     """
-    for kill in (os.killpg, os.kill):  # the second call is for a rank that died before it formed a process group
+    for kill in (os.killpg, os.kill):  # os.kill is for a rank that died before it formed a process group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(rank.process.pid, signal.SIGKILL)
     rank.process.join()
@@ -190,7 +191,7 @@ def _rank_main(job: bytes, variables: dict[str, str], lifeline: Connection, answ
     os.environ.update(variables)
     try:
         preloaded = PRELOAD in sys.modules
-        __import__(PRELOAD)  # raises the error that the server has swallowed
+        __import__(PRELOAD)  # this import raises the error that the fork server has swallowed
         assert preloaded, f"the fork server started without {PRELOAD}: every rank imports Megatron by itself"
         torch.set_num_threads(1)
         device.take()

@@ -96,7 +96,7 @@ def _captured(
     function: Callable[..., Any], args: Sequence[Any], probe: Callable[[argparse.Namespace], Any] | None = None
 ) -> Launch:
     output, probed, code = io.StringIO(), None, None
-    os.environ["COLUMNS"] = "110"  # argparse breaks its lines at the terminal's width
+    os.environ["COLUMNS"] = "110"  # argparse breaks its lines at the width of the terminal, which is COLUMNS
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             code = function(*args)

@@ -156,7 +156,8 @@ def megatron_run(
     if before is not None:
         before()
     if entry is None:
-        # imported here, because an older Megatron runs another entry, and lacks modules that this one needs
+        # This entry is imported here, because an older Megatron runs another one, and lacks modules that this one
+        # needs.
         from optimus_cc_ext import pretrain_gpt
 
         entry = pretrain_gpt.main

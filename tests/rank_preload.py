@@ -19,10 +19,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from optimus_cc_ext.devices import cpu_runtime
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron warns once per missing GPU library that it falls back
-    if os.environ["OPTIMUS_CC_DEVICE"] == "cpu":  # a GPU is taken by each rank, because CUDA does not survive a fork
+    warnings.simplefilter("ignore")  # Megatron warns once for each missing GPU library
+    # On a GPU each rank takes its device itself: CUDA does not survive a fork.
+    if os.environ["OPTIMUS_CC_DEVICE"] == "cpu":
         cpu_runtime.activate()
-    # Modules that every training run imports, most of them late: imported in each rank, they would take most of its
+    # Every training run imports these modules, most of them late: importing them in each rank would take most of its
     # time.
     for module in (
         "megatron.training",
@@ -38,13 +39,14 @@ with warnings.catch_warnings():
         "torch.profiler._cupti_monitor",
         "megatron.core.models.mimo.optimizer",
         "megatron.core.datasets.helpers",
-        "optimus_cc_ext.pretrain_gpt",  # it needs 0.19; older versions are tested through an entry of the tests
+        "optimus_cc_ext.pretrain_gpt",  # this entry needs Megatron 0.19; older versions run an entry of the tests
     ):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
 
-    # Megatron derives flags from its configurations by parsing their source each time: half of a rank's time to start.
-    with contextlib.suppress(ImportError, AttributeError):  # these names exist since 0.18
+    # Megatron derives flags from its configurations by parsing their source each time, which takes half of a rank's
+    # start.
+    with contextlib.suppress(ImportError, AttributeError):  # Megatron has these names since 0.18
         from megatron.training import arguments
         from megatron.training.argument_utils import ArgumentGroupFactory as Factory
 
@@ -53,4 +55,4 @@ with warnings.catch_warnings():
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 gc.collect()
-gc.freeze()  # so that no rank's collector writes to the pages that all of them share
+gc.freeze()  # no rank's garbage collector may write to pages that all ranks share

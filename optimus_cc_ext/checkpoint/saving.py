@@ -148,7 +148,7 @@ class Save:
 
     def _write(self) -> RankFile | None:
         if self._manifest.common is not None:
-            return None  # topology.json holds the state
+            return None  # topology.json holds the state that all ranks share
         return state_files.write_rank_file(self.staging, self._rank, self._manifest.iteration, self._state)
 
     def _describe(self) -> None:

@@ -174,7 +174,7 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] not in range(1, _FORMAT + 1):
             raise DamagedState(path, f"format {content['format']}, and this version reads formats 1 to {_FORMAT}")
-        described = {"common": None} | content  # formats 1 and 2 have none
+        described = {"common": None} | content  # manifests of formats 1 and 2 have no common state
         described = {field.name: described[field.name] for field in fields(Manifest)}
         manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
         if len(manifest.files) != content["ranks"]:

@@ -301,7 +301,8 @@ class Codec:
             _, scales, codes = self._split(by_message[index], layout, values.dtype)
             decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
             sent = self._load(values, piece)
-            # The zeros that fill up a short block are left out: rotated, they have errors that no rank receives.
+            # The zeros that fill up a short block are left out of the errors: rotated, they have errors that no rank
+            # receives.
             note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
     # -- rows: one message for each row of a matrix, from its shape alone ---------------------------------------
@@ -385,9 +386,9 @@ class Codec:
         # The absolute values take a pass of their own, because torch's norm of each row costs as much as the rotation.
         peak = self._scratch.take("scale", (x.shape[0], 1), torch.float32, x.device)
         torch.amax(torch.abs(y, out=spare), 1, keepdim=True, out=peak)
-        # Multiplied by the inverse, because torch divides differently on a GPU.
+        # Values are multiplied by the scale's inverse, because torch divides differently on a GPU.
         scales.copy_(peak.mul_(1.0 / (largest * self._gain)).view(-1))
-        # Divided by the scale as it is sent, in bf16. A quotient by 0 or by infinity is 0 or NaN, and no code can hold
+        # Values are divided by the scale as it is sent, in bf16. A quotient by 0 or infinity is 0 or NaN; no code holds
         # NaN.
         y.div_(peak.copy_(scales.view(-1, 1)).mul_(self._gain))
         self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)

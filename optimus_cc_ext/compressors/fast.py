@@ -49,7 +49,7 @@ def copy_unless(finite: torch.Tensor, before: torch.Tensor, out: torch.Tensor) -
     The device decides: the host would have to wait for it. With Triton's kernel, nothing is read or written if
     `finite` is True; torch reads both tensors, and writes one, in either case.
     """
-    if finite.device.type == "cpu":  # in the host's own memory, so there is nothing to wait for
+    if finite.device.type == "cpu":  # the host reads its own memory without waiting
         if not finite.numpy():
             out.copy_(before)
         return
@@ -133,5 +133,5 @@ def _triton_applies() -> bool:
 
 
 def _has_gpu() -> bool:
-    # Not torch.cuda.is_available(), which the CPU runtime answers for itself.
+    # The CPU runtime answers torch.cuda.is_available() itself, so the build is asked.
     return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0

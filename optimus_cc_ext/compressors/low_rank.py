@@ -190,7 +190,7 @@ class FastLowRank(LowRank):
         elif torch.float32 in (matrices.dtype, residual.dtype):
             torch.add(matrices, residual, out=total)
         else:
-            # torch would add two 16-bit tensors in 16 bits.
+            # Without this cast torch would add two 16-bit tensors in 16 bits.
             total.copy_(matrices).add_(residual)
         self._multiply(total, q, out)
 
@@ -210,7 +210,7 @@ class FastLowRank(LowRank):
 
     @torch.no_grad()
     def subtract_reconstruction(self, total: Tensor, p: Tensor, q: Tensor, share: float = 1.0) -> None:
-        # Not baddbmm_, which may add the product's terms to T one by one, while the receiver has rounded their sum.
+        # baddbmm_ may add the product's terms to T one by one, while the receiver has rounded their sum.
         total.sub_(self.reconstruct(p, q, self._scratch.take("arrives", total.shape, p.dtype, p.device)), alpha=share)
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
     for matrix in basis:
         for j in range(matrix.shape[1]):
             column, rest = matrix[:, j : j + 1], matrix[:, j + 1 :]
-            # Scaled by its largest entry first, because the squares of 1e-25 and of 1e+25 are outside of fp32's range.
+            # The vector is first divided by its largest entry: the squares of 1e-25 and 1e+25 are outside fp32's range.
             largest = column.abs().max()
             if largest != 0:
                 column /= largest
@@ -115,7 +115,7 @@ def _in_fp32_first(p: Tensor, out: Tensor, scratch: Scratch) -> None:
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
     off = scratch.take("off", gram.shape[:1], torch.float32, p.device)
     for index, distance in enumerate(torch.linalg.vector_norm(gram, dim=(-2, -1), out=off).tolist()):
-        if not distance <= _NEARLY_ORTHONORMAL:  # also true for NaN
+        if not distance <= _NEARLY_ORTHONORMAL:  # `not <=` is also true for NaN
             one = slice(index, index + 1)
             _two_passes([p[one]], [basis[one]], torch.float64, scratch)
     out.copy_(basis)

@@ -56,7 +56,7 @@ class _Integers(Packing):
         if self._format.bits == 8:
             codes.view(torch.int8).copy_(x)
             return
-        # Computed in fp32, which holds a word of 24 bits exactly.
+        # Words are computed in fp32, which holds their 24 bits exactly.
         words, shape = x[:, self._fields[0][0]], (x.shape[0], self._words)
         out = self._scratch.take("words", shape, torch.float32, x.device)
         for field, shift in self._fields[1:]:
@@ -100,8 +100,8 @@ class _E4m3(Packing):
         codes.view(torch.float8_e4m3fn).copy_(x)
 
     def read(self, codes: Tensor, out: Tensor) -> None:
-        # torch's cast takes ten times as long. Sign and exponent are shifted to their places; the bias is corrected by
-        # 2^120.
+        # torch's cast to fp8 takes ten times as long. Sign and exponent are shifted to their places; the bias is
+        # corrected by 2^120.
         out.view(torch.int32).copy_(codes.view(torch.int8)).bitwise_left_shift_(20).bitwise_and_(-0x7810_0000)
         out.mul_(2.0**120)
 

@@ -29,7 +29,7 @@ class Values(NamedTuple):
 RANK = Values("R", lambda rank: rank >= 1, "a rank of {} sends nothing", "Give a whole number of at least 1")
 FRACTION = Values(
     "F",
-    lambda fraction: 0.0 <= fraction <= 1.0,  # also false for NaN
+    lambda fraction: 0.0 <= fraction <= 1.0,  # the comparison is also false for NaN
     "{} is not a fraction of the training iterations",
     "Give a number from 0 to 1",
 )
@@ -157,7 +157,8 @@ def completed[T](options: type[T]) -> type[T]:
                 values[field.name] = values[format] != "dense"
         try:
             store(self, **values)
-        except FlagError as error:  # for Python programs; the command line names the flag as it was written
+        except FlagError as error:
+            # Python programs see the field's name; the command line names the flag as it was written.
             raise error.naming_fields() from None
 
     options.__init__ = init  # type: ignore[method-assign, assignment]

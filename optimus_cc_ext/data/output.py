@@ -66,7 +66,7 @@ def _lock(path: Path) -> int:
                 return descriptor
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # its last holder removed the file while this process waited
+        os.close(descriptor)  # the last holder removed the lock file while this process waited for it
 
 
 def replace(partial: Path, target: Path) -> None:

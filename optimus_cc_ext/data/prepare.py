@@ -79,7 +79,7 @@ def prepare(
         )
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: at least one thread is needed. Give 1 or more")
-    # The negation also catches NaN.
+    # `not >=` also refuses NaN.
     if max_mb is not None and not 0 < max_mb < float("inf"):
         raise DataError(f"--max-mb {max_mb:g}: not a positive size. Give a positive number, or leave the flag out")
     require_extra("data", "tokenizers", "tqdm")
@@ -119,7 +119,7 @@ def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] 
         whole = all((target / name).stat().st_size == manifest["sizes"][name] for name in _DATASET_FILES)
         return manifest["counts"] if whole and manifest["made_from"] == made_from else None
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent or damaged: it is made again
+        return None  # a folder that is absent or damaged is made again
 
 
 def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dict[str, int]:
@@ -170,7 +170,7 @@ def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _END_OF_DOCUMENT,
-        # Otherwise decoding may join "a ," into "a,".
+        # With this cleaning up, decoding could join "a ," into "a,".
         "clean_up_tokenization_spaces": False,
         # The tokenizer sets no limit, because Megatron cuts documents into sequences. Larger numbers lose digits in
         # JSON.

@@ -129,8 +129,8 @@ def _leave_in_order() -> None:
 
 
 def _install(patches: Patches) -> None:
-    # PyTorch's compiler would need a C++ compiler, and gain nothing on models this small. Child processes learn it from
-    # the variable.
+    # PyTorch's compiler would need a C++ compiler, and gain nothing on models this small. Child processes read the
+    # variable.
     patches.setenv("TORCHDYNAMO_DISABLE", "1")
     patches.replace(torch, "compile", _not_compiled)
     # Megatron insists on this variable for tensor parallelism, although it only has a meaning on a GPU.

@@ -72,7 +72,7 @@ def _autocast(
     begin: Callable[..., None], self: Any, device_type: str, dtype: Any = None, *args: Any, **kw: Any
 ) -> None:
     if device_type == "cuda":
-        device_type, dtype = "cpu", dtype or torch.float16  # the default dtype of CUDA's autocast
+        device_type, dtype = "cpu", dtype or torch.float16  # float16 is the default dtype of CUDA's autocast
     begin(self, device_type, dtype, *args, **kw)
 
 

@@ -25,7 +25,7 @@ RNG_MODULE = "megatron.core.tensor_parallel.random"
 ASYNC_CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
 ASYNC_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 
-# Destination in Megatron's parser -> value. The fused kernels need CUDA, Apex or Transformer Engine.
+# Maps destinations in Megatron's parser to values. The fused kernels need CUDA, Apex or Transformer Engine.
 CPU_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     {
         "distributed_backend": "gloo",

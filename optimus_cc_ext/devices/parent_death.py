@@ -36,7 +36,7 @@ __all__ = ["end_with", "install"]
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Loaded here, because in a forked child loading could wait for a lock that a thread of the parent held.
+# libc is loaded here: in a forked child, loading could wait for a lock that a thread of the parent held.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _forking = threading.local()
 _popen_signature = inspect.signature(subprocess.Popen.__init__)
@@ -52,10 +52,10 @@ def install() -> None:
         return
     os.register_at_fork(before=_remember_forker, after_in_child=_keep_forker)
     multiprocessing.util.register_after_fork(_forking, lambda _: _end_with_forker())
-    patches = Patches()  # undone only by the end of this process
+    patches = Patches()  # these patches stay until this process ends
     patches.wrap(multiprocessing.util, "spawnv_passfds", _spawn)
     patches.wrap(subprocess.Popen, "__init__", _start_subprocess)
-    for name in ("run", "call"):  # check_output and check_call go through these
+    for name in ("run", "call"):  # subprocess.check_output and check_call call these two
         patches.wrap(subprocess, name, _run_and_wait)
 
 

@@ -47,7 +47,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _device_count() -> int:
-    # Read at every call, because ranks that are forked from one prepared process learn their number after the fork.
+    # LOCAL_WORLD_SIZE is read at every call: ranks forked from one prepared process learn it after the fork.
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -58,7 +58,7 @@ class _CurrentDevice:
 
     def set(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
-        if index is not None and index >= 0:  # without an index nothing is set, as on a GPU
+        if index is not None and index >= 0:  # a device without an index changes nothing, as on a GPU
             self.index = index
 
 

@@ -136,7 +136,7 @@ def _counts(options: Sequence[str], names: Mapping[str, str]) -> dict[str, int]:
     for position, word in enumerate(options):
         name, has_value, value = word.partition("=")
         dashed = name.replace("_", "-")
-        if dashed not in names and name[:2] in names and name[2:].isdigit():  # the short form -N4
+        if dashed not in names and name[:2] in names and name[2:].isdigit():  # srun's short form: -N4
             dashed, has_value, value = name[:2], "=", name[2:]
         if dashed in names:
             text = value if has_value else (options[position + 1] if position + 1 < len(options) else "")

@@ -60,7 +60,7 @@ def find_gpu() -> FoundGpu:
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Same lookup as triton/runtime/build.py.
+    # triton/runtime/build.py looks the compiler up in the same way.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     free = torch.cuda.mem_get_info(0)[0] if devices else 0
     return FoundGpu(torch.version.cuda, driver.newest_cuda(), devices, free, compiler)

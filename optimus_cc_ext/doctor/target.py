@@ -69,7 +69,7 @@ def emulate(target: str) -> None:
     from optimus_cc_ext.patching import Patches
 
     cpu_runtime.deactivate()
-    patches = Patches()  # never closed: this process answers for one target only
+    patches = Patches()  # these patches stay: this process answers for one target only
     if not torch.cuda.is_available():
         torch_cuda.install(patches)
     capability = _CAPABILITIES[target]
@@ -91,7 +91,8 @@ def emulate(target: str) -> None:
         for module in (extensions, moe_utils, rope_utils):
             for name in [name for name, value in vars(module).items() if name.startswith("fused_") and value is None]:
                 patches.replace(module, name, _never_called)
-        # Megatron is imported, and has noted that the package is missing: only its later checks find these.
+        # Megatron, already imported, has noted that Transformer Engine is missing: only its later checks find these
+        # modules.
         names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
         stand_ins = [ModuleType(name) for name in names]
         stand_ins[-1].FusedAdam = _FusedAdam  # type: ignore[attr-defined]

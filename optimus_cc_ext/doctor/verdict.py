@@ -162,7 +162,7 @@ def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> N
         raise SystemExit(2)
     core_transformer_config_from_args(args)
     for name in ("get_megatron_optimizer_config", "get_megatron_ddp_config"):
-        if hasattr(training, name):  # 0.17 builds both inside of longer functions
+        if hasattr(training, name):  # Megatron 0.17 has neither function
             getattr(training, name)(args)
     for ends, reason in _WHEN_BUILT:
         if ends(args):
@@ -181,7 +181,7 @@ def _entrys_refusal(args: argparse.Namespace) -> FlagError | None:
     except FlagError as error:
         return error
     except ImportError:
-        return None  # a Megatron without what the built-in entry needs: only a checkout's script runs there
+        return None  # this Megatron lacks modules of the built-in entry: only a checkout's script runs there
     return None
 
 

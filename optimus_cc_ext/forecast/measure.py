@@ -212,7 +212,7 @@ def _gradients(
     share = _second_phase(gradients.codecs, sharded)
     inside = sum(plan.inside_bytes for plan in plans)
     if inside:
-        # Each rank encodes only its own part of the node's sum.
+        # In two levels each rank encodes only its own part of the node's sum.
         first = later = rates.across
         coding /= max(plan.rules.levels.members for plan in plans)
     elif gradients.codecs is not None:
@@ -220,7 +220,7 @@ def _gradients(
     else:
         # The sums of P and the sums of Q are gathered in the format in which the parts arrived.
         first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
-    # Megatron reduces the bucket groups in which nothing can be compressed.
+    # Bucket groups in which nothing can be compressed are reduced by Megatron.
     others = rates.dense.sent(sum(plan.dense_bytes for plan in plans if not plan.compresses))
     sent = sum(plan.compressed_bytes() for plan in plans if plan.compresses)
     coded = reduction(first, sent - inside, coding, share, later)
@@ -259,8 +259,8 @@ def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tu
     with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
     with_pair = fused_with_pair = 0
     codecs, formats = session.embedding.codecs, session.embedding.formats
-    # In blocks, one reduction goes over the replicas of a stage and then between two ranks, or over the replicas of
-    # both stages.
+    # In block formats, one reduction goes over the replicas of a stage and then between two ranks, or over the replicas
+    # of both stages.
     ours, pair_rate = rates.dense if codecs is None else rates.blocks, pair
     if codecs is not None and not sharded:
         pair_rate = rates.blocks.then(rates.gather, _share_of_sums(codecs))

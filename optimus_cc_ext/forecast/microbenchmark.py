@@ -42,7 +42,7 @@ def time_message(messages: DenseMessages, like: torch.Tensor) -> tuple[float, fl
         like: gives the shape, dtype and device.
     """
     tensor, stopwatch = _noise(like.shape, like), Stopwatch(on=True)
-    for _ in range(2):  # the first time allocates
+    for _ in range(2):  # the first run allocates memory, and is not timed
         stopwatch.clear()
         with stopwatch.timed("compress", like.device):
             sent = messages.send(tensor)
@@ -102,7 +102,7 @@ def time_gradients(
         )  # fmt: skip
         reducer = technique.make_reducer(plan, flat, Groups(alone))
         seconds = []
-        for _ in range(1 + _TRIES):  # the first time allocates
+        for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed
             stopwatch = Stopwatch(on=True)
             with stopwatch.timed("gradients", like.device):
                 reducer.start()
@@ -135,7 +135,7 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
     )  # fmt: skip
     tried = Shards(plan, sample, Groups(alone), codec, gauge=Gauge(), scratch=Scratch(), pool=MessagePool())
     seconds = []
-    for _ in range(1 + _TRIES):  # the first time allocates
+    for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed
         stopwatch = Stopwatch(on=True)
         with stopwatch.timed("encode", like.device):
             tried.keep()

@@ -156,7 +156,7 @@ def _timed(
 
     An exchange that is not timed comes first: it connects, and uses up the tokens that a shaped link has accumulated.
     """
-    _slowest(0.0, device, everyone)  # all ranks begin together
+    _slowest(0.0, device, everyone)  # the barrier lets all ranks begin together
     moved, seconds = 0.0, []
     for _ in range(1 + tries):
         began = time.perf_counter()

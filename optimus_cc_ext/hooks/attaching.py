@@ -41,7 +41,7 @@ def compress(
     try:
         return _attach(wrapped, optimizer, config, train_iters, measure_every)
     finally:
-        close_unless_used()  # where nothing was attached
+        close_unless_used()  # removes the session if nothing was attached
 
 
 def _attach(

@@ -80,12 +80,12 @@ class _Saving:
         self._finish()
         given, megatron_args = arguments_of(original, args, kwargs), get_args()
         if given["non_persistent_ckpt"] and megatron_args.non_persistent_ckpt_type == "local":
-            return original(*args, **kwargs)  # local checkpoints: configuration refuses them for classes with state
+            return original(*args, **kwargs)  # local checkpoints: classes that keep state are refused with them
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
         iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
-        # removes files that an earlier save has left there
+        # starting a save removes files that an earlier one left there
         publish = partial(state_files.publish, None, iteration_folder)
         with _ends_the_run():
             save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
@@ -100,7 +100,7 @@ class _Saving:
             result = original(*args, **kwargs)
         finally:
             self._before_tracker = None
-        if save and in_background:  # only now, because Megatron may just have forked
+        if save and in_background:  # our writer thread starts after Megatron's fork
             save.start_writing(self._thread)
             self._under_way = save, iteration_folder
         return result
@@ -108,14 +108,14 @@ class _Saving:
     def schedule(self, original: Callable[..., Any], async_request: Any) -> Any:
         from megatron.training import get_args
 
-        # All ranks call these functions once their writers are done; the last function writes the tracker file.
+        # All ranks call the finalize functions once their writers are done; the last function writes the tracker file.
         async_request.finalize_fns.insert(0, partial(self._finish, getattr(get_args(), _MARK, None)))
         return original(async_request)
 
     def finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         blocking = arguments_of(original, args, kwargs)["blocking"]
         if self._under_way and not blocking and not self._under_way[0].is_written():
-            return None  # the training loop asks again after each iteration
+            return None  # the training loop calls again after each iteration
         return original(*args, **kwargs)
 
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:

@@ -201,7 +201,8 @@ class Handle:
                 finish(self._session, bucket_group)
             embedding = tied_embedding(model)
             if self._session.embedding.left_out and embedding is not None:
-                # Its bucket left it out. Megatron, which sums it over the stages, expects the sum over the replicas.
+                # The embedding's bucket left it out. Megatron, which sums it over the stages, expects the sum over the
+                # replicas.
                 all_reduce_sum(embedding.main_grad, bucket_group.data_parallel_group, "the end of compression")
                 self._session.embedding.left_out = False
         self._detach()
@@ -209,7 +210,7 @@ class Handle:
     def _detach(self) -> None:
         """End compression without the other ranks: transfers that are under way are left to themselves."""
         self._session.end_step(applied=False)
-        self._session.follows_zeroing = False  # if other code has wrapped our wraps, they stay, and do nothing
+        self._session.follows_zeroing = False  # if other code has wrapped our wraps, ours stay and do nothing
         self._removed = True
         self._patches.close()
         if self._session.new_groups is not None:
@@ -224,7 +225,7 @@ class Handle:
         if error is None:
             self.remove()
         else:
-            self._detach()  # does not wait: other ranks may not have failed, and would not answer
+            self._detach()  # this way of closing does not wait for other ranks, which may not have failed
 
     @property
     def _compressing(self) -> Session:

@@ -123,7 +123,7 @@ def _groups(session: Session, replicas: dist.ProcessGroup) -> tuple[Groups, froz
     own = None if session.grid is None else session.grid.replica_group
     if own is not None and dist.get_process_group_ranks(replicas) == dist.get_process_group_ranks(own):
         return groups, session.left_dense
-    # Experts have replicas of their own.
+    # The parameters of experts have replicas of their own.
     inside = filter(config.is_dense_inside, (DP_GRADIENTS, PARAM_GATHER) if groups.levels.inside else ())
     return groups, frozenset(inside)
 
@@ -177,7 +177,7 @@ def _start_grad_sync(
     with _single_rank_group(session, bucket_group, buckets.plan):
         original(force_all_reduce)
     if bucket_group.grad_reduce_handle is not None:
-        # Even over one rank, the collective may still write the buffer that it read; ours must not run beside it.
+        # Even over one rank, Megatron's collective may still write the buffer; our reduction must not run beside it.
         bucket_group.grad_reduce_handle.wait()
     whole = bool(force_all_reduce)
     handle = buckets.start(reducers, whole=whole)
@@ -203,7 +203,7 @@ def _start_param_sync(
     The gather starts with the optimizer's step, or with the forward pass that needs the parameters.
     """
     if force_sync and bucket_group.param_gather_handle is not None:
-        original(force_sync)  # the original waits for the gather that is under way
+        original(force_sync)  # Megatron's function waits for the gather under way
         return
     # The first gather, and one after a skipped step, carry no update: leave them to Megatron.
     ours = bool(shards) and all(shard.updated for shard in shards)

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from optimus_cc_ext.plan import tables  # imported here and below, because they need the extra `report`
+    from optimus_cc_ext.plan import tables  # imported here and below, because these modules need the extra `report`
     from optimus_cc_ext.report.table import printed
 
     rows, left_out = [], []

@@ -120,7 +120,7 @@ def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
     else:
         once = 2 * all_reduce(cluster, group, nbytes)
     if job.tp_overlap:
-        # The transfer is cut into tp pieces that are sent while the GEMMs of other pieces run. Exposed are the first
+        # The transfer is cut into `tp` pieces that are sent while the GEMMs of other pieces run. Exposed are the first
         # piece, and the time by which the transfer is longer than the GEMMs.
         once = _contended(once, max(once / job.tp, once - layer.forward))
     return Seconds(once, once * (2 if job.recompute == "full" else 1))
@@ -166,7 +166,8 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
                 ClassCost(GRADIENTS, When.AFTER_BACKWARD, Link.REPLICAS, *reduction),
             ),
             buckets=job.buckets if job.overlap_grad_reduce else 1,
-            # With model chunks, the last group of P micro-batches completes the gradients of one chunk after the other.
+            # With model chunks, the last group of `pp` micro-batches completes the gradients of one chunk after the
+            # other.
             last_passes=1 + (job.vpp - 1) * job.pp,
         )
 
@@ -178,7 +179,8 @@ def _sent_on(cluster: Cluster, job: Job, message: Sent, crosses: bool) -> Sent:
     per_node = cluster.gpus_per_node
     transfer = seconds.send(cluster, message.nbytes, job.senders(per_node), crosses)
     if job.scatter_gather:
-        # The receiver gathers the shares that the tensor-parallel ranks received.
+        # With scatter-gather each tensor-parallel rank receives a share of the activation, which the receiver
+        # gathers.
         whole = job.value_bytes * job.rows * job.model.hidden
         transfer += reduce_scatter(cluster, Group.strided(job.tp, 1, per_node), whole)
     return replace(message, transfer=transfer)

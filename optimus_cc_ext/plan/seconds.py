@@ -78,13 +78,14 @@ def _attention(gpu: Gpu, job: Job) -> Seconds:
     heads, s, width = job.micro_batch * model.heads // job.tp, model.sequence, model.hidden // model.heads
     scores, product = gemm(gpu, s, s, width, heads), gemm(gpu, s, width, s, heads)
     if job.flash:
-        # Causality halves the scores; the backward pass computes five products for two. Fused kernels reach about two
-        # thirds of a GEMM's speed (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 50 to 73 % of the peak).
+        # Causality halves the attention scores; the backward pass computes five products for two. Fused kernels reach
+        # about two thirds of a GEMM's speed (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 50 to 73 % of the
+        # peak).
         once = 0.5 * 2 * 2 * heads * s * s * width / (gpu.bf16 * gpu.gemm_efficiency * 2 / 3)
         return Seconds(once, 2.5 * once)
     values = heads * s * s
-    # Bytes per score. Forward: softmax reads and writes; dropout reads, writes, and writes its mask. Backward: dropout
-    # 5, softmax 6.
+    # Bytes per attention score: forward, softmax takes 4 and dropout 5, with its mask; backward, dropout 5 and softmax
+    # 6.
     return Seconds(
         scores + product + moved(gpu, (4 + 5) * values), 2 * (scores + product) + moved(gpu, (5 + 6) * values)
     )
@@ -111,7 +112,7 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
         forward += 4 * (qkv + model.hidden) * rows / tp
         backward += 4 * (qkv + model.hidden) * rows / tp
     if fp8:
-        # Each GEMM's input, and the gradient of its output, is read in 16 bits and written in 8 bits, twice.
+        # FP8 reads each GEMM's input and output gradient in 16 bits and writes it in 8 bits, twice.
         forward += 4 * rows * (2 * model.hidden + (model.hidden + inner) / tp)
         backward += 4 * rows * (2 * model.hidden + (qkv + up) / tp)
     # Each micro-batch's gradient is added to the buffer, which is read and written. A separate kernel reads the

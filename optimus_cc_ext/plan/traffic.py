@@ -68,7 +68,7 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
     width, form = job.value_bytes, config.format_of(PIPELINE_BACKWARD)
     small, compress = _in_blocks(gpu, n * m, width, form)
-    # The residual is added to the next gradient before encoding, and computed by decoding the sent message.
+    # Before encoding, the residual is added to the gradient; the new residual is computed by decoding the sent message.
     residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
     decompress, remember = compress, compress + residual if residual else 0.0
     compress += residual
@@ -136,8 +136,8 @@ def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: 
     """
     gpu, small, sums = cluster.gpu, _coded_bytes(values, form), _coded_bytes(values, SUM_FORMAT)
     shard = values / group.ranks
-    # First phase: encode; decode the other ranks' messages for this rank's shard, and add them. Second phase: encode
-    # the sum, decode all sums.
+    # In the first phase a rank encodes, decodes the other ranks' messages for its shard, and adds them; in the second
+    # it encodes the sum and decodes all sums.
     coding = _kernel(gpu, width * values + small) + _kernel(gpu, small + width * shard)
     again = _kernel(gpu, width * shard + sums / group.ranks) + _kernel(gpu, sums + width * values)
     steps = (small, all_to_all, coding), (sums, reduce_scatter, again)
@@ -155,7 +155,7 @@ def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
     """Return the shapes of a layer's matrices that low rank shrinks, as (rows, columns, rank) on one tensor rank."""
     found = []
     for place, (inputs, outputs) in enumerate(job.model.layer_matrices):
-        # QKV and the first MLP matrix are split by outputs, the other two by inputs.
+        # Tensor parallelism splits QKV and the first MLP matrix by outputs, the other two matrices by inputs.
         rows, columns = (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
         r = min(config.dp_compression_rank, rows, columns)
         if r * (rows + columns) < rows * columns:
@@ -172,8 +172,8 @@ def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
 def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
     """Return the seconds to compress and decompress a stage's gradients."""
     gpu, layers, spent = cluster.gpu, job.layers_per_stage, 0.0
-    # M = G + E (gradient plus residual) is read and written, E and G are written from the sum; each in the buffer's
-    # data type or in fp32.
+    # M = G + E (gradient plus residual) is read and written, then E and G are written from the sum; each is in the
+    # buffer's data type or in fp32.
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
     for n, m, r in _matrices(job, config):
         products = gemm(gpu, n, r, m, layers) + gemm(gpu, m, r, n, layers)
@@ -229,7 +229,7 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         small, covered = low_rank_values(job, config)
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
     elif block_format(gradients):
-        # Buffers for the messages of gradients in both phases; the sums reuse the first ones.
+        # Memory holds buffers for the messages of gradients in both phases; the sums reuse the first ones.
         ours += 2 * format_named(gradients).bits_per_value / 8 * job.stage_parameters
     if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
@@ -237,12 +237,12 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
     if block_format(gathered):
-        # Messages of all shards, this rank's shard before the step, and the change of one shard.
+        # The gather keeps messages of all shards, this rank's shard before the step, and the change of one shard.
         ours += (format_named(gathered).bits_per_value / 8 + 2 * job.value_bytes / job.dp) * parameters
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
-        # Master weights and two moments in fp32.
+        # Master weights and Adam's two moments are in fp32.
         "optimizer": 12.0 * parameters / (job.dp if job.distributed_optimizer else 1),
         "activations": _activations(job),
         "compression": ours,
@@ -262,11 +262,11 @@ def _activations(job: Job) -> float:
     scores = 5 * model.heads * model.sequence / model.hidden / t
     whole = 34 / t if job.sequence_parallel else 10 + 24 / t
     if job.precision == "fp8":
-        whole -= 7 / t  # four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
+        whole -= 7 / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
     layer = tokens * (whole + (0 if job.flash or job.recompute == "sel" else scores))
     layers = job.layers_per_stage
-    # 1F1B keeps the activations of as many micro-batches as there are stages; the interleaved schedule keeps 1 + (P -
-    # 1) / (P V) times as many.
+    # 1F1B (one forward, one backward) keeps the activations of `pp` micro-batches; the interleaved schedule keeps 1 +
+    # (pp - 1) / (pp vpp) times as many.
     kept = min(job.pp * (1 + (job.pp - 1) / (job.pp * job.vpp) if job.vpp > 1 else 1), job.micro_batches)
     head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
     if job.recompute == "full":

@@ -199,7 +199,7 @@ class Comparison:
         return ReportDocument(title, lead, parts, files=[*empty, self.scalars()])
 
     def _pictures(self) -> list[Picture]:
-        # Imported here because matplotlib takes a second to import, which the tables should not wait for.
+        # The pictures are imported here: matplotlib takes a second, which the tables should not wait for.
         from optimus_cc_ext.report import pictures
 
         drawn, by_run = [], self._shares()

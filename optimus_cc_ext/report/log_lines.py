@@ -82,7 +82,7 @@ def parse_scalars(line: str) -> dict[str, float]:
     found: dict[str, float] = {}
     if "optimus-cc" in line or "memory (MB)" in line:
         for tag, pattern in _SCALARS.items():
-            # The log has MB and percent.
+            # The log prints MB and percent, the record holds bytes and shares.
             scale = 1e6 if tag.endswith("bytes") else 1e-2 if tag.endswith("relative error") else 1.0
             found |= {tag.format(name): scale * float(value) for name, value in pattern.findall(line)}
     return found

@@ -157,7 +157,7 @@ def read_events(folder: Path) -> Record:
 
 def _read_events(file: Path) -> dict[str, dict[int, float]]:
     """Return the scalars of one event file: the value at each step, by tag."""
-    # Imported here because it takes a second, which bad input should not wait for.
+    # tensorboard is imported here because it takes a second, which bad input should not wait for.
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -231,6 +231,7 @@ class Share:
 
 def shares(record: Record) -> list[Share]:
     """Return the mean raw and sent bytes per iteration of each class that the run logged, then their sum."""
-    names = [each.tag for each in CLASSES if record.raw(each.tag).mean > 0]  # NaN if the run did not log the class
+    # The mean is NaN if the run did not log the class.
+    names = [each.tag for each in CLASSES if record.raw(each.tag).mean > 0]
     classes = [Share(name, record.raw(name).mean, record.sent(name).mean) for name in names]
     return [*classes, Share("all traffic", sum(s.raw for s in classes), sum(s.sent for s in classes))]

@@ -38,7 +38,7 @@ class UsualClipping:
         """Return the factor for the residuals of a step with this clip coefficient, and include the step in the
         mean.
         """
-        if coefficient == 0.0:  # the norm was not finite, and such a step leaves no residuals
+        if coefficient == 0.0:  # a step whose norm is not finite leaves no residuals
             return 1.0
         log = math.log(coefficient)
         if self._log is None:

@@ -154,7 +154,7 @@ class LowRankPlan:
         numel = sum(factors) + sum(dense)
         if self.wire is None:
             return DensePlan(numel=numel, dense=[(0, numel)], dtype=self.wire_dtype, ranks=self.ranks, sharded=False)
-        # One range for each matrix, because tensor-parallel ranks may replicate one matrix and not another.
+        # Each matrix has a range of its own: tensor-parallel ranks may replicate one and not another.
         return ExchangePlan(
             numel=numel, coded=ranges[: len(factors)], dense=ranges[len(factors) :], dtype=self.wire_dtype,
             ranks=self.ranks, sharded=False, formats=Formats(self.wire, self.wire),
@@ -196,7 +196,7 @@ def _packs(shapes: Sequence[EqualMatrices], itemsize: int) -> list[list[EqualMat
     packs: list[list[EqualMatrices]] = []
     room = 0
     for index, (same, size) in enumerate(zip(shapes, sizes, strict=True)):
-        # A further pack is begun only if the rest is large enough for one.
+        # Only parameters that are enough for a whole pack begin another one.
         if not packs or (room >= least and sum(sizes[index:]) >= least):
             packs.append([])
             room = 0

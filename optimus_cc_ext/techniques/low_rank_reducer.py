@@ -106,7 +106,7 @@ class LowRankReducer(Reducer):
         left = iter(shape_groups)
         self._packs = [self._allocate(pack, [next(left) for _ in pack.shapes], flat) for pack in plan.packs]
         self._whole = False
-        self._outstanding: Sequence[_Pack] = ()  # the packs whose P are being summed
+        self._outstanding: Sequence[_Pack] = ()  # packs whose P are being summed
         self._dense_sums: list[PendingCollective] = []
 
     def _allocate(self, plan: PackPlan, groups: list[ShapeGroup], flat: torch.Tensor) -> _Pack:
@@ -142,7 +142,7 @@ class LowRankReducer(Reducer):
                     same.project(self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
             pack.sum_of_p.start()
-        # Started after P, which is waited for first, so that they are summed while Q is computed.
+        # Dense sums start after those of P, which are waited for first, and so run while Q is computed.
         group = self._groups.whole
         self._dense_sums = [start_sum(run, group, "dense gradient reduction") for run in self._in_place]
 
@@ -155,7 +155,7 @@ class LowRankReducer(Reducer):
             with self._gauge.timed(pack.groups[0].p.device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
-                # All shapes at once, because on a GPU many factorisations take as long as one.
+                # All shapes are factorised at once: on a GPU many factorisations take as long as one.
                 self._compressor.orthogonalize_all([s.p_wire for s in pack.groups], [s.p for s in pack.groups])
                 for same in pack.groups:
                     matrices = same.matrices(self._scratch)

@@ -240,8 +240,8 @@ class LowRankMessages(DenseMessages):
         super().__init__(statistics)
         self._plan, self._compressor, self._scratch, self._gauge = plan, compressor, scratch, gauge
         self.states, self._has_residuals = states, plan.config.lazy_error_propagation
-        # These blocks have a gauge of their own, because their error is part of low rank's error, which is measured as
-        # a whole.
+        # The blocks that carry factors have a gauge of their own: their error is part of low rank's, which is measured
+        # as a whole.
         self._wire = None if codec is None else BlockMessages(codec, Gauge())
 
     def end(self) -> None:
@@ -284,7 +284,7 @@ class LowRankMessages(DenseMessages):
                     self._wire.read(sent.tensor, factors)
                 if self._has_residuals or self._gauge.on:
                     self._gauge.note_compressed(matrix)
-                    # The reconstruction equals the receiver's, to the bit.
+                    # This reconstruction equals the receiver's, to the bit.
                     self._compressor.subtract_reconstruction(matrix, p_wire, q_wire)
                     self._gauge.note_error(matrix)
                     self._statistics.error(number, matrix)

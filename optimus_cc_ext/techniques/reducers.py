@@ -266,7 +266,7 @@ class Reduction:
         with self._beside():
             for reducer in reducers:
                 reducer.start(whole)
-            # After this reduction's first phase has been posted, so that it runs while the earlier one is waited for.
+            # Earlier reductions go on once this one's first phase is posted, which then runs while they are waited for.
             self._go_on()
         under_way.extend(reducers)
 

@@ -240,7 +240,7 @@ class SelectiveStageCompression(Technique):
     def begin(self, this: Iteration) -> None:
         """Begin a pass, dense during the warm-up."""
         super().begin(this)
-        # Reductions that a failed pass has left would write into the gradients of this pass.
+        # Reductions left by a failed pass would write into the gradients of this one.
         self.under_way.clear()
         self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
 

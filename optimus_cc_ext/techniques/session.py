@@ -132,7 +132,7 @@ class Session:
             self.forward, self.backprop, self.gradients, self.parameters, self.embedding
         )  # fmt: skip
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
-        # By gradient-norm group; equal on all ranks, because the norms are.
+        # Usual clipping coefficients, by gradient-norm group, are equal on all ranks, because the norms are.
         self._preallocated = False
         self._unreported_steps = 0
         self._fallback: str | None = None

@@ -162,7 +162,7 @@ class FactorState:
         """Discard this step's changes if `factor`, of any shape, has a NaN or Inf. The device decides."""
         largest = scratch.take("largest", (), torch.promote_types(factor.dtype, torch.float32), factor.device)
         torch.linalg.vector_norm(factor, ord=torch.inf, out=largest, dtype=largest.dtype)
-        # For NaN the comparison is false as well.
+        # For a NaN the comparison is false as well.
         below = torch.lt(largest, torch.inf, out=scratch.take("finite", (), torch.bool, factor.device))
         self._finite.logical_and_(below)
 
@@ -276,7 +276,7 @@ class FactorStates:
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
         """Commit an applied step; make the pending warm starts first."""
-        # On the current stream, because every reduction has been waited for, and so its memory is free.
+        # Warm starts are made on the current stream: every reduction has been waited for, so its memory is free.
         open_ones = [(state, state.next_q) for state in self if state.next_q is not None]
         if open_ones:
             assert self._warm_starts is not None
@@ -333,5 +333,5 @@ class FactorStates:
             return
         self._states.clear()
         self._used.clear()
-        # Copies, because the argument may be the live state of another run.
+        # The state is copied, because the argument may be the live state of another run.
         self._waiting = {name: {key: t.clone() for key, t in saved.items()} for name, saved in state_dict.items()}

@@ -37,7 +37,7 @@ class Iteration:
 
     def is_among_the_first(self, fraction: float) -> bool:
         """Return whether this iteration belongs to the first `fraction` of the training."""
-        # Rounded, because 0.29 * 100 is a little less than 29 in floating point.
+        # The percentage is rounded, because 0.29 * 100 is a little less than 29 in floating point.
         return self.number < round(fraction * (self.train_iters or 0))
 
 

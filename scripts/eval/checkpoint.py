@@ -110,7 +110,7 @@ def _read_ranks(checkpoint: Checkpoint) -> Weights:
 
 
 def _read_rank(file: Path) -> dict[str, Any]:
-    # Mapped instead of read, because the optimizer's tensors are most of the file.
+    # The file is mapped instead of read, because the optimizer's tensors are most of it.
     with _megatron_objects(), _damage_named(file):
         state: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict):
@@ -154,7 +154,7 @@ def _args_in(state: dict[str, Any], where: Path) -> argparse.Namespace:
 def _megatron_objects() -> Iterator[None]:
     """Let files hold the objects that Megatron itself allows, and nothing else, because unpickling can run any code."""
     with warnings.catch_warnings():
-        # The warnings are about kernels that are not installed, which reading files does not need.
+        # Megatron warns about kernels that are not installed, which reading files does not need.
         warnings.simplefilter("ignore")
         from megatron.core.safe_globals import SAFE_GLOBALS
 

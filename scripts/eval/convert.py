@@ -23,7 +23,7 @@ from scripts.eval.checkpoint import find_checkpoint, read_weights
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 
 _MADE_FROM = "conversion.json"
-# Copied by name, because another model's config.json may lie beside them.
+# The files of the tokenizer are copied by name, because another model's config.json may lie beside them.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -110,7 +110,7 @@ def _model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
-        # Built without memory of its own: the parameters become the tensors that were read.
+        # The model is built without memory of its own: its parameters become the tensors that were read.
         model = GPT2LMHeadModel(GPT2Config(**config))
     try:
         model.load_state_dict(gpt2_weights(weights, config), strict=True, assign=True)

@@ -13,8 +13,8 @@ import torch
 from optimus_cc_ext.errors import FlagError
 from scripts.eval.merge import Weights
 
-# Values that Megatron's arguments must have: of arguments that change the forward pass without adding or removing a
-# parameter, and of others so that the error names a flag rather than a parameter. An argument that a checkpoint lacks
+# GPT-2 fixes these values of Megatron's arguments. Some change the forward pass without adding or removing a parameter;
+# the others are listed so that the error names a flag rather than a parameter. An argument that a checkpoint lacks
 # cannot have been set.
 _OFF = (
     *("layernorm_zero_centered_gamma", "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "swiglu"),
@@ -68,7 +68,7 @@ def gpt2_config(args: argparse.Namespace, *, vocab_size: int, end_of_text: int |
         if value != needed:
             flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
             flags.append(flag if isinstance(needed, bool) else f"{flag} {value}")
-    # Megatron writes the number of heads if no groups were asked for.
+    # Megatron writes the number of heads as the number of groups if no groups were asked for.
     groups = getattr(args, "num_query_groups", None) or args.num_attention_heads
     if getattr(args, "group_query_attention", False) and groups != args.num_attention_heads:
         flags.append(f"--group-query-attention --num-query-groups {groups}")
@@ -140,7 +140,8 @@ def _converted(name: str, value: torch.Tensor, config: dict[str, Any]) -> torch.
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return value[: config["vocab_size"]].clone()
     if ".linear_qkv." in name:
-        # [heads x (query, key, value) x head size, ...] -> [(query, key, value) x heads x head size, ...]
+        # Megatron orders rows as [heads x (query, key, value) x head size], GPT-2 as [(query, key, value) x heads x
+        # head size].
         by_head = value.unflatten(0, (config["n_head"], 3, -1))
         value = by_head.transpose(0, 1).reshape(value.shape)
     if ".linear_" in name and name.endswith(".weight"):

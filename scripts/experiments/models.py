@@ -183,7 +183,7 @@ class Training:
         """Number of weights of a GPT, with the tied embedding counted once."""
         hidden = self.model.hidden
         matrices = 12 * hidden**2
-        vectors = 13 * hidden  # two norms of 2, biases of 3 + 1 + 4 + 1
+        vectors = 13 * hidden  # a layer has two norms of 2 vectors each, and biases of 3 + 1 + 4 + 1
         return self.layers * (matrices + vectors) + (self.model.vocabulary + self.model.sequence + 2) * hidden
 
     def flags(self) -> list[str]:
@@ -214,8 +214,8 @@ class Training:
             {model.flags}
         """
         if self.device != "cpu":
-            # On a CPU these are off by default. On a GPU they would need Apex and Transformer Engine, which the
-            # environment lacks.
+            # The fused kernels of these flags are off by default on a CPU; on a GPU they need Apex and Transformer
+            # Engine, which the environment lacks.
             flags += """ --bf16 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
                 --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion"""
         return shlex.split(flags)

@@ -47,7 +47,7 @@ class Runs:
     def known(self, name: str, flags: Sequence[str]) -> dict[str, Any] | None:
         """Return the row of an earlier run with the same flags on the same text; None if there is none."""
         row = self._row(self.folder / name)
-        # Rows before 2026-11-25 do not name the text.
+        # Rows of grid.csv from before 2026-11-25 do not name the text.
         return row if row.get("flags") == list(flags) and row.get("text", self.text) == self.text else None
 
     def made(
@@ -124,7 +124,7 @@ def claimed(output: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
-            # Anybody may write into the file, so only a number is repeated.
+            # Anybody may write into the lock file, so only a number from it is repeated.
             holder = stream.read(20).strip()
             raise ExperimentError(
                 f"--output {output}: another process ({holder if holder.isdecimal() else 'unknown'}) is writing to it."

@@ -81,7 +81,7 @@ def flags_of(text: str, layout: Layout, ranks: tuple[int, int], further: Sequenc
     kept: list[str] = []
     keeps = True
     for word in words:
-        if word.startswith("--"):  # the words up to the next flag are this flag's value
+        if word.startswith("--"):  # the words up to the next flag are the values of this one
             keeps = not word.startswith(absent)
         kept += [word] * keeps
     return [*kept, *further] if text else []

@@ -56,7 +56,8 @@ class Check:
 
 
 def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
-    # Imported when it runs, because the process that starts the checks has to name first what the machine lacks.
+    # The check's module is imported when it runs, because the process that starts the checks has to name first what the
+    # machine lacks.
     return lambda setting: getattr(importlib.import_module(f"scripts.gpu_check.{module}"), function)(setting.device)
 
 
@@ -100,7 +101,7 @@ def training(setting: Setting) -> Iterator[Row]:
         if iteration in (1, iterations) or iteration % 10 == 0:
             gap = 100 * (found / expected - 1)
             yield {"iteration": iteration, "vanilla": expected, "balanced": found, "difference, %": gap}
-    if not abs(gap) < MOST_APART:  # also true for NaN
+    if not abs(gap) < MOST_APART:  # `not <=` is also true for NaN
         raise SystemExit(f"balanced ends with a loss of {balanced.last:.4f}, vanilla with {vanilla.last:.4f}")
 
 
@@ -128,7 +129,7 @@ def _study(setting: Setting, folder: Path, words: list[str]) -> None:
     from scripts.study.__main__ import main
 
     os.environ.setdefault("OPTIMUS_CC_DEVICE", "shared-gpu")
-    shutil.rmtree(folder, ignore_errors=True)  # the study would not repeat finished runs
+    shutil.rmtree(folder, ignore_errors=True)  # the study does not repeat runs whose results exist
     if main([*words, "--seeds", "1", "--output", str(folder), *(["--tiny"] if setting.dry else [])]):
         raise SystemExit(f"a run failed: {folder}/runs/*/log.txt")
 

@@ -49,7 +49,7 @@ def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: in
     expected = reference.reconstruct(p.double(), q.double())
     rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
     off["P Q^T"] = max(0.0, _off(arrives, expected) - rounding)
-    # Products of fp32 with 3xTF32, and sums of a thousand terms: about ten units of the last bit.
+    # fp32 products with 3xTF32, and sums of a thousand terms, are off by about ten units of the last bit.
     if worst := {name: value for name, value in off.items() if not value < 1e-5}:
         raise SystemExit(f"{case}: off by {worst}")
     remembered = total.clone()

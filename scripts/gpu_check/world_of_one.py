@@ -30,8 +30,8 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
         ours, theirs = (reducer(bucket, rank, fast_compressor(), group) for bucket in (beside, in_line))
         side = SideStream(device)
         for step in range(STEPS):
-            # The gradients come late, and so does the work after the hook: a reduction that does not wait reads old
-            # values.
+            # The stream is kept busy, so that the gradients are written late: a reduction that does not wait for them
+            # reads old values.
             _keep_busy(device)
             for bucket in (beside, in_line):
                 bucket.flat.copy_(Bucket.random(layers, shapes, hidden, device, seed=step).flat)
@@ -84,7 +84,7 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
                 requests = dist.batch_isend_irecv(operations)
             else:  # gloo sends nothing to itself
                 receiving.tensor.copy_(sending.tensor)
-            # The same order of calls as in the hook.
+            # The calls come in the same order as in the hook.
             for step in (sending.after_post, receiving.after_post, *(request.wait for request in requests)):
                 step()
             for transfer in (sending, receiving):

@@ -99,7 +99,7 @@ def _on_host(
     return hosts.popen(
         host, [sys.executable, "-m", *torchrun, *meeting, "-m", "optimus_cc_ext", *flags],
         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        # All hosts are one machine, with one name.
+        # All hosts are one machine, so they share one name.
         env=_environment(INTERFACE) | {"OPTIMUS_CC_NODE": f"host{host}"},
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device,
 
 def _environment(interface: str, device: Device = "cpu", beside: int = 1) -> dict[str, str]:
     environment = dict(os.environ)
-    # More threads than cores would be much slower.
+    # More threads than cores would make every rank much slower.
     environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OPTIMUS_CC_NODE", f"ranks:{beside}")
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}

@@ -93,7 +93,7 @@ def bits_per_second(rate: str) -> float:
 def tbf_options(rate: str) -> str:
     """Return the options of tc's token bucket for `rate`. The burst is small, so that short messages wait, too."""
     bits = bits_per_second(rate)
-    # A burst of 2 ms of the rate, because the timers of a busy machine are late by a fraction of that.
+    # The bucket holds 2 ms of the rate, because the timers of a busy machine are late by a fraction of that.
     burst = max(int(bits / 8 * 2e-3), 6_000)
     return f"rate {bits:.0f}bit burst {burst} latency 50ms"
 
@@ -107,7 +107,7 @@ class Network:
         lines = ["link add name switch type bridge", "link set switch addrgenmode none up"]
         for host, holder in enumerate(hosts):
             lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder.pid}")
-            # No IPv6, because its own messages would be counted, and its header is longer than FRAMING_BYTES says.
+            # IPv6 is off: its own messages would be counted, and its header is longer than FRAMING_BYTES says.
             lines.append(f"link set port{host} addrgenmode none master switch up")
         _batch(switch, "ip", lines)
         for host, holder in enumerate(hosts):
@@ -188,8 +188,8 @@ class _Holder:
 @contextmanager
 def _holder(beside: _Holder | None = None, *, new_user: bool = False) -> Iterator[_Holder]:
     """Make namespaces: of this process's user, of a `new_user`, or of the user of the namespaces `beside`."""
-    # When the first process of a process namespace ends, the kernel ends all others in it. Only this process has the
-    # pipe's other end.
+    # When the first process of a process namespace ends, the kernel ends all others in it. `cat` ends with this
+    # process, which alone has the pipe's other end.
     unshare = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "sh", "-c", "echo ready; exec cat"]
     unshare[1:1] = ["--user", "--map-root-user"] if new_user else []
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

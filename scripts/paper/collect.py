@@ -23,7 +23,7 @@ LEADS = {
 
 def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     """Write everything that `results` has the logs for into `output`; return the names of the experiments found."""
-    # Imported here, because matplotlib takes a second, for which --help need not wait.
+    # The plots are imported here, because matplotlib takes a second, for which --help need not wait.
     from optimus_cc_ext.report.document import Box, Picture, ReportDocument
     from scripts.paper import plots, tables
 
@@ -31,7 +31,8 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
         tables.read_runs(results, name) for name in ("table2", "figure10", "figure11", "figure12")
     )
     statistics, summary = tables.figure11(figure11)
-    # Name, drawing function, table of the picture, and the table that is shown if it is another one.
+    # Each row has a name, a drawing function, the table of the picture, and the table that is shown if it is another
+    # one.
     figures = [
         ("figure9", plots.learning_curves, tables.learning_curves(table2), tables.table2(table2)),
         ("figure10", plots.breakdown, tables.figure10(figure10), None),

@@ -76,12 +76,13 @@ def check(compressor: LowRank, rows: int, columns: int, compression_rank: int, d
     right = torch.randn(1, compression_rank, columns, generator=generator)
     exact = Message(compressor, (left @ right).to(device), compression_rank)
     exact.compress()
-    # The random start may almost miss a direction, which fp32 then rounds off; the warm start does not.
+    # The random start may almost miss a direction, which fp32 then rounds off; the warm start of this second step does
+    # not.
     exact.residual.zero_()
     exact.compress()
     exact.decompress()
     lost = float(exact.residual.norm() / exact.arrives.norm())
-    # fp32 products of `columns` terms; TF32, which is off by default, would give 1e-3.
+    # fp32 products of `columns` terms lose less than 1e-4; TF32, which is off by default, would lose 1e-3.
     subject = f"figure14.py: rank {compression_rank} of {rows} x {columns}"
     if not lost < 1e-4:
         raise SystemExit(f"{subject}: {lost:.1e} of a matrix of this rank is lost")

@@ -17,7 +17,8 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, _: process.send_signal(received))
     status = process.wait()
-    # The maximum over all descendants that were waited for, in KiB on Linux; torchrun itself takes less than a rank.
+    # The kernel reports the maximum over all descendants that were waited for, in KiB on Linux; torchrun itself takes
+    # less than a rank.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(f"peak resident memory (MB) | {peak / 1024:.2f}", flush=True)
     return status if status >= 0 else 128 - status

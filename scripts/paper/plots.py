@@ -37,15 +37,15 @@ def memory(table: Table) -> Figure:
 
 def error_statistics(table: Table) -> Figure:
     """Draw figure 11: cosine and averages by iteration, a line for each stage."""
-    # A panel for each, because errors are of gradients, differences of activations, and they lie orders of magnitude
-    # apart.
+    # Each quantity has a panel of its own: errors are of gradients, differences of activations, and they lie orders of
+    # magnitude apart.
     figure, grid = panels(3, 1, 7.2, 2.3)
     for (axes,), name in zip(grid, ("cosine", "mean error", "mean activation difference"), strict=True):
         lines(axes, table, "iteration", name, by="stage", label="stage {}")
         axes.axhline(0, color=INK, lw=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(axes, "cosine between errors and activation differences" if name == "cosine" else name)
-    # The whole range, so that a cosine of nearly nothing looks like nothing.
+    # The axis shows the whole range of a cosine, so that one of nearly 0 looks like nothing.
     grid[0][0].set_ylim(-1, 1)
     grid[0][0].legend(frameon=False, fontsize="small", ncols=4)
     grid[2][0].set_xlabel("iteration")

@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
     for signum in _SIGNALS:
         signal.signal(signum, _interrupt)
     try:
-        # Imported here, because --help needs neither, and so that a missing package is reported like any other error.
+        # Both modules are imported here, because --help needs neither, and so that a missing package is reported like
+        # any other error.
         import optimus_cc_ext.report  # noqa: F401
         from scripts.quickstart.compare import compare
 

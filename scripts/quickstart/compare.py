@@ -66,7 +66,7 @@ class Workspace:
 
     def publish(self) -> None:
         """Replace earlier results by the complete ones."""
-        # Signals have to wait, because half way neither the old results nor the new ones are in place.
+        # Signals wait while folders are moved, because half way neither the old results nor the new ones are in place.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             replace(self.unfinished, self.output)

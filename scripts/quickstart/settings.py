@@ -92,8 +92,8 @@ class Settings(Training):
         """Return our flags of one run: none for vanilla, whose traffic is still counted. `further` flags come last and
         override.
         """
-        # All stages, because the preset's `auto` would follow the links, which change during the run, and would choose
-        # no stage on unshaped links.
+        # All stages are compressed: the preset's `auto` would follow the links, which change during the run, and would
+        # choose no stage on unshaped links.
         return [] if run == "vanilla" else [*STUDY["balanced"].split(), *further]
 
 

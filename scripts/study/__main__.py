@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
 def words_of(variant: str, training: Training) -> list[str]:
     """Return the flags of a variant, which follow Megatron's."""
     if variant == "one-ulp":
-        # An ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value.
+        # One ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value, so this factor moves a weight by one or
+        # two.
         return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
     return flags_of(STUDY.get(variant, ""), training.layout, larger_ranks(training.model.hidden))
 
@@ -113,7 +114,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     common = shlex.split(options.common)
     ours = {variant: list(mine) if variant == MINE else words_of(variant, training) for variant in variants}
     for variant in variants:
-        # --common may change what is refused, so the first run has to show it
+        # with other --common flags, other flags may be refused, so the first run has to show it
         if variant in (*STUDY, MINE) and not common:
             training.config_of(ours[variant])
     if training.device != "cpu":
@@ -130,7 +131,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
             flags = [
                 *([SCRIPTS[variant]] if variant in SCRIPTS else []), *seeded.megatron_flags(data, tensorboard),
                 *ours[variant],
-                # One validation, after the last iteration.
+                # A run validates once, after its last iteration.
                 "--eval-interval", str(10 * training.iterations), *common,
             ]  # fmt: skip
             if options.show and runs.known(name, flags) is None:

@@ -78,7 +78,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Train once, then compare; show the comparisons that are there."""
     model = MODELS["test" if options.tiny else "gpt"]
     if options.tiny:
-        model = dataclasses.replace(model, layers_per_stage=2)  # a layer for each of four stages
+        model = dataclasses.replace(model, layers_per_stage=2)  # each of four stages gets one layer
     training = Training(model=model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
     data = prepared(options, training)
     runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)

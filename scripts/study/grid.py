@@ -121,7 +121,7 @@ def make_runs(options: argparse.Namespace) -> int:
                 for variant in options.variants.split(","):
                     ours = words_of(variant, training)
                     if variant in STUDY:
-                        training.config_of(ours)  # refuses flags that cannot work before anything is trained
+                        training.config_of(ours)  # a flag that cannot work is refused before anything is trained
                     key = {
                         "model": model, "layout": str(options.layout), "text": text, "iterations": options.iterations,
                         "seed": seed, "variant": variant, "cpu": cpu, "text_hash": runs.text[:12],
@@ -256,7 +256,7 @@ def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
 @functools.cache
 def student(freedom: int) -> float:
     """Return the 95 % quantile of Student's t distribution."""
-    # mpmath comes with torch, which needs sympy.
+    # mpmath is installed with torch, which needs sympy.
     from mpmath import betainc, findroot
 
     def beyond(t: float) -> Any:

@@ -15,7 +15,7 @@ from optimus_cc_ext import pretrain_gpt
 build_datasets = pretrain_gpt.build_datasets
 
 
-@functools.wraps(build_datasets)  # also copies `is_distributed`, which Megatron reads
+@functools.wraps(build_datasets)  # the copy keeps `is_distributed`, which Megatron reads
 def build_last_first(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Build the datasets of training, validation and test; the samples of the training dataset are in reverse order."""
     training, *others = build_datasets(*args, **kwargs)

@@ -86,7 +86,7 @@ def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> T
 
 def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure":
     """Draw `prices` as points, one for each variant, over vanilla's own spread."""
-    # Imported here, because matplotlib takes a second, for which tables need not wait.
+    # matplotlib is imported here: it takes a second, for which tables need not wait.
     from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
@@ -122,7 +122,7 @@ def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure
         axes.legend(frameon=False, fontsize="small", loc="lower right")
     tidy(axes, title, "both")
     axes.grid(visible=True, axis="y", which="minor", color=GRID, lw=0.4)
-    figure.draw_without_rendering()  # does the layout, so that the area of each label is known
+    figure.draw_without_rendering()  # drawing lays the picture out, so that the area of each label is known
     move_apart(labels)
     return figure
 
@@ -150,5 +150,5 @@ def extent_of(label: "Annotation") -> "Bbox":
     """Return the area of a label's text, in pixels, without the line to its point."""
     from matplotlib.text import Text
 
-    label.get_window_extent()  # computes the position of the text
+    label.get_window_extent()  # the first call computes the position of the text
     return Text.get_window_extent(label)

@@ -58,7 +58,7 @@ def _ip(line: str) -> None:
 def enter(host: str) -> int:
     """Let this rank enter a host, and join the default group from there; return the rank."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # The rendezvous stays where the test is: its socket remains in the namespace in which it was opened.
+    # The rendezvous stays where the test is: a socket remains in the namespace in which it was opened.
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False,
         timeout=timedelta(seconds=60),

@@ -83,19 +83,19 @@ def _measure(hosts: list[str], members: int) -> dict[str, int]:
     }  # fmt: skip
     found = {}
     for name, (dtype, reduce) in ways.items():
-        reduce(torch.ones(NUMEL, dtype=dtype))  # connections are made on first use
+        reduce(torch.ones(NUMEL, dtype=dtype))  # gloo makes its connections on first use, which is not counted
         rounds = []
         for _ in range(ROUNDS):
             flat = torch.ones(NUMEL, dtype=dtype)
             dist.barrier()
             before = sent_bytes()
-            dist.barrier()  # the others of this host send only now
+            dist.barrier()  # all ranks of a host read its counter before one of them sends
             reduce(flat)
             dist.barrier()
             rounds.append(sent_bytes() - before)
             if not name.startswith("gloo"):
                 shard = flat.view(ranks, -1)[rank].float()
-                # Errors of equal gradients are equal: they do not average out.
+                # All ranks have equal gradients, whose rounding errors are equal, too, and do not average out.
                 assert (shard - ranks).norm() < 0.2 * ranks * shard.numel() ** 0.5, name
         found[name] = min(rounds)
     return found

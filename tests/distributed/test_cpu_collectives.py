@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.forked_ranks import run_ranks
 
-# Sizes of buckets as in Megatron: several, all under way at once.
+# Megatron has several buckets of different sizes under way at once.
 SIZES = (64, 500, 3000, 12000, 40000)
 ROUNDS = 150
 
@@ -33,6 +33,6 @@ def _several_under_way() -> list[bool]:
 
 
 def test_coalesced_all_gathers_that_overlap_are_plain_ones_and_right():
-    # With gloo alone, a rank dies or hangs in this test, but rarely; the test can only assert that the collectives are
-    # plain ones.
+    # With gloo alone, a rank dies or hangs in this test, but rarely; so the test asserts that only plain collectives
+    # are used.
     assert run_ranks(4, _several_under_way, timeout=120) == [[True, True]] * 4

@@ -66,7 +66,7 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
 
     sent, right = [], True
     for synchronise in (unfused, fused):
-        synchronise(gradient(V // 64))  # connections are made on first use
+        synchronise(gradient(V // 64))  # gloo makes its connections on first use, which is not counted
         rounds = []
         for _ in range(ROUNDS):
             whole = gradient(V)
@@ -82,8 +82,8 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole gradients", "distributed optimizer"])
 def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded):
-    # The sharded case has the same bytes, because gloo's reduce-scatter moves as much as its all-reduce: 1.5 V instead
-    # of 0.75 V.
+    # V is the embedding's size. Sharded or not, the bytes are equal, because gloo's reduce-scatter moves as much as its
+    # all-reduce: 1.5 V instead of 0.75 V.
     expected = pytest.approx((unfused_bytes(V, D) / V, fused_bytes(V, D) / V), rel=0.02)
     for unfused, fused, right in run_ranks(2 * D, _synchronise, hosts, sharded, timeout=120):
         print(f"kernel's counters, V = {V / 2**20:.0f} MiB: {unfused / V:.3f} V -> {fused / V:.3f} V")

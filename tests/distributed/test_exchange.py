@@ -21,7 +21,7 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 
-# Shapes with matrices that end in the middle of a block, next to others and to vectors; shards end in both.
+# Some matrices end in the middle of a block, next to other matrices and to vectors; shards end inside of both.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS = 3
 INT4, INT8 = 0.12, 0.008
@@ -71,7 +71,7 @@ def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torc
             total = sum(parts[1:], start=parts[0])
         else:  # the message holds bf16, and cannot be read as another dtype
             used.gradients.decode_add(torch.stack([s[shard] for s in others]), layout, shard, total := parts[0])
-        own = gradients(shard, step, dtype).flat  # exact: it is in no message
+        own = gradients(shard, step, dtype).flat  # a rank's own gradients are exact, because they are in no message
         for start, length in (*((p.start, p.numel) for p in layout.pieces[shard]), *layout.dense[shard]):
             result[start : start + length] = (own + total)[start : start + length]
     if whole:
@@ -98,7 +98,7 @@ def _reduce(format: str, sharded: bool, whole: bool, dtype: torch.dtype, how: di
     for step in range(2):
         bucket.flat.copy_(gradients(dist.get_rank(), step, dtype).flat)
         reducer.start(whole)
-        reducer.second_phase()  # the bucket group that is waited for first begins the second phase of all
+        reducer.second_phase()  # the bucket group that Megatron waits for first begins the second phase of all groups
         reducer.finish()
         found.append(bucket.flat.clone() if whole or not sharded else mine(bucket.flat).clone())
     return found
@@ -153,7 +153,7 @@ def _poisoned(sharded: bool) -> list[bool]:
     bucket = gradients(dist.get_rank(), 0)
     reducer = reducer_of(bucket, codecs("int4"), sharded)
     found = []
-    for place in (0, bucket.views[2].storage_offset()):  # the first value of a matrix, and one of a vector
+    for place in (0, bucket.views[2].storage_offset()):  # a NaN as the first value of a matrix, then as one of a vector
         bucket.flat.copy_(gradients(dist.get_rank(), 0).flat)
         if dist.get_rank() == 1:
             bucket.flat[place] = float("nan")

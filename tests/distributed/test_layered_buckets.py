@@ -41,7 +41,8 @@ def _calls(dtype: torch.dtype, sharded: bool, error_feedback: bool) -> list[int]
 def test_the_number_of_torch_calls_does_not_grow_with_the_layers(dtype, sharded, error_feedback):
     (calls,) = run_ranks(1, _calls, dtype, sharded, error_feedback)
     if sharded:
-        # A shard that ends in the middle of a matrix rebuilds up to two pieces by themselves, in a few calls each.
+        # A shard that ends in the middle of a matrix rebuilds up to two parts of matrices by themselves, in a few calls
+        # each.
         assert max(calls) - min(calls) <= 30
         assert calls[2] <= calls[1] + 10
     else:

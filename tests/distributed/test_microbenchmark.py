@@ -38,7 +38,7 @@ SHAPES = [(24, 8), (8, 8), (24, 8), (8, 32)]
 def _measure() -> list[float]:
     dist.init_process_group("gloo")
     random_state = torch.get_rng_state()
-    matrices = [torch.ones(shape) for shape in SHAPES]  # each has a storage of its own
+    matrices = [torch.ones(shape) for shape in SHAPES]  # each matrix has a storage of its own
     keep = {
         "alone": dist.group.WORLD, "compressor": FastLowRank(), "config": CONFIG, "state_dtype": torch.float32,
         "codecs": None, "sharded": False,
@@ -54,7 +54,7 @@ def _measure() -> list[float]:
     )  # fmt: skip
     seconds.append(microbenchmark.time_parameters([shards], alone=dist.group.WORLD, codec=int8))
     assert bool((shards.flat == 1).all())
-    microbenchmark._SAMPLE_BYTES = 1  # time a single matrix, and extrapolate to all
+    microbenchmark._SAMPLE_BYTES = 1  # the benchmark times a single matrix, and extrapolates to all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
     for wire in (None, int8):
         messages = CompressedBackprop(CONFIG, FastLowRank(), wire).messages(LinkPlan(CONFIG, 1, 0))
@@ -152,7 +152,7 @@ def test_what_is_tried_has_memory_of_its_own():
 @pytest.mark.parametrize(
     "few, many, total, seconds",
     [
-        ((10, 1.0), (20, 1.1), 100, 1.9),  # launches: 0.9, and 0.01 a byte
+        ((10, 1.0), (20, 1.1), 100, 1.9),  # a launch takes 0.9 s, and each byte 0.01 s
         ((10, 1.0), (20, 2.0), 100, 10.0),  # bytes only
         ((20, 1.0), (20, 1.0), 100, 5.0),
         ((10, 1.0), (20, 0.9), 100, 4.5),

@@ -19,7 +19,7 @@ from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 from tests.formats import formats_of
 
-# Shapes with matrices that end in the middle of a block, next to others and to vectors; shards end in both, and in
+# Some matrices end in the middle of a block, next to other matrices and to vectors; shards end inside of both, and in
 # padding.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS, STEPS = 3, 4
@@ -149,7 +149,8 @@ def test_all_replicas_have_what_decoding_by_hand_gives_to_the_bit(format: str, d
 def test_messages_that_leave_nothing_out_bring_the_owners_weights_within_a_rounding() -> None:
     (found, *_), *_ = run_ranks(RANKS, _gathered, "exact", torch.bfloat16, [0])
     target = wanted(0, torch.bfloat16)
-    # The difference is rounded to 8 bits, and so is the sum: an ulp each, of the larger of the two.
+    # The change of a parameter is rounded to the 8 bits of bf16, and so is its sum with the parameter: one ulp each, of
+    # the larger of the two.
     assert ((found - target).abs() <= 2**-7 * (target.abs() + UPDATE * 4)).all()
     assert (found != target).float().mean() < 0.02
 
@@ -161,7 +162,7 @@ def test_what_a_message_leaves_out_is_in_the_next_and_nothing_accumulates(format
     target = wanted(STEPS - 1, torch.bfloat16).float()
     change = float((target - wanted(STEPS - 2, torch.bfloat16).float()).norm())
     left = [float((flat.float() - target).norm()) / change for flat in found[STEPS - 1 :]]
-    # A difference of bf16 values that is added to bf16 values is rounded twice, by 2^-8 for weights of size 1.
+    # A bf16 change that is added to a bf16 parameter is rounded twice, by 2^-8 for weights of size 1.
     rounding = 2**-8 / (UPDATE * STEPS)
     assert left[0] < 1.25 * FORMATS[format].gaussian_error + rounding
     assert left[-1] < max(left[0] / 4, 2e-3), "the same weights again: the messages say what was left out"

@@ -54,7 +54,7 @@ def test_every_rank_of_a_pipeline_finds_a_rate_and_one_alone_finds_none() -> Non
         assert found[:2] == [None, None]
         assert len(found[2:]) == len(Collective)
         for rate in (link, *found[2:]):
-            # A rate of loopback is higher than that of a slow network and lower than that of memory.
+            # The rate of the loopback interface is higher than a slow network's and lower than that of memory.
             assert 1e6 < rate.bytes_per_second < 1e11 and 0 <= rate.latency < 1
 
 

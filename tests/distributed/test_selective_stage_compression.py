@@ -29,7 +29,7 @@ RANK, PLAIN_STEPS, COMPRESSED_STEPS = 4, 2, 5
 
 
 def empty(dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES) -> Bucket:
-    return Bucket(shapes, parts=6, dtype=dtype)  # two or three replicas own equal parts
+    return Bucket(shapes, parts=6, dtype=dtype)  # with 6 parts, two or three replicas own equal shares
 
 
 def gradients(rank: int, step: int, shapes: Shapes = SHAPES) -> Bucket:
@@ -76,8 +76,8 @@ def _against_the_hook(compressor, shapes: Shapes) -> float:
         if step < PLAIN_STEPS:
             continue
         if step == PLAIN_STEPS:
-            # The hook orthogonalises its draw first, in one call per group of equal shapes: our factors start with the
-            # result.
+            # PowerSGD's hook orthogonalises the random matrices that it draws, one call per group of equal shapes; ours
+            # start with the result.
             for warm_start, factor in zip(warm_starts(reducer), drawn, strict=False):
                 warm_start.copy_(factor)
         reduce(reducer)
@@ -137,7 +137,8 @@ def _in_shards(steps: int, error_feedback: bool, compressor) -> list[float]:
 @BOTH
 def test_a_replica_rebuilds_the_rows_of_its_shard_and_no_others(compressor, error_feedback):
     for gap, whole_gap, touched in run_ranks(3, _in_shards, 5, error_feedback, compressor):
-        # The same products are computed in another order, five times through the residual: rounding of fp32.
+        # A shard's rows come from the same products in another order; the gap is fp32 rounding, five times through the
+        # residual.
         assert gap < 1e-5
         assert whole_gap < 1e-5, "asked for whole gradients, it gives them"
         assert touched == 0
@@ -156,8 +157,8 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) 
     for step in range(steps):
         flat.copy_(gradients(rank, step).flat / ranks)
         missing.flat.add_(flat)
-        # With shards, one step reduces whole gradients, which every replica reads: the account has to hold
-        # nevertheless.
+        # With shards, step 2 reduces whole gradients, which every replica reads: sent and missing values have to add up
+        # there, too.
         reduce(reducer, whole=sharded and step == 2)
         if sharded and step != 2:
             _own_shard(missing.flat).sub_(_own_shard(flat))
@@ -181,7 +182,7 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) 
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_what_replicas_offered_is_what_they_got_plus_their_residuals(dtype, sharded, wire):
     for gap, equal in run_ranks(3 if sharded else 2, _conserves, 6, dtype, sharded, wire):
-        # Gradients are of order 1; a rounding error of the bf16 bucket that was lost would show as 1e-3.
+        # Gradients are of order 1: if the rounding error of the bf16 bucket got lost, the sum would be off by 1e-3.
         assert gap < 1e-5
         assert equal, "every replica applies the same gradient, bit for bit"
 
@@ -279,7 +280,7 @@ def _factorisations() -> list[int]:
 
 
 def test_all_shapes_share_a_factorisation_and_warm_starts_wait_until_the_optimizer_has_its_gradients():
-    # Cholesky QR factors twice: all P of a pack, and all Q of all buckets.
+    # Each of the two factorisations has two passes of Cholesky QR: one takes all P of a pack, one all Q of all buckets.
     assert run_ranks(1, _factorisations) == [[2, 2]]
 
 
@@ -319,7 +320,8 @@ def _beside_the_backward_pass(store: str) -> None:
             busy = torch.randn(4096, 4096, device="cuda")
             for _ in range(20):
                 busy = busy @ busy / 64
-            # after the work that keeps the stream busy: a reducer that does not wait reads the old gradient
+            # the gradient is written after long work on the stream: a reducer that does not wait for it reads the old
+            # gradient
             flat.copy_(gradient)
             if side is None:
                 reducer.reduce()
@@ -337,7 +339,8 @@ def _beside_the_backward_pass(store: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: there are no streams to order")
 def test_on_a_gpu_a_side_stream_gives_the_same_bits(tmp_path):
-    # Not in a forked rank, because forked ranks have the CPU runtime, whose streams are the program's own order.
+    # This test runs outside of a forked rank, because forked ranks have the CPU runtime, whose streams follow the
+    # program's own order.
     program = f"import {__name__} as tests; tests._beside_the_backward_pass('{tmp_path}/store')"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -369,5 +372,5 @@ def test_before_training_a_group_makes_one_small_all_to_all_and_messages_count_a
     for sent, open_stages, chosen, messages in run_ranks(2, _connected_before_training, timeout=60):
         assert sent == [32]
         assert open_stages >= 2 * 1024 // 2, "int4 messages in two directions"
-        # Messages that are there are not needed once more.
+        # Buffers of messages that exist already are not counted again when `auto` chooses the stages.
         assert messages > 0 and chosen == open_stages - messages

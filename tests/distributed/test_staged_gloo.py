@@ -19,7 +19,7 @@ class Operations:
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group, self.dtype, self.rank = group, dtype, dist.get_rank()
-        # gloo itself knows neither bool nor fp8.
+        # gloo itself sends neither bool nor fp8.
         self.sent_as = torch.uint8 if dtype.itemsize == 1 and dist.get_backend(group) == "gloo" else dtype
         self.found: dict[str, list[torch.Tensor]] = {}
 
@@ -29,7 +29,7 @@ class Operations:
 
     def run(self, name: str, written: list[torch.Tensor], operation: Callable[..., Any], *args: Any) -> None:
         operation(*args, group=self.group)
-        # Compared as bytes, because neither NaN nor fp8 can be compared.
+        # Tensors are compared as bytes, because NaN equals nothing and fp8 has no comparison.
         self.found[name] = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in written]
 
     def adding(self) -> None:
@@ -42,7 +42,7 @@ class Operations:
         self.run("reduce-scatter, a list", [part], dist.reduce_scatter, part, list(self.values(RANKS, 6).unbind()))
         one = self.values(9)
         self.run("reduce", [one] * (self.rank == 1), dist.reduce, one, 1)
-        # Whole numbers, because gloo, which joins the tensors, adds up in another order.
+        # The values are whole numbers, because gloo, which joins the tensors, adds them up in another order.
         several = [self.values(size).round() for size in (3, 8)]
         self.run("all-reduce, coalesced", several, coalesced, dist.all_reduce, [(tensor,) for tensor in several])
 
@@ -111,7 +111,7 @@ def _order_and_averages() -> list[Any]:
     assert dist.get_backend(group) == NAME, "new groups are of the default group's kind"
     tensor = torch.full((4,), float(rank))
     first = dist.all_reduce(tensor, group=group, async_op=True)
-    # Without waiting for the first operation: as with NCCL, the second one reads its result.
+    # The second operation starts before the first one is waited for: as with NCCL, it reads the first one's result.
     dist.all_reduce(tensor, group=group)
     first.wait()
     average, leaf = torch.tensor([float(rank)]), torch.zeros(3, requires_grad=True)

@@ -19,7 +19,7 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes
 from tests.forked_ranks import run_ranks
 
-# Matrices that end in the midst of a block, of a shard, and of a node's part.
+# Some matrices end in the middle of a block, of a shard, and of a node's part.
 SHAPES: Shapes = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 TINY: Shapes = [(3, 4), (5,)]
 KINDS = pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def _reduce(members: int, format: str, sharded: bool, whole: bool, dtype: torch.
     for _ in range(2):
         bucket.flat.copy_(gradients(rank, ranks, dtype, shapes).flat)
         reducer.start(whole)
-        reducer.second_phase()  # the bucket group that is waited for first has all go on
+        reducer.second_phase()  # the bucket group that Megatron waits for first begins the second phase of all groups
         reducer.finish()
     return bucket.flat if whole or not sharded else bucket.flat.view(ranks, -1)[rank].clone()
 
@@ -98,7 +98,7 @@ def literal_sum(ranks: int, dtype: torch.dtype = torch.float32, shapes: Shapes =
 @NODES
 def test_exact_messages_reproduce_the_sum_to_rounding(nodes, members, sharded, whole):
     found, literal = reduced(nodes, members, "exact", sharded, whole), literal_sum(nodes * members)
-    # Other orders of six fp32 values differ by some units in the last place, 6e-8 each.
+    # Two orders of adding six fp32 values differ by some units in the last place, 6e-8 each.
     assert (found.double() - literal).norm() < 2e-7 * literal.norm()
 
 
@@ -144,7 +144,7 @@ def test_shards_are_what_decoding_the_sums_of_nodes_by_hand_gives_to_the_bit(for
     found, literal = reduced(2, 2, format, True, False), literal_sum(4)
     assert torch.equal(found, by_hand(2, 2, codecs(format)))
     error = (found.double() - literal).norm() / literal.norm()
-    # Errors of blocks of Gaussian values, as in one level: .117 and .0065, of matrices.
+    # Blocks of Gaussian values have relative errors of .117 (int4) and .0065 (int8), as with one level.
     assert 0 < error < {"int4": 0.12, "int8": 0.008}[format]
 
 

@@ -47,8 +47,8 @@ class Image:
         container = self.buildah("from", "--pull-never", "optimus-cc").strip()
         settings = [f"--env={name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **environment}.items()]
         try:
-            # The host name has to resolve, because torchrun's ranks meet under it. Container engines see to that
-            # themselves.
+            # The container's host name has to resolve, because torchrun's ranks meet under it. Container engines see to
+            # that themselves.
             host = ("--hostname", "localhost")
             return self.buildah("run", "--isolation", "chroot", *host, *settings, container, "--", *command)
         finally:
@@ -67,7 +67,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     environment = _storage(folder, "overlay")
     if subprocess.run(["buildah", "images"], env=environment, capture_output=True).returncode != 0:
         shutil.rmtree(folder / "storage", ignore_errors=True)
-        environment = _storage(folder, "vfs")  # copies everything for every layer, but runs everywhere
+        environment = _storage(folder, "vfs")  # the driver vfs copies all files for every layer, but runs everywhere
     checkout = Path(CHECKOUT)
     if not CHECKOUT:
         checkout = folder / "no-checkout"

@@ -38,7 +38,7 @@ class Runs:
 
     def _make(self, spec: RunSpec) -> Run:
         for needed in filter(None, (spec.loaded, spec.other, spec.copies)):
-            self(needed)  # first, because folders are numbered in the order in which runs are made
+            self(needed)  # needed runs are made first, because folders are numbered in the order in which runs are made
         here = self._folder / str(len(self._made))
         folders = {"here": here}
         for role in ("loaded", "other"):

@@ -48,7 +48,7 @@ def install() -> None:
         ranks, config.context_parallel_size = config.context_parallel_size, 1
         original(self, config, *args, **kwargs)
         config.context_parallel_size = ranks
-        if ranks > 1:  # a mask is passed in, so the softmax must not make one
+        if ranks > 1:  # the mask is passed in, so that the softmax must not make one
             self.scale_mask_softmax.attn_mask_type = AttnMaskType.arbitrary
 
     def forward(original: Any, self: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
@@ -60,6 +60,6 @@ def install() -> None:
             more.pop("attn_mask_type", None)
         return original(self, query, key, value, mask, *rest, **more)
 
-    patches = Patches()  # never closed: this process trains one model
+    patches = Patches()  # the patches are never undone: this process trains one model
     patches.wrap(DotProductAttention, "__init__", init)
     patches.wrap(DotProductAttention, "forward", forward)

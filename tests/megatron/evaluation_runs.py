@@ -36,7 +36,8 @@ def train(
         *flags, "--train-iters", "3", "--save", str(save), "--save-interval", "1000",
         "--data-path", str(data / "corpus"), "--split", "100,0,0", "--vocab-size", "0",
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer"),
-        # Weights and gradients that change visibly: with Megatron's 0.02 all gelus are alike within a tolerance.
+        # These flags change weights and gradients visibly: with Megatron's deviation of 0.02 all gelus are alike within
+        # a tolerance.
         "--init-method-std", "0.2", "--lr", "1e-2",
     ]  # fmt: skip
     runs = run_megatron(
@@ -45,7 +46,7 @@ def train(
         before=functools.partial(_on_text, gelu_fusion),
         probe=functools.partial(_answer, prompts=prompts, text=text, other_format=other_format),
     )
-    # the last stage's last tensor rank; all ranks of that stage have gathered the same
+    # The last rank answers for all: the ranks of the last stage have gathered the same tensors.
     answers: Answers = runs[-1].probed
     return answers
 
@@ -64,7 +65,7 @@ def _answer(
     for chunk in model:
         chunk.eval()
     lengths = [len(prompt) for prompt in prompts]
-    rows = torch.zeros(len(prompts), LENGTH, dtype=torch.int64)  # the tokens after a prompt cannot be seen from it
+    rows = torch.zeros(len(prompts), LENGTH, dtype=torch.int64)  # causal attention cannot see the tokens after a prompt
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     logits = _logits(model, rows)
@@ -104,7 +105,7 @@ def _logits(model: list[torch.nn.Module], rows: torch.Tensor) -> torch.Tensor:
     unseen = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
 
     def forward(_iterator: Any, chunk: torch.nn.Module) -> Any:
-        # Every micro-batch is the same one: an interleaved schedule needs as many micro-batches as there are stages.
+        # All micro-batches are the same one: an interleaved schedule needs as many micro-batches as there are stages.
         output = chunk(rows, positions, unseen)
         return output, lambda logits, non_loss_data=False: logits
 

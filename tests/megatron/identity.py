@@ -68,7 +68,7 @@ def hash_messages() -> dict[str, str]:
     for name in _SENT:
         wrapped = hashing(name, getattr(dist, name))
         setattr(dist, name, wrapped)
-        # torch checks that a point-to-point operation is the function of this module.
+        # torch checks that a point-to-point operation is the very function of its module.
         setattr(dist.distributed_c10d, name, wrapped)
     return totals
 

@@ -33,7 +33,7 @@ BY_CONFIG = OptimusConfig(
     fused_embedding_sync=True,
     dp_compression=True,
     dp_compression_rank=4,
-    compression_seed=1234,  # Megatron's default --seed, which the flags take
+    compression_seed=1234,  # Megatron's default of --seed
     compression_forecast=False,
 )
 
@@ -159,7 +159,7 @@ def poison() -> None:
         start_grad_sync(self, *args, **kwargs)
 
     def loss_with_nan(mask: torch.Tensor, token_losses: torch.Tensor) -> Any:
-        # On its way back the NaN passes the link between the stages, in epilogue messages too.
+        # The NaN passes the link between the stages with the backward pass, in epilogue messages too.
         if ill(NAN_AT):
             token_losses.register_hook(lambda gradient: gradient * torch.nan)
         return masked_loss(mask, token_losses)
@@ -221,7 +221,7 @@ def start_one_ulp_away() -> None:
 
     wrap, chunks = DistributedDataParallel.__init__, itertools.count()
 
-    # The weights are changed here, because the optimizer, which copies them, is built next.
+    # The weights are changed here, before the optimizer is built, which copies them.
     @functools.wraps(wrap)
     def wrap_neighbour(self: Any, *args: Any, **kwargs: Any) -> None:
         wrap(self, *args, **kwargs)
@@ -231,7 +231,8 @@ def start_one_ulp_away() -> None:
             tied = getattr(parameter, "shared_embedding", False)
             generator = torch.Generator().manual_seed(0 if tied else 1 + 1000 * chunk + number)
             steps = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=torch.int16) - 1
-            # One more or less in its bits is the next number away from zero, or towards it; zero stays.
+            # Adding 1 to a weight's bits, or subtracting it, gives the next number away from zero, or towards it; zero
+            # stays.
             parameter.data.view(torch.int16).add_(steps * (parameter.data != 0))
 
     DistributedDataParallel.__init__ = wrap_neighbour

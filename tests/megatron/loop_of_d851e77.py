@@ -75,7 +75,7 @@ def train(train_iters):
         compressed_backprop_warmup=0.25,
         dp_compression_warmup=0.25,
     )
-    optimus_cc_ext.install(compression, train_iters=train_iters)  # before the model is built
+    optimus_cc_ext.install(compression, train_iters=train_iters)  # install() comes before the model is built
 
     model, optimizer = build()
     log = []

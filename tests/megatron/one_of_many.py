@@ -63,7 +63,8 @@ def main() -> None:
             ended = f"{type(error).__name__}: {error}"
     used = resource.getrusage(resource.RUSAGE_SELF)
     files = {str(path.relative_to(own.save)): path.stat().st_size for path in own.save.rglob("*")} if own.save else {}
-    # Activations of other stages are what memory held, and errors of theirs may be NaN.
+    # The activations of other stages are whatever memory held, so their compression errors may be NaN, and warnings are
+    # left out.
     lines = [line for line in said.getvalue().splitlines() if "optimus-cc" in line and "warning |" not in line]
     print(json.dumps({
         "start_up": started, "ended": ended,
@@ -88,7 +89,8 @@ def use_fake_groups() -> None:
 
     def barrier_at_once(*args: Any, **kwargs: Any) -> Any:
         barrier(*args, **kwargs)
-        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)  # the fake work never says so
+        # Torch's fake barrier never completes by itself.
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def broadcast_of_ones(tensor: Any, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Receive ones: flags that are set, and tokens that the vocabulary has."""
@@ -131,7 +133,7 @@ def answer_for_all(ranks: int, tensor: int, stages: int, *, odd_one: bool) -> No
         return [of_rank(pickle.loads(answer), rank) for rank in range(ranks)]
 
     def add_up(self: Grid, table: Any) -> None:
-        table.copy_(table.sum(0, keepdim=True).expand_as(table))  # every stage reports what this one does
+        table.copy_(table.sum(0, keepdim=True).expand_as(table))  # every stage reports the numbers of this one
 
     Grid.gather, Grid.sum = gather, add_up  # type: ignore[method-assign]
 

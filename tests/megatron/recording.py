@@ -49,7 +49,8 @@ def memory(session: Session, loss_scale: float = 1.0) -> Iterator[torch.Tensor]:
     """Yield the compression state: residuals, in units of unscaled gradients, and warm starts."""
     for technique in session.techniques:
         for state in technique.states:
-            yield state.residual.value.double() / loss_scale  # exact: a loss scale is a power of two
+            # The division is exact, because a loss scale is a power of two.
+            yield state.residual.value.double() / loss_scale
             yield state.warm_start.value
 
 

@@ -29,18 +29,19 @@ TWENTY = "--train-iters 20"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
-SMALL_BUCKETS = "--ddp-bucket-size 40000"  # the first stage, which Megatron splits into buckets, gets several of them
+SMALL_BUCKETS = "--ddp-bucket-size 40000"  # Megatron splits the first stage only; it gets several buckets
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 OFF = ""
 FE = "--fused-embedding-sync"
-# hidden 64, FFN 256, 64 x 2 rows: no gradient has a rank above 128. Forced, because low rank saves nothing there.
+# With hidden size 64, FFN size 256 and 64 x 2 rows no gradient has a matrix rank above 128. Compression is forced,
+# because low rank saves nothing at this size.
 LOSSLESS_EPILOGUE = "--compressed-backprop --compressed-backprop-rank 128 --force-compression"
 LOSSLESS_CB = f"{LOSSLESS_EPILOGUE} --compressed-backprop-messages all"
 LOSSLESS_SC = "--dp-compression --dp-compression-rank 256 --force-compression"
 LOSSLESS = f"{LOSSLESS_CB} {LOSSLESS_SC} {FE}"
-# Every technique, at a compression rank at which each has an error. Residuals are carried, so that steps, and resumed
-# runs, depend on those of the iteration before.
+# These flags switch every technique on, at a compression rank at which each has an error. Residuals are carried, so
+# that steps, and resumed runs, depend on those of the iteration before.
 _CARRIED = "--residual-across-iterations carry"
 DROPPED = "--residual-across-iterations drop"
 LOSSY = f"--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 4 --dp-compression-stages all {_CARRIED}"
@@ -106,7 +107,7 @@ WATCHED = RunSpec(
 REPORTED = RunSpec(
     name="metrics", before=(recording.watch_reports,), probe=recording.what_was_reported,
     flags=(
-        # TensorBoard has Megatron's scalars of every iteration.
+        # TensorBoard gets Megatron's scalars of every iteration.
         "--train-iters 6 --log-interval 2 --eval-interval 3 --eval-iters 1 --tensorboard-dir {here}"
     ),
     ours=(
@@ -116,7 +117,7 @@ REPORTED = RunSpec(
 
 # -- steps that are skipped or repeated -------------------------------------------------------------------------------
 
-# A static loss scale makes Megatron skip steps with gradients that are not finite, in bf16 as well.
+# With a static loss scale Megatron skips steps whose gradients are not finite, in bf16 as well.
 _STATIC = "--bf16 --loss-scale 1 --no-check-for-nan-in-loss-and-grad --train-iters 6"
 POISONED, POISONED_SHARDED = (
     RunSpec(name=f"poisoned, {name}", flags=f"{_STATIC} {flags}", ours=LOSSY, before=(interventions.poison,))
@@ -267,11 +268,12 @@ DISK_FULL = RunSpec(
 
 # -- lossless limits --------------------------------------------------------------------------------------------------
 
-# The effect of fp32 rounding alone, amplified by 20 Adam steps, is an order of magnitude smaller.
+# fp32 rounding alone, amplified by 20 steps of Adam, changes a loss by a tenth of this tolerance.
 TOLERANCE = 1e-5
-# A bf16 value has 8 bits, a relative rounding of 2^-9; rounded are the sums over two replicas, and Q. 5 iterations
-# lower the loss by 4 %, so that rounding moves it by some 2^-9 of that; twice that is allowed. (Seen: 2e-5, as much as
-# between vanilla with bf16 and with fp32 buckets.) Norms are those of gradients taken at such weights.
+# A bf16 value has 8 bits, a relative rounding of 2^-9. Sums over two replicas are rounded, and Q. 5 iterations lower
+# the loss by 4 %, so that rounding moves the loss by some 2^-9 of these 4 %; twice that is allowed. (Seen: 2e-5, as
+# much as between vanilla with bf16 and with fp32 buckets.) Gradient norms belong to weights that are rounded in the
+# same way.
 BF16_BUCKETS = (2 * 2**-9 * 0.04, 2**-8)
 
 
@@ -312,7 +314,8 @@ LIMITS = [
         )
     ),
     SHARDED_LIMIT,
-    # SC on the first stage only, so that the last stage's buckets go through Megatron's own collective.
+    # SC (data-parallel gradients) compresses the first stage only, so that the last stage's buckets go through
+    # Megatron's own collective.
     Limit(
         vanilla=RunSpec(
             name="overlapped, interleaved, per token",
@@ -351,9 +354,9 @@ SOME_IN_FP32 = RunSpec(
     before=(interventions.norms_in_fp32,),
 )  # fmt: skip
 FP16_GATHER = SCALED.but("fp16, loss scaled, gather", flags=SHARDED, ours=GATHER)
-# Uneven stages and a batch size that grows. megatron-core 0.19.2 still parses `--rampup-batch-size`, but its training
-# loop ignores it; there, `--step-batch-size-schedule` changes the batch size. The stages have 2, 1, 0 and 1 of 4
-# layers. From 12 sequences of 64 tokens on an iteration has 6 sequences, from 24 on 8, in pairs.
+# The stages have 2, 1, 0 and 1 of 4 layers, and the batch grows: from the 12th sequence of 64 tokens on an iteration
+# has 6 sequences, from the 24th on 8, in micro-batches of 2. megatron-core 0.19.2 still parses `--rampup-batch-size`,
+# but its training loop ignores it; there, `--step-batch-size-schedule` changes the batch size.
 GROWING = RunSpec(
     name="uneven stages, growing batch", before=(partial(interventions.without, "--global-batch-size"),),
     layout=(4, f"{PP4[1]} --pipeline-model-parallel-layout Ett|t||tL"),
@@ -410,8 +413,8 @@ EXPERTS_REPLICATED = RunSpec(
     flags=f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 2",
 )  # fmt: skip
 EXPERTS_IN_BLOCKS = replace(EXPERTS_REPLICATED, name="experts in blocks", ours="--dp-compression-format int4")
-# 2 stages of 2 replicas, over which each stage's experts are dealt out: every expert has one replica. The gradients are
-# not clipped by the norm of the compressed ones.
+# In 2 stages of 2 replicas each stage deals its experts out over the replicas, so every expert has one replica.
+# Gradients are not clipped, because the norm of compressed ones differs.
 EXPERTS_ALONE = RunSpec(
     name="experts on one replica each", flags=f"{MIXTURE} --expert-model-parallel-size 2 --clip-grad 0 --train-iters 1"
 )
@@ -419,7 +422,7 @@ EXPERTS_ALONE_IN_BLOCKS = EXPERTS_ALONE.but(
     "experts on one replica each, in blocks", ours="--dp-compression-format int4"
 )
 EXPERTS_GATHERED = EXPERTS_IN_BLOCKS.but("experts gathered", flags=f"--bf16 {SHARDED}", ours=GATHER)
-# The preset at full rank, which leaves fused embedding synchronisation out.
+# These are the flags of the preset `balanced` at full rank, without fused embedding synchronisation.
 EXPERTS_AMONG_OTHERS = Limit(
     vanilla=RunSpec(name="experts among others", flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED}"),
     ours=f"--optimus-cc {LOSSLESS_CB.split(maxsplit=1)[1]} {LOSSLESS_SC.split(maxsplit=1)[1]}",

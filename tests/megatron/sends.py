@@ -44,7 +44,8 @@ def note_sends() -> None:
                 if role.startswith("send"):
                     send = {
                         "role": role,
-                        # Activations and their gradients have three dimensions, our messages are flat.
+                        # Megatron's activations and their gradients have three dimensions, compressed messages are
+                        # flat.
                         "compressed": arguments[f"tensor_{role}"].dim() == 1,
                         "receives": any(other.startswith("recv") for other in roles),
                         "batched": isinstance(requests, list), "waits before computing": 0, "waits later": 0,
@@ -67,7 +68,7 @@ def note_sends() -> None:
         @functools.wraps(schedule)
         def ended(*args: Any, **kwargs: Any) -> Any:
             result = schedule(*args, **kwargs)
-            computing[0] = next(computations)  # the schedule has started all computation of the pass
+            computing[0] = next(computations)  # at its end the schedule has started all computation of the pass
             return result
 
         return ended

@@ -111,7 +111,7 @@ SMALL = """
 matrices.
 """
 
-# Layouts that this machine can hold; the rest of the line is the artifact's.
+# The layouts are replaced by ones that this machine can hold; all other flags are the artifact's.
 SUBSTITUTED = {
     name: RunSpec(
         name=name, layout=layout, flags=f"{TRAINING} {SMALL}", ours=COMPRESSION, before=(count_recomputation,),
@@ -128,7 +128,7 @@ def test_with_sizes_backend_tokenizer_and_layout_substituted_it_trains_compresse
     losses = last_stage_losses(runs.ranks)
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
     stages = 4 if runs.spec.name == "2.5B" else 2
-    # 16 sequences in micro-batches of 2 on 2 replicas.
+    # A batch of 16 sequences in micro-batches of 2, on 2 replicas, is 4 micro-batches.
     micro_batches = 4
     for rank in runs.ranks:
         stage = rank.stage

@@ -159,18 +159,18 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        # Off means off: without a technique nothing of Megatron is refused.
+        # Without a technique no option of Megatron's is refused: off means off.
         "--use-distributed-optimizer --overlap-grad-reduce --bf16",
         "--num-virtual-stages-per-pipeline-rank 2",
         "--fp16",
-        # Each technique is refused only what it does not work with.
+        # Each technique is refused only with options that it does not work with.
         SC + FE + EP_OVERLAP,
         ALL + "--overlap-grad-reduce --calculate-per-token-loss --bf16 --grad-reduce-in-bf16",
         CB + SC + FE + "--optimizer muon",
         FE + SC + "--use-ring-exchange-p2p",
         FE + SC + "--mtp-num-layers 1 --position-embedding-type rope",
         FE + "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights",
-        # One stage, two replicas of context parallelism.
+        # Two context-parallel ranks of one stage are replicas of its gradients.
         CB + SC + "--context-parallel-size 2",
         ALL + "--bf16 --compression-state-dtype bf16",
         ALL + "--fp16",

@@ -99,14 +99,17 @@ def test_bytes_are_shares_of_what_vanilla_sends(runs):
     sharded = runs.spec is table.SAVED_BLOCKS
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["DP gradients"]
-        # With shards, a value takes 4.13 of 16 bits; without, 4.13 and 8.13 of twice 32. Short blocks and vectors are
-        # added.
+        # With shards, int4 sends 4.13 bits in place of 16; without, 4.13 bits and int8's 8.13 in place of 32 twice.
+        # Short blocks and vectors come on top.
         assert (0.26 < sent / raw < 0.35) if sharded else (0.19 < sent / raw < 0.24)
         raw, sent = rank.ours.traffic["embedding"]
-        # With shards and D = 2, vanilla sends V + V (the pair's); we send int8 in place of bf16, and only half of V
-        # within the pair. Without shards, we send 1.5 V in place of 2 V, at 8.13 of 32 bits.
+        # V is the embedding's size. With shards and two replicas vanilla sends V over the replicas and V between the
+        # two stages; we send int8 in place of bf16, and only V / 2 between the stages. Without shards, we send 1.5 V in
+        # place of 2 V, at 8.13 of 32 bits.
         assert (0.33 < sent / raw < 0.35) if sharded else (0.19 < sent / raw < 0.2)
-        if sharded and sent:  # half over the replicas in its bucket, whose format is the embedding's; half in the pair
+        # The embedding sends half of its bytes over the replicas in its bucket, in its own format, and half between the
+        # stages.
+        if sharded and sent:
             assert any(8 * 2 * one == pytest.approx(sent, rel=0.01) for one in rank.ours.reduced_bytes)
 
 
@@ -118,6 +121,6 @@ def test_routed_experts_are_encoded_over_their_own_replicas_and_stay_equal_there
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["DP gradients"]
         assert sent < 0.25 * raw
-        # All matrices but the routers, whose gradients stay exact in block formats.
+        # Blocks compress all matrices but the routers, whose gradients stay exact.
         matrices = [name for name in rank.gradient_bytes if name.endswith("weight") and "norm" not in name]
         assert rank.ours.compressed_matrices == sum(".router." not in name for name in matrices) < len(matrices)

@@ -101,7 +101,8 @@ def test_one_callback_compresses_logs_and_keeps_its_state_in_bridges_checkpoints
     second = run_ranks(4, run_like_bridge, save, save, range(2, 3))
     for before, after in zip(first, second, strict=True):
         assert after["steps"] == 3
-        # CB's residuals are dropped between iterations; SC's state is there before the first step.
+        # Residuals of CB (activation gradients) are dropped between iterations; the state of SC (data-parallel
+        # gradients) exists before the first step.
         assert [norm for norm in before["norms"] if norm in after["began with"]] or not after["began with"]
 
 

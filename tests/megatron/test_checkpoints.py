@@ -64,7 +64,7 @@ def assert_files_come_first(saves: list[dict[str, Any]], saved: list[int], *, in
         [save[moment] for save in saves if moment in save] for moment in ("tracker's turn", "background", "finished")
     )
     assert len(scheduled) == (len(saved) if in_background else 0), "not saved in the background"
-    # The first rank asks for the tracker's name in other places, too; the first time of each save counts.
+    # The first rank asks for the tracker file's name in other places, too; the first question of each save counts.
     for count, iteration in enumerate(saved, start=1):
         turn = next(turn for turn in (finished if in_background else turns) if turn["whole"] == names[:count])
         assert turn["tracker"] != str(iteration)
@@ -111,7 +111,7 @@ def test_a_kill_while_a_background_save_ends_leaves_all_or_none_and_the_run_goes
     before = partial(_prepare, partial(interventions.kill_in_the_last_save, function, done=done))
     with pytest.raises(
         AssertionError, match=r"died without an answer|Connection"
-    ):  # "Connection": the error of the surviving rank
+    ):  # The surviving rank ends with an error of its connection.
         run_megatron(2, argv, before=before)
     assert (killed / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (killed / "iter_0000008").exists() and (killed / "iter_0000008" / "optimus_cc").exists() == ours
@@ -152,7 +152,7 @@ def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
 
 @uses(table.IN_OTHER_BUCKETS)
 def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
-    # Several buckets are on the first stage only, and the other ranks have to learn of them.
+    # Only the first stage has several buckets, and the other ranks have to learn of them.
     (line,) = about_state(runs)
     assert "the state of data-parallel compression is reset" in line and "bucket" in line
 
@@ -205,8 +205,8 @@ def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(run
 
 @uses(table.ELSEWHERE)
 def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs):
-    # Each folder is valid by itself: one of them is another save of the same run, as a node sees it that did not mount
-    # the shared folder.
+    # Each folder is valid by itself: one of them is another save of the same run, as a node that did not mount the
+    # shared folder sees it.
     assert "ranks find different files" in assert_all_ended_before_the_first_step(runs)
 
 

@@ -33,8 +33,8 @@ __all__ = ["outputs"]  # a fixture
 
 FP8 = "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
 INT4, INT8_FE = "--dp-compression-format int4 ", "--fused-embedding-sync-format int8 "
-# Every option of the table, written so that Megatron's own validation lets it through: the layout, Megatron's flags,
-# and flags each of which switches a class on that the option conflicts with.
+# Each option of the table, written so that Megatron's own validation lets it through, has the layout, Megatron's flags,
+# and the flags that switch on, one each, the classes with which it conflicts.
 REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
     "--use-megatron-fsdp": [(PP1, "--use-megatron-fsdp --ckpt-format fsdp_dtensor", [SC])],
     "--use-torch-fsdp2": [
@@ -157,7 +157,7 @@ def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[
     assert found.code == 2
     kept_on = launch(shlex.split(line.replace("--dp-compression-format int4", off)))
     assert kept_on.accepted and "fp8" in kept_on.ours[-1] and "gradients" not in kept_on.ours[-1], kept_on.ours
-    # Where nothing is kept, nothing is printed.
+    # If no class stays on, the refusal lists none.
     alone = launch(shlex.split(PP2 + SC + megatron))
     assert "which keeps" not in alone.output and "Leave out one of the two" in alone.output
 
@@ -191,7 +191,8 @@ def save_locally() -> list[tuple[int, bool]]:
 
     local = argparse.Namespace(non_persistent_ckpt_type="local", save=None)
     training.get_args = lambda: local
-    session = types.SimpleNamespace(config=OptimusConfig(dp_compression=True))  # would be asked for its state
+    # A save that is not local would ask this session for its state.
+    session = types.SimpleNamespace(config=OptimusConfig(dp_compression=True))
     _, wrap = checkpointing.wraps(session)[0]  # type: ignore[arg-type]
     wrap(save_checkpoint)(7, non_persistent_ckpt=True)
     return saved

@@ -23,7 +23,7 @@ NATURAL = math.log(512)
 def assert_learns(run: Run) -> list[float]:
     losses = last_stage_losses(run.ranks)
     assert all(map(math.isfinite, losses))
-    # Initial weights of standard deviation 0.02 give nearly uniform predictions; mock data is easy to learn.
+    # Initial weights with a standard deviation of 0.02 predict all tokens about equally; mock data is easy to learn.
     assert losses[0] == pytest.approx(NATURAL, abs=0.1)
     assert losses[-1] < losses[0] - 0.1
     return losses
@@ -40,7 +40,7 @@ def test_training_in_three_dimensions_learns_and_evaluates(runs):
         if runs.spec.layout == TP2_PP2_DP2:
             assert places[stage, 0, 0].weights != places[stage, 1, 0].weights
     evaluations = runs.ranks[-1].evaluation_losses
-    # Megatron evaluates every 4 iterations, then the final validation and test sets.
+    # Megatron evaluates every 4 iterations, and after training on the validation and the test set.
     assert len(evaluations) == len(runs.ranks[-1].losses) // 4 + 2
     assert all(loss is not None and 0 < loss < NATURAL for loss in evaluations)
 
@@ -76,7 +76,7 @@ def test_interleaving_gives_the_losses_of_the_plain_pipeline(runs):
     plain, interleaved = runs
     for run in (plain, interleaved):
         assert not any(any(rank.probed) for rank in run.ranks), "a send may be read after its buffer is gone"
-    # The same sums in another order: fp32 rounding over 4 steps of Adam.
+    # Interleaving adds the same values in another order; 1e-5 is fp32 rounding over 4 steps of Adam.
     assert assert_learns(interleaved) == pytest.approx(assert_learns(plain), rel=1e-5)
 
 
@@ -97,9 +97,10 @@ def test_bf16_trains_in_bf16_with_fp32_master_weights(runs):
 def test_sequence_parallelism_gives_the_losses_of_tensor_parallelism(runs):
     # In this run Megatron warms its dropout up with draws of another shape, which would change the initial weights.
     plain, parallel = runs
-    # The same sums in another order: fp32 rounding over 4 steps of Adam.
+    # Sequence parallelism adds the same values in another order; 1e-5 is fp32 rounding over 4 steps of Adam.
     assert assert_learns(parallel) == pytest.approx(assert_learns(plain), rel=1e-5)
-    # Each rank sees half of the sequence: replicated norms stay equal only if their gradients are summed.
+    # Each rank sees half of the sequence: the weights of replicated norms stay equal only if their gradients are
+    # summed.
     first, second = (rank.probed for rank in parallel.ranks)
     assert first == second and len(first) == 18
 
@@ -108,7 +109,7 @@ def test_sequence_parallelism_gives_the_losses_of_tensor_parallelism(runs):
 @uses(
     (
         SHORTER,
-        # an intervention that does nothing, but makes the specification a run of its own
+        # `int` changes nothing, but makes the specification a run of its own
         SHORTER.but("again", before=(int,)),
         SHORTER.but("another dropout", before=(interventions.another_dropout,)),
         SHORTER.but("no dropout", flags=NO_DROPOUT),

@@ -147,8 +147,8 @@ def test_a_pipeline_of_ones_own_groups_trains_and_its_messages_are_counted(
 ) -> None:
     for of_model, error, metrics in run_ranks(2, a_pipeline_of_ones_own, changes, timeout=90):
         assert of_model, "the layout is the model's"
-        # switched off, equal to the bit; otherwise at least the rounding of eight bits, 1/254 of a block's largest
-        # value
+        # Switched off, gradients are equal to the bit; otherwise they differ at least by the rounding to eight bits,
+        # 1/254 of a block's largest value.
         assert error <= most
         raw, sent = (metrics[f"optimus-cc/pipeline backward {kind} bytes"] for kind in ("raw", "sent"))
         assert raw > 0 and (sent < raw) == fewer
@@ -249,7 +249,7 @@ def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float
 
     own_loops.start(2)
     model = own_loops.build(2, **ddp)
-    for _ in range(2):  # buckets overlap from the second pass on
+    for _ in range(2):  # Megatron overlaps buckets from the second pass on
         own_loops.pass_of(model)
     vanilla = own_loops.gradients(model)
     optimus_cc_ext.install(FE)
@@ -273,7 +273,7 @@ def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float
 @pytest.mark.parametrize("when", ["in the step", "after the step", "without steps"])
 def test_gradients_that_are_finalised_after_the_pass_are_vanillas(when: str, overlapped: bool) -> None:
     for error, (raw, sent) in run_ranks(4, finalised_by_hand, when, {"overlap_grad_reduce": overlapped}, timeout=90):
-        assert error < 1e-5  # sums in another order
+        assert error < 1e-5  # the sums are added in another order, in fp32
         if overlapped or when != "after the step":
             assert 0 < sent < raw, "the embedding was reduced in one collective"
 
@@ -295,7 +295,7 @@ def an_abandoned_step(config: OptimusConfig, fails: bool) -> list[bool]:
 
     step()
     before, steps = residuals(), session.completed_steps
-    if fails:  # without announced steps, the pass itself fails after its reduction
+    if fails:  # the pass itself fails after its reduction: this loop does not announce steps
         model.config.finalize_model_grads_func, finalize = _finalize_and_fail, model.config.finalize_model_grads_func
         with pytest.raises(MemoryError):
             own_loops.pass_of(model)

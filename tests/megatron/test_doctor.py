@@ -50,7 +50,7 @@ GOOD = [
     (PP2 + "--compressed-backprop --sequence-parallel --tensor-model-parallel-size 2", 8),
 ]
 BAD = [
-    # Command lines with which Megatron's own validation ends the process, by exit() or an assertion.
+    # Megatron's own validation ends the process on these command lines, by exit() or an assertion.
     (GPT_8_3B + "--optimus-cc --checkpoint-activations", 128, "--checkpoint-activations is no longer valid"),
     (PP2 + "--optimus-cc", 3, "world size (3) is not divisible"),
     (GPT_8_3B + "--optimus-cc", 30, "world size (30) is not divisible"),
@@ -61,15 +61,15 @@ BAD = [
     (PP2 + "--optimus-cc --tensor-model-parallel-size 2 --num-attention-heads 5", 8, ""),
     ("--pipeline-model-parallel-size 2 --optimus-cc", 4, "args.micro_batch_size is not None"),
     (PP2 + "--optimus-cc --batch-size 4", 4, "--micro-batch-size instead"),
-    # In what Megatron builds from its validated arguments.
+    # Megatron refuses this one while it builds objects from its validated arguments.
     (PP2 + "--optimus-cc --use-precision-aware-optimizer --use-distributed-optimizer --bf16", 4, "TransformerEngine"),
-    # Command lines that we refuse.
+    # Optimus-CC refuses these command lines.
     (PP2 + "--optimus-cc --yaml-cfg a.yaml", 4, "--yaml-cfg: Optimus-CC cannot be set up from a YAML file"),
     (TINY + " --compressed-backprop", 4, "--compressed-backprop: there is nothing to compress"),
     (PP2 + "--dp-compression", 2, "--dp-compression: there is nothing to compress"),
     (PP2 + "--optimus-cc --grad_comp", 4, "Give either the preset or the artifact's flags"),
     (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
-    # Command lines that the parser refuses.
+    # The parser refuses these command lines.
     (PP2 + "--optimus-c", 4, "--optimus-c: did you mean --optimus-cc"),
     (PP2 + "--optimus-cc --compressed-backprop-rnak 8", 4, "did you mean --compressed-backprop-rank"),
     (PP2 + "--optimus-cc --dp-compression-stages most", 4, "--dp-compression-stages"),
@@ -309,7 +309,8 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
             both = counted.setdefault(name, [0, 0])
             both[0], both[1] = both[0] + raw, both[1] + sent
     foreseen = {name: [one["raw"], one["sent"]] for name, one in answer["bytes_per_iteration"].items()}
-    # Each rank counts whole bytes. In two levels the parts of a node's ranks are cut differently, and doctor takes one.
+    # Each rank counts whole bytes, so sums differ by a few. In two levels the parts of a node's ranks have unequal
+    # sizes, and doctor counts all as one of them.
     few = 1e-3 if runs.spec is IN_TWO_LEVELS else 0.0
     between = [sum(rank.ours.leaving[index] for rank in runs.ranks) for index in (0, 1)]
     assert foreseen.pop("between nodes") == pytest.approx(between, rel=few, abs=50)

@@ -34,15 +34,17 @@ needs_harness = pytest.mark.skipif(
 )
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    # The default format, Megatron's default gelu (the approximation), and an output layer of its own.
+    # This run saves the default format, has Megatron's default gelu (the approximation), and an output layer of its
+    # own.
     "TP1-PP1": (1, "--untie-embeddings-and-output-weights", {"gelu_fusion": True}),
-    # One file per rank, and the same as a distributed checkpoint; tied embeddings; the exact gelu.
+    # This run saves one file per rank, then the same as a distributed checkpoint; its embeddings are tied, its gelu
+    # exact.
     "TP2-PP2": (
         4,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ckpt-format torch",
         {"other_format": "torch_dist"},
     ),
-    # Two chunks of one layer on each stage: the layers of a rank are not neighbours. A vocabulary without padding.
+    # Each stage has two chunks of one layer: the layers of a rank are not neighbours. The vocabulary has no padding.
     "PP2-interleaved": (
         2,
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --ckpt-format torch "
@@ -116,7 +118,7 @@ def test_a_converted_checkpoint_answers_as_megatron_does(runs: Any, tokenizer: A
         expected = answers["logits"][index, : tokens.shape[1], : len(own)]
         assert expected.std() > 0.1, "logits that are all alike would prove nothing"
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
-        # Megatron goes on after an end of text.
+        # Megatron goes on after an end-of-text token.
         continued = model.generate(
             tokens, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
             pad_token_id=0,
@@ -157,8 +159,8 @@ def ask(tmp_path: Path) -> Callable[..., dict[str, dict[str, float]]]:
 def test_the_harness_measures_megatrons_loss_of_a_text(
     runs: Any, tokenizer: Any, text: Path, tmp_path: Path, ask: Any
 ) -> None:
-    # The vocabulary has no padding, because Megatron's softmax includes the padding, which early in training has a
-    # share of the likelihood.
+    # The vocabulary has no padding: Megatron's softmax includes padding, which has a share of the likelihood early in
+    # training.
     answers, _, folder = runs("PP2-interleaved")
 
     def nats(path: Path) -> float:

@@ -80,7 +80,7 @@ def test_a_handle_compresses_its_model_and_no_other_one(config: Any) -> None:
     ranks = run_ranks(4, compressed_beside_a_vanilla_model, config, timeout=120)
     for metrics, far, others_are_vanilla, steps in ranks:
         assert others_are_vanilla and steps == 3
-        assert 0 < far < 0.3  # at least the rounding of a step's gradients to four bits
+        assert 0 < far < 0.3  # gradients differ at least by a step's rounding to four bits
         for traffic in CLASSES:
             raw, sent = (metrics[f"optimus-cc/{traffic} {kind} bytes"] for kind in ("raw", "sent"))
             # `auto` may find nothing worth compressing on links of this machine.
@@ -221,7 +221,7 @@ def finalised(stages: int, way: str, ddp: dict[str, Any]) -> tuple[float, bool]:
         optimizer = own_loops.optimizer_of(model)
         if compressed:
             handle = optimus_cc_ext.compress(model, optimizer, EXACT[stages])
-        for _ in range(2):  # buckets overlap from the second pass on
+        for _ in range(2):  # Megatron overlaps buckets from the second pass on
             if way == "no schedule":
                 own_loops.pass_without_schedule(model)
             else:
@@ -247,7 +247,7 @@ def finalised(stages: int, way: str, ddp: dict[str, Any]) -> tuple[float, bool]:
 def test_gradients_are_vanillas_in_whatever_way_they_are_finalised(stages: int, way: str, overlapped: bool) -> None:
     ddp = {"overlap_grad_reduce": overlapped}
     for far, differ in run_ranks(2 * stages, finalised, stages, way, ddp, timeout=90):
-        assert far < 1e-5  # sums in another order
+        assert far < 1e-5  # the sums are added in another order, in fp32
         assert differ
 
 
@@ -271,7 +271,7 @@ def removed(ddp: dict[str, Any]) -> dict[str, bool]:
     model.config.finalize_model_grads_func = remove_inside
     own_loops.pass_of(model)
     model.config.finalize_model_grads_func = finalize
-    for name in ("zero_grad_buffer", "start_grad_sync"):  # other code wraps our wraps
+    for name in ("zero_grad_buffer", "start_grad_sync"):  # other code wraps the functions that we have wrapped
         setattr(model, name, (lambda original: lambda *a, **k: original(*a, **k))(getattr(model, name)))
     own_loops.pass_of(model)
     handle.remove()
@@ -300,7 +300,7 @@ def removed_before_gradients_are_final(overlapped: bool) -> float:
     found = []
     for compressed in (False, True):
         model = own_loops.build(2, finalize=False, overlap_grad_reduce=overlapped)
-        for number in range(2):  # buckets overlap from the second pass on
+        for number in range(2):  # Megatron overlaps buckets from the second pass on
             if compressed:
                 handle = optimus_cc_ext.compress(model, None, EXACT[2])
                 with handle.step():
@@ -319,7 +319,7 @@ def removed_before_gradients_are_final(overlapped: bool) -> float:
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
 def test_reductions_that_are_under_way_are_finished_where_a_handle_is_removed(overlapped: bool) -> None:
     for far in run_ranks(4, removed_before_gradients_are_final, overlapped, timeout=90):
-        assert far < 1e-5  # sums in another order
+        assert far < 1e-5  # the sums are added in another order, in fp32
 
 
 def removed_before_parameters_are_gathered() -> tuple[str, list[bool]]:

@@ -65,7 +65,7 @@ def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, f
     """Start or resume a run and kill it; return the losses until then."""
     mark = uuid.uuid4().hex
     agent = start_torchrun(argv, folder, mark, ranks=RANKS)
-    # As in `torchrun ... | tee`, it ends when no process is left that could write to the pipe.
+    # As in `torchrun ... | tee`, tee ends when no process is left that could write to its pipe.
     tee = subprocess.Popen(["tee", "killed.log"], cwd=folder, stdin=agent.stdout, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None and tee.stdout is not None
     agent.stdout.close()
@@ -116,7 +116,8 @@ def test_ten_kills_each_followed_by_a_resume_change_nothing(tmp_path: Path) -> N
     assert ended.code == 0, ended.output[-3000:]
     until = losses(ended.output)
     assert until and until == {n: expected[n] for n in until}, f"seed {seed}"
-    # Not the last of the losses: if the kills left two iterations only, the second has no loss of its own.
+    # The test does not ask for the last of the losses: if the kills left two iterations only, the second has no loss of
+    # its own.
     assert f"iteration {last:8d}/{last:8d}" in ended.output, ended.output[-3000:]
     assert "afresh" not in ended.output or min(until) == 1
     assert state_files(killed, last) == state_files(alone, last), f"seed {seed}"

@@ -197,8 +197,8 @@ if dist.get_rank() == 3:
 
 
 def test_ranks_that_are_through_before_the_slowest_end_well(tmp_path: Path, mark: str):
-    # Without this, such ranks abort rarely at the interpreter's end; so the test asserts that the prevention has
-    # happened.
+    # Ranks that end before the slowest one abort rarely, at the interpreter's end, so the test asserts that the
+    # prevention ran.
     script = tmp_path / "leaves.py"
     script.write_text(LEAVING_EARLY)
     ended = torchrun([str(script)], tmp_path, mark, ranks=4)

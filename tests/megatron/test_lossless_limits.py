@@ -89,8 +89,8 @@ class Combination(NamedTuple):
         flags.append({"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}[self.precision])
         layout = TP2_PP2_DP2 if self.sequence == "parallel" else PP2_DP2
         ours = {"all": table.LOSSLESS, "CB": table.LOSSLESS_CB, "FE": table.FE, "SC": table.LOSSLESS_SC}[self.technique]
-        # In fp32, as for the lossless limits. In a 16-bit message P and Q are rounded as well, once each, so a value
-        # gets two roundings more than vanilla's: in bf16 of 2^-9 of a gradient each, which Adam's first steps do not
+        # fp32 has the tolerance of the lossless limits. A 16-bit message rounds P and Q once each, so a value is
+        # rounded twice more than in vanilla: in bf16 by 2^-9 of a gradient each, which Adam's first steps do not
         # reduce.
         loss = table.TOLERANCE if self.precision == "fp32" else 1e-3
         vanilla = RunSpec(name=", ".join(self), layout=layout, flags=" ".join(flags))
@@ -160,7 +160,7 @@ def assert_compressed_where_asked(run: Run) -> None:
         messages = [flag for end in rank.messages.values() for step in end.history for flag in step]
         assert bool(messages) == ("--compressed-backprop " in ours) and all(messages), "every message was compressed"
         compresses = "--dp-compression " in ours and (rank.stage == 0 or "--dp-compression-stages 1" not in ours)
-        # 4 matrices in each of a stage's 2 layers; the first stage has the position embedding as well.
+        # A stage has 4 matrices in each of its 2 layers; the first stage has the position embedding as well.
         assert rank.ours.compressed_matrices == (8 + (rank.stage == 0) if compresses else 0)
         raw, sent = rank.ours.traffic["DP gradients"]
         assert raw > 0 and (sent != raw) == compresses
@@ -221,16 +221,18 @@ SHARDED_TWENTY, OVERLAPPED_TWENTY = (
     *(full(run, run.but(f"{run.name}, FE", ours=table.FE)) for run in (SHARDED_TWENTY, OVERLAPPED_TWENTY)),
 )
 def test_fused_embedding_sync_of_shards_is_bit_identical_to_vanilla(runs):
-    # Reduce-scatter over the replicas, then a sum of two: the same additions as Megatron's, on fewer values.
+    # Shards are reduced over the replicas and then over the two stages: the same additions as Megatron's, on fewer
+    # values.
     vanilla, fused = runs
     assert last_stage_losses(fused.ranks) == last_stage_losses(vanilla.ranks)
 
 
 @uses(table.FUSED, table.FUSED_SHARDED)
 def test_traffic_of_fe_follows_the_arithmetic(runs):
-    # D=2, in units of the embedding's bytes: V(3D-2)/D -> V(2D-1)/D, and V(D-1)/D + V -> V(D-1)/D + V/D.
+    # D = 2 replicas, and V is the embedding's bytes: whole gradients send V(2D-1)/D in place of V(3D-2)/D, shards
+    # V(D-1)/D + V/D in place of V(D-1)/D + V.
     raw_share, sent_share = (1.5, 1.0) if table.SHARDED in runs.spec.flags else (2.0, 1.5)
-    embedding_bytes = 512 * 64 * 4  # 500 words, padded by Megatron to a multiple of 128
+    embedding_bytes = 512 * 64 * 4  # Megatron pads 500 words to a multiple of 128
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["embedding"]
         steps = len(rank.losses)

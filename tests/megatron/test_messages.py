@@ -80,7 +80,7 @@ def links(run: Run) -> list[tuple[int, MegatronRun, MegatronRun]]:
 def assert_nothing_is_lost(receiver: MegatronRun, sender: MegatronRun) -> None:
     sent, got = sender.messages["sent"], receiver.messages["received"].total
     offered, left = sent.total, sent.left
-    # Up to 9 fp32 sums and one final subtraction, relative to what was summed.
+    # The tolerance is the rounding of up to 9 fp32 sums and one final subtraction, relative to the summed gradients.
     assert (offered - got - left).abs().max() < 1e-5 * offered.abs().max()
     assert left.abs().max() > 1e-3 * offered.abs().max(), "rank 4 must leave something out"
 
@@ -126,7 +126,7 @@ def test_messages_follow_the_number_of_micro_batches_and_uneven_stages_reproduce
 
 @uses(table.GROWING_LIMIT.run)
 def test_a_stage_without_parameters_takes_part_in_what_all_ranks_measure(runs):
-    # No rank may wait for the stage that has nothing to sum.
+    # The forecast must not wait for the stage without parameters, which has nothing to sum.
     assert [line for line in runs.said if line.startswith("forecast from measured times")]
 
 
@@ -137,7 +137,7 @@ def test_warmups_are_vanilla_to_the_bit_and_compression_follows_on_both_ends(run
         rule = [[False] * 4] * 4 + [epilogue(2, 4, stage)] * 4
         assert receiver.messages["received"].history == sender.messages["sent"].history == rule
     expected, losses = last_stage_losses(vanilla.ranks), last_stage_losses(ours.ranks)
-    # The loss of an iteration shows the updates before it: four uncompressed ones for the first five losses.
+    # An iteration's loss shows the updates before it: four uncompressed ones for the first five losses.
     assert losses[:5] == expected[:5]
     assert losses[5] != expected[5]
     assert ours.ranks[0].grad_norms[:4] == vanilla.ranks[0].grad_norms[:4]

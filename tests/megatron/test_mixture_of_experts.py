@@ -19,7 +19,7 @@ from tests.megatron.runs import (
 from tests.megatron.specs import Run, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
-# A stage's 2 layers have 2 attention matrices and a router each, beside the experts'.
+# A stage's 2 layers have, beside the experts', 2 attention matrices and a router each.
 COMPRESSED = 6
 
 
@@ -69,7 +69,8 @@ def test_traffic_of_experts_is_counted_over_their_own_replicas(runs):
         experts = sum(nbytes for name, nbytes in rank.gradient_bytes.items() if ".experts." in name)
         others = sum(rank.gradient_bytes.values()) - experts
         raw, sent = rank.ours.traffic["DP gradients"]
-        # 2 iterations of 2 V (D - 1) / D bytes each: 4 replicas of all parameters but the experts, 2 of every expert.
+        # D replicas send 2 (D - 1) / D of a gradient's bytes in each of 2 iterations: D is 2 for experts, 4 for all
+        # other parameters.
         assert raw == 2 * (others * 3 / 2 + experts)
         assert 0 < sent < raw
 

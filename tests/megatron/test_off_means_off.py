@@ -11,7 +11,7 @@ from tests.megatron.specs import RunSpec, uses
 def test_without_a_technique_a_run_is_bit_identical_to_vanilla(runs):
     vanilla, off = runs
     for theirs, mine in zip(vanilla.ranks, off.ranks, strict=True):
-        # Floats compared with ==: every loss, gradient norm and weight has the same bits.
+        # `==` compares floats by their bits: every loss, gradient norm and weight is the same.
         assert mine.losses == theirs.losses and len(mine.losses) >= 4
         assert mine.evaluation_losses == theirs.evaluation_losses and mine.evaluation_losses
         assert mine.grad_norms == theirs.grad_norms

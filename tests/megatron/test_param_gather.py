@@ -19,7 +19,7 @@ AT_ONCE, OVERLAPPED = zip(table.VANILLA_GATHERS, table.EXACT_GATHERS, strict=Tru
 @uses(full(*AT_ONCE), OVERLAPPED)
 def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
     vanilla, ours = runs
-    # Differences are rounded to bf16, and so are weights, as with buckets in bf16.
+    # Changes of parameters are rounded to bf16, and so are weights: the tolerance is that of buckets in bf16.
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.BF16_BUCKETS[0]
     assert_tied(ours)
     for rank in ours.ranks:
@@ -49,7 +49,7 @@ def test_only_what_no_step_has_changed_is_gathered_as_it_is(runs):
         dense = rank.probed
         assert 0 < dense < raw / 3
         share = (sent - dense) / (raw - dense)
-        # Vectors are dense, and the short blocks of narrow matrices' shards are padded.
+        # Vectors are sent dense, and the short blocks of narrow matrices' shards are padded.
         assert IN_4_BITS < share < 1.35 * IN_4_BITS
 
 

@@ -97,7 +97,7 @@ def assert_all_gone(tree: list[psutil.Process], hosts: set[int], seconds: float 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_every_process_and_keeps_nothing_unfinished(folder: Path, signum: int) -> None:
     with training(folder) as (quickstart, tree, hosts):
-        if signum == signal.SIGINT:  # the folder stays locked while the first one runs
+        if signum == signal.SIGINT:  # this lock keeps the folder claimed while the first quick start runs
             second = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=60)
             assert second.returncode == 2
             assert f"another process ({quickstart.pid}) is writing to it" in second.stderr
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_ends_everything_with_the_reason_on_the_terminal(folder
     assert not (folder / "out").exists()
 
 
-# Deliberately after the tests above: in the same folder, it starts from their leftovers.
+# This test comes after the tests above deliberately: in the same folder, it starts from their leftovers.
 def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -155,8 +155,8 @@ def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     assert summary["comparison"]["raw_equals_what_vanilla_sent"] is True
     traffic = summary["comparison"]["traffic_bytes_per_iteration"]
     ratios = {name: share["ratio"] for name, share in traffic.items()}
-    # Activations have 8.13 of 32 bits and some padding; gradients 4.13 bits to the owner and 8.13 back, with dense
-    # vectors.
+    # int8 activations have 8.13 of 32 bits and some padding; gradients 4.13 bits to the owner of a shard and 8.13 back,
+    # and dense vectors.
     assert 0.25 < ratios["pipeline forward"] < 0.27 and 0.25 < ratios["pipeline backward"] < 0.27
     assert 0.18 < ratios["DP gradients"] < 0.25
     assert 0.15 < ratios["embedding"] < 0.25

@@ -33,7 +33,7 @@ MTP_TIED = Limit(vanilla=RunSpec(name="multi-token prediction", flags=f"{_ROPE} 
 MTP_UNTIED = Limit(
     vanilla=MTP_TIED.vanilla.but("multi-token prediction, untied", flags="--untie-embeddings-and-output-weights")
 )
-# Without fused embedding sync, whose sum has another order: Muon amplifies rounding.
+# Fused embedding synchronisation is off: it sums in another order, and Muon amplifies rounding.
 MUON = Limit(
     vanilla=RunSpec(name="Muon", flags=f"{_ROPE} --optimizer muon"), ours=f"{EXACT_BLOCKS} --no-fused-embedding-sync"
 )
@@ -67,7 +67,8 @@ def test_replicas_of_context_parallelism_reduce_compressed_gradients_and_message
     assert_like_vanilla(vanilla, ours, "pipeline forward", "pipeline backward", "DP gradients", "embedding")
     for rank in ours.ranks:
         assert all(all(step) for end in rank.messages.values() for step in end.history) and rank.messages
-    # One gradient message: sequence / CP x micro-batch x hidden, in fp32; 8 micro-batches on 2 context-parallel pairs.
+    # One gradient message has sequence / CP x micro-batch x hidden values in fp32; 2 context-parallel ranks send 8
+    # micro-batches.
     raw = sum(rank.ours.traffic["pipeline backward"][0] for rank in ours.ranks)
     assert raw == 5 * 8 * 2 * (64 // 2) * 2 * 64 * 4
 

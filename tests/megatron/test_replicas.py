@@ -16,7 +16,7 @@ def test_replicas_stay_bit_identical_at_rank_4_and_in_blocks(runs):
                 twin = by_place[stage, 0, data_rank].weights[name]
                 assert run.weights[name] == twin, f"{name} differs between tensor-parallel ranks"
                 compared_over_tensor_ranks += 1
-    # 2 layers with 2 norms (weight and bias) and 2 row-parallel biases, at least, on each of 8 ranks.
+    # Each of 8 ranks has at least 2 layers with 2 norms (weight and bias) and 2 row-parallel biases.
     assert compared_over_tensor_ranks >= 8 * 12
     for tensor_rank in (0, 1):
         copies = {copy for place, run in by_place.items() if place[1] == tensor_rank for copy in run.tied.values()}

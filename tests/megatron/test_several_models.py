@@ -75,7 +75,7 @@ def groups_of_this_rank() -> int:
 def job(names: tuple[str, ...]) -> dict[str, Any]:
     """Train these models in the order that all jobs share, and return what each one's steps left."""
     own_loops.start(2)
-    os.environ["OPTIMUS_CC_NODE"] = f"node {dist.get_rank()}"  # balanced compresses between nodes only
+    os.environ["OPTIMUS_CC_NODE"] = f"node {dist.get_rank()}"  # the preset `balanced` compresses between nodes only
     reference = own_loops.build(2).module
     models: dict[str, Trained] = {}
     made: list[int] = []
@@ -112,7 +112,7 @@ def test_each_of_several_models_trains_as_it_does_alone() -> None:
             assert rank["digests"][name] == other["digests"][name], name
     for rank in together:
         assert rank["leaked"] == 0, "no step makes a process group"
-        # Each handle has a group of this rank alone, and the policy one for the tied embedding.
+        # Each of three handles has a group of this rank alone, and one has a group for the tied embedding.
         assert rank["left"] == 4, "the groups that the handles made"
         for name in NAMES[:3]:
             raw, sent = (rank["metrics"][name][f"optimus-cc/DP gradients {kind} bytes"] for kind in ("raw", "sent"))

@@ -15,7 +15,7 @@ def test_what_is_not_finite_on_one_replica_is_skipped_by_all_and_kept_by_none(ru
         steps = rank.steps
         assert [step.skipped for step in steps] == [i in (INF_AT, NAN_AT) for i in range(6)]
         for step in steps:
-            # A norm is finite if all entries are; 0 <= x fails for NaN, x < inf for infinities.
+            # The norm of a tensor is finite if all its entries are; `0 <=` fails for NaN, `< inf` for infinities.
             assert step.memory_norms and all(0 <= norm < float("inf") for norm in step.memory_norms)
         for iteration in (INF_AT, NAN_AT):
             before, skipped, after = steps[iteration - 1 : iteration + 2]
@@ -53,10 +53,10 @@ def test_residuals_survive_overflows_and_follow_the_loss_scale(runs):
 def test_repeated_passes_leave_no_trace_and_a_checkpoint_before_the_update_resumes_exactly(runs):
     calm, repeated, stopped, resumed = runs
     assert calm.ranks[0].passes == 5
-    # The first step of a run is never checked.
+    # Megatron checks no run's first step.
     assert [rank.passes for rank in repeated.ranks] == [5 + 4] * 4
     assert_goes_on(repeated, calm, 0)
-    # An error that appears again in the second pass: Megatron saves before the update, and exits.
+    # If an error appears again in the second pass, Megatron saves before the update, and exits.
     assert [(rank.passes, rank.ended) for rank in stopped.ranks] == [(1 + 2, RESUME_TO_DISAMBIGUATE)] * 4
     assert [len(rank.losses) for rank in stopped.ranks] == [2] * 4, "it left in the second step"
     assert_goes_on(resumed, calm, 1)

@@ -34,7 +34,7 @@ LAYOUTS = [
     PLAIN.but("distributed optimizer, overlapped, interleaved", flags=f"{table.OVERLAPPED} {table.INTERLEAVED}"),
 ]
 IN_BF16 = PLAIN.but("bf16, overlapped", flags=f"--bf16 {table.OVERLAPPED}")
-# 4 sequences more after each 24 of the first 48, in pairs on 2 replicas: M = 2, then 3, then 4.
+# After each 24 of the first 48 sequences the batch grows by 4, in pairs on 2 replicas: 2, 3, then 4 micro-batches.
 GROWING = PLAIN.but(
     "growing batch", before=(partial(interventions.without, "--train-iters"),),
     flags="--rampup-batch-size 8 4 48 --train-samples 96 --lr-decay-samples 96",
@@ -68,7 +68,7 @@ def test_ranks_use_the_version_that_was_asked_for():
 def test_off_is_bit_identical_to_vanilla(runs):
     vanilla, off = runs
     for mine, theirs in zip(off.ranks, vanilla.ranks, strict=True):
-        # Floats compared with ==: every loss, gradient norm and weight has the same bits.
+        # `==` compares floats by their bits: every loss, gradient norm and weight is the same.
         assert (mine.losses, mine.grad_norms, mine.weights) == (theirs.losses, theirs.grad_norms, theirs.weights)
         assert mine.random_states == theirs.random_states
         assert len(mine.losses) == 4 and mine.weights

@@ -28,7 +28,7 @@ OURS_OR_MEGATRON = ("megatron", "optimus", "__editable__", "pip")
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("environment")
-    for path in ROOT.iterdir():  # links, so that nothing is built into the repository
+    for path in ROOT.iterdir():  # The source folder has links, so that nothing is built into the repository.
         if path.name not in ("build", ".git", ".venv") and not path.name.endswith(".egg-info"):
             (source / path.name).symlink_to(path)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"

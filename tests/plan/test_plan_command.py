@@ -50,7 +50,7 @@ def test_it_says_seconds_gains_and_the_command_line(capsys: pytest.CaptureFixtur
 
 
 def test_our_flags_are_planned_as_they_are_and_megatrons_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    # The same word is a value of ours, and of a flag that no plan reads.
+    # The word 1 is the value of one of our flags, and of a flag that no plan reads.
     ours = ["--optimus-cc", "--dp-compression-stages", "1", "--lr", "0.1", "--save-interval", "1"]
     assert main([*PLAN, "--format", "csv", "--", *LAYOUT, *ours]) == 0
     rows = {row["variant"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}

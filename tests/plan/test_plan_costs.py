@@ -39,7 +39,7 @@ def test_every_constant_says_where_it_comes_from() -> None:
     fitted = [
         n for gpu in GPUS.values() for n, v in vars(gpu).items() if isinstance(v, Constant) and v.kind == "fitted"
     ]
-    assert len(fitted) == 5  # at most three for each GPU
+    assert len(fitted) == 5  # each of the GPUs has at most three fitted constants
 
 
 def test_a_gemm_pays_for_whole_waves_of_tiles_and_never_runs_faster_than_its_bytes() -> None:
@@ -68,13 +68,13 @@ def test_ranks_of_a_node_share_its_one_queue() -> None:
     alone, eight = send(CLUSTER, 1e8, 1, True), send(CLUSTER, 1e8, 8, True)
     assert eight - CLUSTER.network.hop == pytest.approx(8 * (alone - CLUSTER.network.hop))
     assert send(CLUSTER, 1e8, 8, False) < eight
-    # Eight rings through one node's line, compared with one ring through it.
+    # Eight rings that share one node's network line take eight times as long as one ring.
     shared = reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 8), 1e8)
     assert shared == pytest.approx(8 * reduce_scatter(CLUSTERS["25gbe"], Group(4, 1, 1), 1e8), rel=0.01)
 
 
 def test_groups_are_megatrons() -> None:
-    assert Group.strided(4, 8, 8) == Group(4, 1, 8)  # one replica per node, for each of eight tensor-parallel ranks
+    assert Group.strided(4, 8, 8) == Group(4, 1, 8)  # with 8 tensor-parallel ranks a node has one replica of each
     assert Group.strided(16, 2, 8) == Group(16, 4, 2)
     assert Group.strided(16, 1, 8) == Group(16, 8, 1) and Group.strided(16, 1, 8).nodes == 2
 
@@ -103,11 +103,11 @@ def test_a_format_that_is_in_no_table_has_no_costs() -> None:
 def test_blocks_send_as_many_bytes_as_a_codec_writes(form: str) -> None:
     config, values = OptimusConfig(compressed_backprop_format=form), JOB.rows * JOB.model.hidden
     sent, forward = gradient_message(CLUSTER, JOB, config), activation_message(CLUSTER, JOB, config)
-    # A codec aligns the sections of a message to 16 bytes.
+    # A codec aligns the parts of a message to 16 bytes.
     assert 0 <= Codec(form).message_bytes(BlockLayout.of_one(values), torch.bfloat16) - sent.nbytes < 32
     assert sent.remember == 0.0 and forward.nbytes == 2 * values
     lep = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop_format=form, lazy_error_propagation=True))
-    # The message is decoded once more, and the sum is read and written.
+    # For the residual, the sender decodes its message once more, and reads and writes the sum.
     assert lep.remember > lep.decode == sent.decode
     assert lep.encode > sent.encode
 
@@ -154,19 +154,20 @@ def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_lit
 def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     low_rank = OptimusConfig(dp_compression=True, compressed_backprop=True)
     assert memory(JOB)["compression"] == 0.0
-    # The residual of all matrices in fp32 is nearly all of the state.
+    # The state is little more than the residual of all matrices in fp32.
     matrices = 4 * 12 * JOB.model.hidden**2 * 18 / 8
     assert memory(JOB, low_rank)["compression"] == pytest.approx(matrices, rel=0.35)
     halved = replace(low_rank, compression_state_dtype="bf16")
     assert memory(JOB, halved)["compression"] == memory(JOB, low_rank)["compression"] / 2
-    # int8 messages have 8.125 bits a value, in both directions; an activation is in bf16.
+    # int8 messages have 8.125 bits a value in each of two directions; the residual of an activation gradient is in
+    # bf16.
     int8 = OptimusConfig(dp_compression_format="int8")
     assert memory(JOB, int8)["compression"] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters)
     lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
     assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
     messages = OptimusConfig(compressed_backprop=True, lazy_error_propagation=True)
     assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
-    # Messages of all parameters have 4.125 bits a value; a rank's own quarter is kept twice in bf16.
+    # int4 messages of all parameters have 4.125 bits a value; a rank keeps its own quarter twice, in bf16.
     gather, parameters = OptimusConfig(param_gather_format="int4"), JOB.stage_parameters + JOB.embedding_share
     assert memory(JOB, gather)["compression"] == pytest.approx((4.125 / 8 + 2 * 2 / JOB.dp) * parameters)
     big = Job(model=MODELS["175b"], gpus=64, tp=8, pp=4, batch=64)

@@ -62,7 +62,7 @@ def test_forecast_and_planner_say_the_same_when_they_are_given_the_same(config: 
     ours, gradients = iteration(SLOW, JOB, config), frozenset(range(JOB.pp)) if config.dp_compression else frozenset()
     everyone = [Measured(cost=cost, link=None, replicas=None) for cost in rank_costs(SLOW, JOB, config)]
     theirs = forecast(everyone, schedule_of(JOB.pp, JOB.vpp, JOB.micro_batches), config, gradients)
-    # They differ in the steady state, which the planner continues and the forecast simulates.
+    # Planner and forecast differ in the steady state, which the planner extrapolates and the forecast simulates.
     assert theirs.ours.reduced == pytest.approx(ours.times.reduced, rel=1e-3)
     assert theirs.plain.reduced == pytest.approx(iteration(SLOW, JOB).times.reduced, rel=1e-3)
 

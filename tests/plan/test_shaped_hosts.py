@@ -36,7 +36,7 @@ def test_on_fast_lines_the_ratio_is_that_of_the_unshaped_seconds_and_on_slow_one
     training = small("pp1dp2")
     config = training.config_of(["--dp-compression-format", "int8"])
     assert planned(training, config, 1e15, 2.0, 2.2) == pytest.approx(1.1, rel=0.01)
-    # int8 both ways instead of fp32, the embedding stays dense.
+    # int8 replaces fp32 in both directions; the embedding stays dense.
     slow = planned(training, config, 1e4, 2.0, 2.2)
     assert 0.25 < slow < 0.40
 

@@ -63,7 +63,7 @@ def test_the_band_of_a_plan_holds_nine_of_ten_held_out_rows(found: dict[str, Cam
             if row.cluster.gpu.name == gpu and not c.name.startswith(("BLOOM", "MT-NLG"))
         ]  # fmt: skip
         inside = sum(error <= band for error in errors) / len(errors)
-        assert inside >= 0.88, gpu  # on H100s 8 of 9 rows are within the band
+        assert inside >= 0.88, gpu  # 0.88 allows for the H100, where 8 of 9 rows are within the band
 
 
 @pytest.mark.parametrize(("gpu", "name"), [("A100", "gemm_efficiency"), ("A100", "memory_efficiency"),

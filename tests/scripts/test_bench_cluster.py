@@ -35,7 +35,7 @@ PP2DP2 = Layout(1, 2, 2)
 @pytest.mark.parametrize("name", [name for name in cluster.TRAINED if name != "tiny"])
 def test_the_models_have_the_papers_proportions(name: str, layout: Layout) -> None:
     found = proportions(MODELS[name], layout)
-    # The number of micro-batches is whole: one more or less changes the ratio by 1 part in 6.
+    # Micro-batches are whole: one more or less changes this ratio by 1 part in 6.
     assert found.dp_to_forward == pytest.approx(PAPER.dp_to_forward, rel=0.1)
     assert found.embedding_share <= 0.10
 
@@ -100,7 +100,7 @@ def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> 
 
 def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
     plan = FindRate(3, "10mbit", each=2)
-    # 2 s of computation, and 100 Mbit whose transfer overlaps no computation.
+    # The model computes for 2 s, and the transfer of 100 Mbit overlaps no computation.
     _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
     assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
     assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)
@@ -184,8 +184,8 @@ def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -
     assert _of(table, "all", "exposed") == pytest.approx(1.5) and _of(table, "all", "bound") is None
     assert _of(table, "all", "over vanilla", rate="none") == pytest.approx(1.05)
     assert _of(table, "all", "recovered", rate="none") is None
-    # Payload is 40 on each of two hosts, and 80 by the metrics; traffic before the first measured iteration is not
-    # compared.
+    # On the kernel's counters the payload is 40 on each of two hosts, in the metrics 80; traffic before the first
+    # measured iteration is not compared.
     for run in runs:
         run.iterations.insert(0, dataclasses.replace(run.iterations[0], measured=False, payload=[9999, 9999]))
     assert traffic(runs).where(variant="auto").column("kernel over metrics") == pytest.approx([1])

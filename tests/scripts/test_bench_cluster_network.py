@@ -83,11 +83,11 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
         nbytes = (4 << 20) // len(senders)
         before = hosts.counters()
         bits = 8 * (4 << 20) / _transfer(hosts, senders, 0, nbytes)
-        # Framing takes 4 to 5 %, and the burst that the buckets let through gives 0.5 % back; a busy machine is late.
+        # Framing takes 4 to 5 %, and the burst that the bucket lets through gives 0.5 % back; a busy machine is slower.
         assert 0.5 < bits / 40e6 < 1.0
         sent = [after.since(b) for after, b in zip(hosts.counters(), before, strict=True)]
         for sender in senders:
-            # Packets that are lost at the receiver's full link were sent, and are sent again.
+            # Packets that the receiver's full link drops are counted, and sent again.
             assert 0.99 < sent[sender].payload / nbytes < (1.01 if len(senders) == 1 else 1.2)
         assert abs(sent[0].payload) < 0.01 * nbytes and sent[0].sent_packets > 100
         hosts.set_rate("none")
@@ -178,7 +178,7 @@ def test_the_smallest_cluster_counts_the_bytes_that_the_metrics_count(tmp_path: 
     assert rows["vanilla", "20mbit"]["seconds"] > 1.3 * rows["vanilla", "none"]["seconds"]
     sent = "pipeline backward, MB"
     assert ours[sent] < 0.8 * before[sent], "a quarter of the messages is of the epilogue"
-    # A quarter of one direction's messages is a sixteenth of all messages, which is less than the noise here.
+    # A quarter of the messages of one direction is a sixteenth of all bytes, and its gain is less than the noise here.
     assert rows["cb", "20mbit"]["bound"] is not None
     assert (tmp_path / "out/cluster.md").read_text().count("| 20mbit |") == 2
 
@@ -194,7 +194,7 @@ def test_an_interrupted_cluster_leaves_nothing_behind(tmp_path: Path, how: str) 
         try:
             assert script.stdout is not None
             for line in script.stdout:
-                if "20mbit" in line and line.split()[0].isdecimal():  # an iteration on shaped links
+                if "20mbit" in line and line.split()[0].isdecimal():  # this line reports an iteration on shaped links
                     break
             below = psutil.Process(script.pid).children(recursive=True)
             ranks = [each for each in below if "optimus_cc_ext" in each.cmdline()[:4]]

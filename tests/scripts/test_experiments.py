@@ -38,7 +38,7 @@ def test_a_finished_run_is_a_row_and_is_not_made_again_unless_flags_or_text_diff
     assert runs.rows().rows == [("one", commit(), 7, "hash")]
     assert runs.known("one", [*flags, "--more"]) is None and runs.known("another", flags) is None
     assert Runs(tmp_path / "runs", "of another text", 5.0, retry=False).known("one", flags) is None
-    # A row from before rows had a text still counts.
+    # A row of grid.csv from before rows named a text still counts.
     result = tmp_path / "runs" / "one" / "result.json"
     result.write_text(json.dumps({"flags": flags, "said": "before"}))
     assert runs.made("one", 1, flags, 7, read)["said"] == "before" and counted.read_text() == "once "

@@ -19,7 +19,7 @@ EXPERIMENTS = sorted(
     for path in (ROOT / "scripts/paper").glob("*/*.sh")
 )
 
-# Facts from the published artifact's scripts; 335M: its functionality check on one machine of 8 GPUs.
+# The published artifact's scripts have these sizes; 335M is its functionality check on one machine of 8 GPUs.
 SHAPES = {"335m": (24, 1024, 16), "2.5b": (52, 1920, 24), "8.3b": (72, 3072, 24)}
 LAYOUTS = {"335m": (2, 2, 8), "2.5b": (8, 4, 128), "8.3b": (8, 4, 128)}
 """Tensor parallel size, pipeline parallel size, processes, by model."""
@@ -164,7 +164,7 @@ def expected(wanted: Techniques, model: str, ranks: tuple[int, int], tiny: bool)
             "residual": "carry" if wanted.lep else "drop",
         }
     if wanted.sc:
-        # The first 75 % of the stages: 3 of 4, both of 2.
+        # The first 75 % of 4 stages are 3, of 2 stages both.
         stages = 2 if tiny or model == "335m" else 3
         known |= {"sc rank": ranks[1], "stages": stages, "feedback": True, "warm-up": 0.0}
     return known

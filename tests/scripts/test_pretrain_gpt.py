@@ -197,7 +197,7 @@ def test_what_is_nearly_an_option_or_a_variable_is_refused_with_what_was_meant()
         ended = dry_run(**{wrong: "2"})
         assert ended.code == 2 and f"error: {wrong}: it is not a variable" in ended.errors
         assert ended.output == "" and f"Write {right}, or unset {wrong}." in ended.errors
-    # Names that may belong to another program.
+    # Variables with these names may belong to another program.
     assert dry_run(NODE="a", MODELS="b", MODE="c", LS="d", JAVA_PATH="e", CUDA_PATH="f").code == 0
 
 

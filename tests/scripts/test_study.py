@@ -129,7 +129,7 @@ def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -
     found = {"error": [0.774, 0.051], "cosine": [0.636, 0.999], "error of sum": [1.02, 0.004], "error of steps": [1, 2]}
     names = [f"{kind}, stage {stage}" for kind in gradients.KINDS for stage in range(4)]
     rows = [(point, "DP gradients", "int4", 19.0, *gradients._cells(found)) for point in (20, 80)]
-    del found["error of steps"]  # as in a result of an older commit
+    del found["error of steps"]  # results of older commits lack this entry
     rows.append((80, "DP gradients", "int8", 26.0, *gradients._cells(found)))
     table = gradients.by_setting(Table(("weights of", "class", "setting", "sent, %", *names), rows))
     cells = ("77, 5.1", "0.636, 0.999", "102, 0.4", "100, 200")

@@ -64,7 +64,7 @@ def test_a_variant_passes_if_every_bound_and_the_mean_of_all_cells_are_low_enoug
     cells = [cell("a", 0.01, 0.02, 0.03), cell("a", 0.02, 0.03, 0.04, text="prose"), cell("b", 0.0, 0.1, 0.02)]
     deviation, freedom = pooled(cells, "a")
     assert deviation == pytest.approx(0.01) and freedom == 4
-    # By hand: 0.03 + 2.132 x 0.01 / sqrt(3).
+    # The bound by hand is 0.03 + 2.132 x 0.01 / sqrt(3).
     assert upper_bound(cells[1], deviation, freedom) == pytest.approx(0.0423, abs=1e-4)
     assert verdicts(cells).column("passes") == ["yes", "no"]
     assert verdicts([cell("a", 0.03, 0.031, 0.032)]).column("passes") == ["no"], "the mean is above 0.03 %"

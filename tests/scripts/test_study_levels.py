@@ -9,11 +9,11 @@ from scripts.study.levels import SHARES, VARIANTS, main, measure
 def test_errors_in_levels_are_those_of_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     errors = measure(2, 2, 1 << 15)
     assert set(errors) == {(share, *variant) for share in SHARES for variant in VARIANTS}
-    # A rank adds its own part as it is, so of four replicas three are rounded, and of two nodes one.
+    # A rank adds its own part without rounding it, so three of four replicas are rounded, and one of two nodes.
     assert errors[0.0, 1, "int4"] == pytest.approx(0.117 * (3 / 4) ** 0.5, rel=0.05)
     assert errors[0.0, 2, "int4"] == pytest.approx(0.117 * (1 / 2) ** 0.5, rel=0.05)
     assert errors[0.0, 2, "int8"] == pytest.approx(0.0065 * (1 / 2) ** 0.5, rel=0.05)
-    # int8 in two levels loses less than int4 in one, whatever replicas have in common.
+    # int8 in two levels loses less than int4 in one, whatever share of their gradients replicas have in common.
     assert all(errors[share, 2, "int8"] < errors[share, 1, "int4"] / 4 for share in SHARES)
 
 

@@ -93,7 +93,7 @@ class Training:
         folder.mkdir()
         self.number = slurm.run(
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
-            *("--oversubscribe", "--mem=1G"),  # two of these jobs fit at a time
+            *("--oversubscribe", "--mem=1G"),  # two of these jobs fit on a node at a time
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
             # Megatron would wait without an end for a part of the corpus without a document.
             *("--split", "90,5,5"),
@@ -232,7 +232,7 @@ def test_a_job_requeued_and_then_preempted_ends_at_the_very_loss_of_one_left_alo
         assert bits_per_byte, said
         words = AutoTokenizer.from_pretrained(tmp_path / "model")
         bits_per_word = float(bits_per_byte[1]) * len(held_out.encode()) / len(words(held_out)["input_ids"])
-        # The vocabulary has 500 words, so a model that knows nothing has a perplexity of 500.
+        # The vocabulary has 500 words, so a model that has learned nothing has a perplexity of 500.
         assert 1 < 2**bits_per_word < 500, said
 
 

@@ -180,7 +180,7 @@ def step(ended: Ended) -> dict[str, str]:
     assert ended.code == 0, ended.errors
     [cpus, _, *words] = ended.output[ended.output.index("cpus per task: ") :].splitlines()
     options = [word for word in words if word.startswith("--")]
-    if "env" in words:  # variables that an image must not inherit come before its program
+    if "env" in words:  # The command unsets variables that an image must not inherit before it names the program.
         end = words.index("PYTHONNOUSERSITE=1")
         words[words.index("env") : end + 1] = []
     program = next(word for word in words if not word.startswith("--"))
@@ -355,7 +355,7 @@ def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install
         assert "export EXTRAS='report,wandb'" in inside
         for step_of_install in ("dependencies", "package", "megatron /tmp/checkout"):
             assert f"scripts/image/install.sh {step_of_install}\n" in inside
-    # Only the two images are left.
+    # After the builds only the two images are left in the folder.
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif"}
     refused = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sif")
     assert refused.code == 2 and "'optimus-cc.sif' is not what Pyxis saves" in refused.errors

@@ -10,7 +10,7 @@ from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, REMOVED_FLAGS, add
 from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from optimus_cc_ext.errors import FlagError
 
-# Each option of the published artifact, and one of ours for the same thing.
+# Each pair has an option of the published artifact and one of ours for the same setting.
 SAME_OPTION = [
     ("--inter_grad_comp", "--compressed-backprop"),
     ("--inter_grad_comp", "--no-compressed-backprop"),

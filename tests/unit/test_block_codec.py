@@ -61,7 +61,7 @@ def error(found: Tensor, values: Tensor) -> float:
 @ALL
 @DTYPES
 def test_messages_are_those_of_the_reference_to_the_byte_where_rotations_are_exact(format, rotated, dtype) -> None:
-    # Multiples of 2^-6 to +-8: fp16 and fp32 hold them, and fp32 their sums.
+    # The values are multiples of 2^-6 to +-8: fp16 and fp32 hold them, and fp32 also their sums.
     values = gaussian(1100).mul_(2).clamp_(-8, 8).mul_(64).round_().div_(64).to(dtype)
     found = encoded(codec_of(format, rotated), values, SCATTERED)
     expected = torch.zeros_like(found)
@@ -87,8 +87,8 @@ def test_elsewhere_rotation_moves_a_code_by_one_at_most_and_decoding_is_the_refe
             (reference.numbers(mine) - reference.numbers(other)).abs()
             for mine, other in zip(codes, expected_codes, strict=True)
         ]
-        # The reference's sums differ by rounding, 2^-24 of a block's length, while codes are 2^-7 and 2^-3 of its
-        # largest value.
+        # Sums of codec and reference differ by rounding, 2^-24 of a block's length; steps between codes are 2^-7 (int8)
+        # and 2^-3 (int4) of its largest value.
         assert torch.stack(apart).max() <= 1 and torch.stack(apart).mean() < 1e-4
     else:
         assert torch.equal(found, expected)
@@ -216,7 +216,7 @@ def test_what_it_says_that_it_lost_is_what_did_not_arrive(format, rotated) -> No
 @ALL
 @DTYPES
 def test_all_sizes_and_ranges_arrive_and_nothing_beside_them_is_touched(format, rotated, dtype) -> None:
-    # With few values the error may be three times that of many values.
+    # The error of a few values may be three times that of many values.
     codec, bound = codec_of(format, rotated), 3 * FORMATS[format].gaussian_error
     values = gaussian(1100).to(dtype)
     for numel in (1, 127, 128, 129, 1100):

@@ -109,7 +109,7 @@ def test_each_direction_has_its_own_format() -> None:
         sizes = {role: transfer.tensor.numel() for role, transfer in posted(two, *both).items()}
         for _ in range(3):
             posted(two, "send_prev")
-    scales = 32  # two bytes for each of 12 blocks, padded to 16
+    scales = 32  # the scales take two bytes for each of 12 blocks, padded to 16
     assert sizes == {"send_next": numel + scales, "send_prev": numel // 2 + scales}
     assert two.state_dict().keys() == {"iteration"}, "nothing is remembered"
 

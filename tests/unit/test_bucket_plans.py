@@ -182,7 +182,7 @@ def test_a_model_on_the_meta_device_has_a_plan_that_answers_for_bytes_and_memory
     residuals, warm_starts = 2 * 4 * 2 * 1024 * 4096, (2 + 1) * 4 * 32 * (1024 + 4096)
     assert only.compressed.state_bytes(torch.float32) == residuals + warm_starts
     (blocks,) = plan(record, sharded=True).buckets
-    # All messages are padded to the length of the one with the biases: 20 KB of 1.1 MB.
+    # The message with the biases is the longest, and all others are padded to its length: 20 KB of 1.1 MB.
     values = 2 * 1024 * 4096
     assert blocks.compressed.sent_bytes() == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
     assert blocks.compressed.wire_bytes == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)

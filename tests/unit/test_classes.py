@@ -123,7 +123,8 @@ def test_a_format_that_is_changed_leaves_its_class_on_unless_it_is_dense_and_wha
     before = OptimusConfig(**{traffic.format_field: "int8"})  # type: ignore[arg-type]
     for format in traffic.formats:
         switch = {} if traffic.switch == traffic.format_field else {traffic.switch: format != "dense"}
-        # Fused embedding synchronisation stays fused in dense: it is the one class with a switch beside its format.
+        # Fused embedding synchronisation stays fused if its format is dense: this class alone has a switch beside its
+        # format.
         switch |= {traffic.switch: True} if traffic.tag == "embedding" else {}
         assert before.replace(**{traffic.format_field: format}) == OptimusConfig(
             **{traffic.format_field: format, **switch}  # type: ignore[arg-type]
@@ -195,7 +196,7 @@ def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_alwa
 
 
 def test_the_forecast_has_a_line_for_every_class_that_lengthens_a_pass_or_a_reduction() -> None:
-    # Parameters are gathered after the step: the forecast has a line of its own for them.
+    # The gather of parameters comes after the step: it has a line of its own in the forecast.
     assert {traffic.tag: traffic.flag for traffic in CLASSES if traffic.name != "param_gather"} == forecast._FLAGS
     assert (forecast.GATHER, forecast.EMBEDDING) == ("parameter gather", "embedding")
 

@@ -54,7 +54,8 @@ def test_a_lasting_change_becomes_usual(before, after):
 def test_a_norm_that_is_not_finite_shrinks_nothing_and_is_not_usual(norm):
     clipping = UsualClipping()
     clipping.shrinkage(0.5)
-    assert clipping.shrinkage(clip_coefficient(1.0, norm)) == 1.0  # the residuals of such a step are discarded
+    # The residuals of a step whose norm is not finite are discarded.
+    assert clipping.shrinkage(clip_coefficient(1.0, norm)) == 1.0
     assert clipping.shrinkage(0.25) == pytest.approx(0.5)
 
 

@@ -62,7 +62,7 @@ def test_a_zero_gradient_does_not_kill_the_link() -> None:
     q = next_warm_start(q_new, fallback, FAST)
     assert torch.equal(q, fallback)
     matrices = gaussian(2, 30, 4) @ gaussian(2, 4, 20, seed=1)
-    # The error of rank 4 at compression rank 4 is fp32 rounding, amplified by the condition of M Q.
+    # A matrix of rank 4 at compression rank 4 has an error of fp32 rounding, amplified by the condition of P = M Q.
     torch.testing.assert_close(step(FAST, matrices, q)[2], matrices, rtol=0, atol=1e-4)
 
 

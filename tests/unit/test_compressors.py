@@ -36,7 +36,7 @@ SUM_OF_2048 = 24 * EPS32
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300), compression_rank=st.integers(1, 400))
 @example(1, 4096, 16)
-@example(4, 4, 2)  # 2 * (4 + 4) = 16 values, as many as the matrix has
+@example(4, 4, 2)  # the message has 2 * (4 + 4) = 16 values, as many as the matrix
 @example(4, 5, 2)
 def test_pays_exactly_where_the_message_is_smaller_than_the_matrix(n: int, m: int, compression_rank: int) -> None:
     r = effective_rank(n, m, compression_rank)
@@ -96,7 +96,7 @@ def test_fast_compresses_like_the_reference_in_float64(n: int, m: int, r: int, d
     p, q_new, approximation = step(FastLowRank(), matrices, q)
     expected_p, expected_q, expected = step(ReferenceLowRank(), matrices.double(), q.double())
     assert p.dtype == q_new.dtype == approximation.dtype == torch.float32
-    # The tolerance is fp32 rounding, amplified by the condition of M Q: below 1e3 for the square case, below 10 for
+    # The tolerance is fp32 rounding, amplified by the condition of P = M Q: below 1e3 for the square case, below 10 for
     # most.
     tolerance = 1e3 * EPS32 if r == min(n, m) > 1 else 30 * EPS32
     torch.testing.assert_close((p @ p.mT).double(), expected_p @ expected_p.mT, rtol=0, atol=tolerance)
@@ -108,7 +108,8 @@ def test_fast_compresses_like_the_reference_in_float64(n: int, m: int, r: int, d
 def test_a_matrix_of_rank_r_survives_one_cold_step(compressor: LowRank) -> None:
     matrices = gaussian(2, 64, 5) @ gaussian(2, 5, 100, seed=1)
     approximation = step(compressor, matrices, first_q(2, 100, 5))[2]
-    assert worst_error(approximation, matrices) < 1e-5  # fp32 rounding, amplified by the condition of M Q
+    # The tolerance is fp32 rounding, amplified by the condition of P = M Q.
+    assert worst_error(approximation, matrices) < 1e-5
 
 
 @BOTH
@@ -120,7 +121,7 @@ def test_warm_started_steps_converge_to_the_best_approximation(compressor: LowRa
         q = next_warm_start(q_new, first_q(2, 60, 8), compressor)
     best = torch.linalg.svdvals(matrices.double())[:, r:].square().sum(-1).sqrt()
     reached = torch.linalg.matrix_norm((approximation - matrices).double())
-    assert (reached < 1.02 * best).all()  # Eckart-Young says it cannot be below 1
+    assert (reached < 1.02 * best).all()  # `best` is the least possible error (Eckart and Young)
 
 
 def worst_at_full_rank(*changing: Tensor) -> float:
@@ -243,7 +244,7 @@ def test_fast_is_as_close_as_the_float64_reference_at_any_shape_rank_and_scale(
     _, _, approximation = step(FastLowRank(), matrices, q)
     _, _, expected = step(ReferenceLowRank(), matrices.double(), q.double())
     # fp32 turns the span of P = M Q by eps |M| / (the smallest singular value of P that M's rank allows). In any
-    # compressor this is large if the first Q is nearly orthogonal to a strong direction of M.
+    # compressor this angle is large if the first Q is nearly orthogonal to a strong direction of M.
     weakest = torch.linalg.svdvals(matrices.double() @ q.double())[:, max(0, min(r, true_rank) - 1)]
     condition = torch.linalg.matrix_norm(matrices.double(), ord=2) / weakest.clamp_min(1e-300)
     size = torch.linalg.matrix_norm(matrices.double() * 10**-exponent)
@@ -271,7 +272,8 @@ def test_the_sum_is_projected_as_in_float64(compressor: LowRank, size, residual_
     total, p = torch.full((batch, n, m), torch.nan), torch.full((batch, n, r), torch.nan)
     compressor.project_sum(matrices, residual, q, total=total, out=p)
     exact = matrices.double() + (0 if residual is None else residual.double())
-    assert worst_error(total, exact) <= EPS32 / 2  # relative to the largest entry: one rounding, of the sum
+    # The error, relative to the largest entry, is one rounding of the sum.
+    assert worst_error(total, exact) <= EPS32 / 2
     assert worst_error(p, exact @ q.double()) < SUM_OF_2048
 
 

@@ -62,7 +62,7 @@ def test_a_class_stays_inside_if_nothing_of_it_leaves_a_node_on_any_rank(
 
 
 def test_a_hop_is_inside_for_all_tensor_parallel_ranks_or_for_none() -> None:
-    # Ranks 0, 1: stage 0; 2, 3: stage 1. Rank 0 and rank 2 share a node, rank 1 and rank 3 do not.
+    # Ranks 0 and 1 are stage 0, ranks 2 and 3 stage 1. Rank 0 and rank 2 share a node, rank 1 and rank 3 do not.
     places = on_nodes("abac", tensor=2, pipeline=2)
     for stage, ranks in ((0, [0, 1]), (1, [2, 3])):
         assert not hop_stays_inside(places, ranks, stage, 1 - stage)

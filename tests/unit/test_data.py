@@ -126,7 +126,7 @@ def test_workers_batches_and_the_kind_of_input_do_not_change_a_byte(
     prepare(write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "jsonl", vocab_size=400, workers=1, progress=False)
     monkeypatch.setattr(sys.modules["optimus_cc_ext.data.prepare"], "_BATCH_BYTES", 1000)
     prepare(folder, tmp_path / "batches", vocab_size=400, progress=False)
-    for workers in ("1", "3"):  # a process starts its threads once
+    for workers in ("1", "3"):  # The tokenizer starts its threads once per process.
         command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(folder), "--workers", workers]
         command += ["--output", str(tmp_path / workers), "--vocab-size", "400"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -156,7 +156,7 @@ def test_a_directory_whose_name_ends_like_a_file_is_a_directory(tmp_path: Path) 
 
 def test_max_mb_takes_the_first_whole_documents(tmp_path: Path, folder: Path, texts: list[str]) -> None:
     limit = sum(len(text.encode()) for text in texts[:20])
-    blank = len((folder / "blank.txt").read_bytes())  # sorts first, counts towards the limit, and is left out
+    blank = len((folder / "blank.txt").read_bytes())  # blank.txt sorts first, counts towards the limit, and is left out
     for source, whole in ((folder, limit + blank), (write_jsonl(tmp_path / "in.jsonl", texts), limit)):
         assert read(source, whole) == texts[:20]
         assert read(source, whole - 1) == texts[:19]
@@ -170,7 +170,7 @@ def test_second_run_is_skipped_until_something_changes(tmp_path: Path, folder: P
     before = read_tree(tmp_path / "out")
     assert run(vocab_size=400)
     assert read_tree(tmp_path / "out") == before
-    (tmp_path / "out/corpus/cache").mkdir(parents=True)  # where Megatron puts its index without --data-cache-path
+    (tmp_path / "out/corpus/cache").mkdir(parents=True)  # Megatron puts its index here without --data-cache-path
     assert not run(vocab_size=300)
     assert not (tmp_path / "out/corpus").exists(), "an index of other tokens must not survive them"
     (folder / "part0" / "file000.txt").write_text("another text")

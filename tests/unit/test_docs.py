@@ -93,7 +93,7 @@ def test_each_row_of_a_table_has_as_many_cells_as_its_header(document: Path) -> 
     text = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         header, *rows = table.splitlines()
-        cells = len(re.findall(r"(?<!\\)\|", header))  # a bar ends a cell even inside code, unless it is escaped
+        cells = len(re.findall(r"(?<!\\)\|", header))  # a bar ends a table cell even inside code, unless it is escaped
         assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != cells] == []
 
 
@@ -108,7 +108,8 @@ def test_messages_that_the_pages_quote_are_those_of_the_code() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             said |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
     for message in quoted:
-        # Values are digits, capitals or dots in the document, and expressions of an f-string in the code.
+        # Values of a quoted message are digits, capitals or dots on the page, and expressions of an f-string in the
+        # code.
         parts = [part for part in re.split(r"\.\.\.|[\d.]*\d|\b[A-Z]+\b|\[", message) if len(part) > 8]
-        others = message.startswith(("Watchdog", "OPTIMUS_CC_"))  # PyTorch's words, and variables
+        others = message.startswith(("Watchdog", "OPTIMUS_CC_"))  # these are messages of PyTorch and names of variables
         assert others or [part for part in parts if not any(part.strip() in text for text in said)] == [], message

@@ -35,8 +35,7 @@ def cut_literally(ranges: list[Range], ranks: int, sharded: bool, numel: int, un
         shards = [range(d * size, (d + 1) * size) for d in range(ranks)]
         runs = [[[e for e in range(at, at + n) if e in shard] for at, n in sorted(ranges)] for shard in shards]
         return [[run for run in of_shard if run] for of_shard in runs]
-    # Whole units, counted from the beginning of each range, are dealt out: equally many to each replica but the last
-    # ones.
+    # Replicas get whole units, counted from the beginning of each range: equally many each, but for the last ones.
     units = [list(range(at, at + n))[first : first + unit] for at, n in sorted(ranges) for first in range(0, n, unit)]
     share = -(-len(units) // ranks) if units else 1
     return [units[d * share : (d + 1) * share] for d in range(ranks)]
@@ -114,7 +113,7 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
         plan = plan_of(numel, coded, dense, ranks, sharded)
         made += [plan.layout, plan.layout_of(ranks - 1)]
         assert plan.sent_bytes() > 0 and plan.wire_bytes > 0
-    gather = plan_of(numel, coded, dense, ranks, sharded=True)  # the gather of parameters
+    gather = plan_of(numel, coded, dense, ranks, sharded=True)  # this plan is the one for the gather of parameters
     return [*made, gather.layout, gather.layout_of(ranks - 1, numel - numel // ranks)]
 
 

@@ -173,7 +173,7 @@ def test_overlapped_reductions_count_only_what_the_backward_pass_does_not_hide()
 
 
 def test_of_a_compressed_reduction_what_the_last_two_buckets_begin_with_the_end_of_the_pass_is_not_hidden() -> None:
-    # One stage, whose last backward pass takes longer than all reductions.
+    # The job has one stage, whose last backward pass takes longer than all reductions.
     passes, whole = 4 * 20.01, 1.0 + 0.02
     for buckets, left in (1, whole), (10, (whole / 2 + 2 * whole / 2) / 10):
         overlapping = one_stage({"backward": 20.0, "buckets": buckets})
@@ -193,7 +193,8 @@ def test_encoded_activations_gain_what_they_save_and_cost_what_encoding_takes() 
         forecast(cluster(rate, activation_bytes=250_000, encode=0.01), SCHEDULE, config, frozenset())
         for rate in (1e6, 1e12)
     )
-    # The first activation arrives that much earlier; afterwards the iteration waits for gradients, one after the other.
+    # With compressed activations the first one arrives 0.75 s earlier; afterwards the iteration waits for gradients,
+    # one after the other.
     assert slow.plain.reduced - slow.ours.reduced == pytest.approx(0.75, abs=0.05)
     assert "It does not pay here: leave out --pipeline-forward-format" in both(fast)
 

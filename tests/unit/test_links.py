@@ -29,7 +29,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=N
     config = {
         "compressed_backprop_rank": 4,
         "compressed_backprop_messages": "all",
-        "residual_across_iterations": "carry",  # the policy with more state
+        "residual_across_iterations": "carry",  # carrying residuals needs more state than dropping them
     } | config
     config = OptimusConfig(
         compressed_backprop=True, low_rank_wire=wire or "dense", _force_compression=force, compression_seed=seed,
@@ -253,10 +253,10 @@ def test_a_state_in_bf16_takes_half_and_forgets_no_more_than_its_rounding():
         arrived = run_iteration(*ends, gradients)
     residual = residual_of(halved[0])
     assert residual.dtype == torch.bfloat16
-    # Each of four messages rounds a residual of up to 5 to 8 bits, by 0.01 at most.
+    # Each of four messages rounds a residual of up to 5 to bf16's 8 bits, by 0.01 at most.
     lost = sum(gradients) - sum(arrived) - residual.view(SHAPE).float()
     assert 0 < lost.abs().max() < 4 * 0.02
-    # The first Q, which both links keep in fp32 besides, is small.
+    # Both links also keep the first Q in fp32, which is small.
     assert states(halved[0]).nbytes < 0.6 * states(plain[0]).nbytes
 
 
@@ -404,7 +404,7 @@ def test_whatever_became_of_the_gradient_once_it_is_posted_the_same_is_remembere
                 mine = gradient(10 * iteration + b, dtype)
                 message = sender.send(mine)
                 if overwritten:
-                    mine.fill_(torch.nan)  # the owner has freed the tensor, and other code writes to its memory
+                    mine.fill_(torch.nan)  # NaN stands for other code's writes, after the owner has freed the tensor
                 messages.append(done(message).clone())
             sender.end()
             commit(sender)

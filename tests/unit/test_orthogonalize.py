@@ -15,9 +15,9 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from tests.allocations import Watch
 from tests.low_rank_steps import EPS32, gaussian, with_spectrum
 
-# Error of storing orthonormal columns in fp32: every entry is off by eps/2, P^T P by less than eps.
+# Stored in fp32, every entry of orthonormal columns is off by eps/2, and P^T P by less than eps.
 ROUNDING = 2 * EPS32
-# Error of fp32 on a CPU for large well-conditioned matrices: the rounding of the Gram matrix's sums.
+# For large well-conditioned matrices, the sums of the Gram matrix round this much in fp32 on a CPU.
 IN_FP32 = 12 * EPS32
 BASES = pytest.mark.parametrize("orthogonalize", [cholesky_qr, gram_schmidt])
 
@@ -64,7 +64,7 @@ def test_batches_of_different_shapes_share_a_factorisation_and_come_out_as_alone
         cholesky_qr_all(ps, outs, Scratch())
     for p, out in zip(ps, outs, strict=True):
         assert torch.equal(out.nan_to_num(7), cholesky_qr(p).nan_to_num(7))
-    # Two passes each for three groups: r = 4, r = 9, and the batch that is large enough for fp32.
+    # Three groups have two passes each: r = 4, r = 9, and the batch that is large enough for fp32.
     assert watch.count("cholesky") == 6
 
 
@@ -96,7 +96,7 @@ def test_columns_of_very_different_lengths_cost_nothing() -> None:
 @BASES
 def test_scale_of_the_input_does_not_matter(orthogonalize, scale: float) -> None:
     p = gaussian(2, 50, 8)
-    # 1e-40 is a subnormal number: it keeps 5 digits itself.
+    # A subnormal number such as 1e-40 has only 5 digits.
     tolerance = 1e-3 if scale < 1e-38 else 2e-6
     torch.testing.assert_close(orthogonalize(p * scale), orthogonalize(p), rtol=0, atol=tolerance)
 

@@ -84,7 +84,7 @@ def test_imported_by_another_script_they_do_nothing(script: Path) -> None:
 
 
 def test_without_our_package_they_say_what_to_install(script: Path) -> None:
-    # -I -S: neither the current folder nor site-packages.
+    # Under -I -S Python searches neither the current folder nor site-packages.
     ended = subprocess.run([sys.executable, "-I", "-S", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]

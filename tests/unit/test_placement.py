@@ -4,7 +4,7 @@ import pytest
 
 from optimus_cc_ext.placement import Placement, placement_line
 
-# Sizes of tensor, context, data and pipeline parallelism.
+# Each layout has the sizes of tensor, context, data and pipeline parallelism, in this order.
 LAYOUTS = [
     (1, 1, 4, 1), (2, 1, 1, 4), (2, 1, 4, 4), (4, 1, 2, 2), (8, 1, 4, 4), (1, 2, 2, 2), (2, 2, 2, 2), (1, 1, 1, 8),
     (4, 2, 1, 4), (8, 1, 16, 1), (3, 1, 2, 5), (2, 4, 3, 1),

@@ -54,7 +54,7 @@ def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
         ("error, %", "25.0"), ("ms", "3.0"),
     )}]  # fmt: skip
     assert sum(row["scalar"] == TRAINING for row in csv.DictReader((output / "scalars.csv").open())) == 2 * 6
-    # A second report into the same folder, which a report has written.
+    # A report of one run replaces an earlier report of two runs in the same folder.
     assert report(tmp_path / "a", "--output", output) == 0
     assert "difference" not in (output / "index.html").read_text() and not (output / "gain.png").exists()
 

@@ -279,7 +279,7 @@ def test_too_many_stages_are_clamped_with_a_note_in_the_artifacts_spelling() -> 
     assert config.dp_compression_stages == 2
     assert others(notes) == ("--selective_grad_comp_way 3: clamped to the model's 2 stages",)
     assert others(resolved(line, layout(stages=3)).notes) == ()
-    # The artifact's default, without a number, is two stages.
+    # Without a number the artifact compresses two stages.
     config, notes = vars(resolved("--grad_comp --selective_grad_comp", layout(stages=1))).values()
     assert config.dp_compression_stages == 1 and len(others(notes)) == 1
 

@@ -89,7 +89,7 @@ def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
     """Resolve a line; check a refusal, and return the resolution or the refusal."""
     try:
         found = resolve(request_from(PARSER.parse_args(line)), layout)
-        # Which classes a preset leaves dense inside a node depends on what was given one by one.
+        # Two spellings differ in which classes a preset leaves dense inside a node, so this field is not compared.
         return Resolution(found.config.replace(only_between_nodes=""), found.notes)
     except FlagError as error:
         assert error.flag in OUR_FLAGS and str(error).startswith(f"{error.flag}: ")
@@ -151,7 +151,7 @@ def test_what_a_request_became_asks_for_itself(fields: dict[str, Any], preset: s
         config = dataclasses.asdict(outcome.config)
         assert not any(config.pop(knob) for knob in KNOBS), "a test's knobs, not flags with two forms"
         for name, low_rank_only in LOW_RANK_ONLY.items():
-            if config[name] not in ("low-rank", "dense"):  # the formats with which these fields are refused
+            if config[name] not in ("low-rank", "dense"):  # these fields are refused with block formats
                 config = {field: value for field, value in config.items() if field not in low_rank_only}
         again = resolved(written(config), layout)
         assert isinstance(again, Resolution) and again.config == outcome.config
@@ -191,7 +191,7 @@ def test_the_artifacts_names_mean_the_same_in_ours(options: dict[str, Any], layo
         assert str(theirs).removeprefix(theirs.flag) == str(same).removeprefix(same.flag)
     else:
         assert theirs.config == same.config
-        # Notes on the spelling itself, and on flags that have no effect in one of the spellings only.
+        # Two kinds of notes may differ: on the spelling itself, and on flags that have no effect in one spelling only.
         said = [
             note for note in theirs.notes if not note.startswith(("--use_error_feedback: carries", "the published"))
         ]

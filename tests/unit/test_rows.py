@@ -43,7 +43,7 @@ def test_rows_are_those_of_the_reference_to_the_byte_in_parts_of_any_length(monk
     assert message.shape == (5, codec.row_bytes(WIDTH))
     assert torch.equal(message, reference.encode_rows(rows))
     assert torch.equal(codec.decode_rows(message, dtype), reference.decode_rows(message, dtype))
-    monkeypatch.setattr(blocks, "_AT_ONCE", 2)  # parts end inside of rows
+    monkeypatch.setattr(blocks, "_AT_ONCE", 2)  # two blocks at once, so that parts end inside of rows
     assert torch.equal(codec.encode_rows(rows), message)
     assert torch.equal(codec.decode_rows(message, dtype), reference.decode_rows(message, dtype))
 
@@ -122,17 +122,17 @@ class TestRowKernels:
 
     @LOSSY
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of 0 / 0 in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_rows_and_what_is_decoded_are_torchs_to_the_bit(self, format, rotated, dtype):
         ours, torchs = codec_of(format, rotated, TritonCodec), codec_of(format, rotated)
-        rows = exact(7, dtype).to(DEVICE)  # 21 blocks: more than one program takes in the interpreter
+        rows = exact(7, dtype).to(DEVICE)  # 21 blocks are more than one program takes in Triton's interpreter
         rows[3] = 0
         message = ours.encode_rows(rows)
         assert torch.equal(message, torchs.encode_rows(rows))
         assert torch.equal(ours.decode_rows(message, dtype), torchs.decode_rows(message, dtype))
 
     @LOSSY
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_what_is_not_finite_stays_in_its_block(self, format, rotated):
         codec, rows = codec_of(format, rotated, TritonCodec), gaussian(3, WIDTH).to(DEVICE)
         rows[1, 5] = torch.nan

@@ -108,7 +108,7 @@ def test_a_residual_from_before_a_warmup_is_forgotten_in_it():
     assert residual(session).any()
     session.layout = dataclasses.replace(
         session.layout, train_iters=100
-    )  # as in a resumed run with a larger --train-iters
+    )  # a resumed run may have a larger --train-iters
     announced_step(session, 3, [2])
     assert not residual(session).any()
 

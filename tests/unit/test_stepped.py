@@ -33,7 +33,7 @@ def test_on_a_cpu_a_commit_copies_nothing() -> None:
     assert state.committed.data_ptr() == written
 
 
-# Events of a stepped tensor, in any order; a number is a write.
+# The state meets these events in any order; a number is a write of this value.
 NAMED = ["commit", "commit non-finite", "rollback", "zero", "begin to write", math.nan, math.inf, -math.inf]
 events = st.lists(st.integers(1, 9) | st.sampled_from(NAMED))
 

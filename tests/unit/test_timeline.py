@@ -42,7 +42,7 @@ def test_on_free_links_1f1b_takes_m_plus_p_minus_1_passes_and_later_stages_end_e
 
 
 def test_interleaving_shortens_the_bubble_by_the_number_of_chunks() -> None:
-    # Forward passes of chunk 0 for both micro-batches, then of chunk 1; warm-ups by Megatron's rule.
+    # Both micro-batches pass chunk 0, then chunk 1; the numbers of warm-up passes follow Megatron's rule.
     schedule = Interleaved(2, 2, forward_order=(0, 0, 1, 1), warmups=(3, 2))
     ends = last_backward_ends(schedule, alike(2, forward=0.5, backward=1.0))
     whole = last_backward_ends(NonInterleaved(2, 2), alike(2))
@@ -58,10 +58,10 @@ def test_a_stage_runs_its_warmups_then_one_forward_one_backward() -> None:
 
 
 def test_a_message_delays_who_waits_for_it_and_the_wire_carries_one_after_the_other() -> None:
-    # Two stages, one micro-batch: forward, activation (3), forward, backward, gradient (5), backward.
+    # Two stages pass one micro-batch: forward, activation (3 s), forward, backward, gradient (5 s), backward.
     costs = alike(2, activation=3.0, gradient=5.0, epilogue=5.0)
     assert last_backward_ends(NonInterleaved(2, 1), costs) == [1 + 3 + 1 + 2 + 5 + 2, 1 + 3 + 1 + 2]
-    # Activations travel longer than any computation takes: the k-th arrives after k transfers.
+    # An activation's transfer takes longer than any computation, so the k-th one arrives after k transfers.
     slow = alike(2, activation=100.0)
     assert last_backward_ends(NonInterleaved(2, 3), slow)[1] == 1 + 3 * 100 + 3
 
@@ -70,7 +70,7 @@ def test_compressing_costs_the_sender_decompressing_the_receiver() -> None:
     costs = alike(2, epilogue=Sent(transfer=1.0, encode=0.25, decode=0.5))
     assert last_backward_ends(NonInterleaved(2, 1), costs) == [1 + 1 + 2 + 0.25 + 1 + 0.5 + 2, 4.25]
     remembering = alike(2, epilogue=Sent(transfer=1.0, remember=3.0))
-    # Only the sender computes its residual, while the message travels.
+    # Only the sender computes a residual, while its message travels, so the receiver waits no longer.
     assert last_backward_ends(NonInterleaved(2, 1), remembering) == [1 + 1 + 2 + 1 + 2, 4 + 3]
 
 
@@ -121,15 +121,15 @@ def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket
 @pytest.mark.parametrize(
     ("dense", "compressed", "chosen"),
     [
-        (3, 1, {0}),  # the paper's case: reductions that fit into the slack of the later stages
+        (3, 1, {0}),  # as in the paper, reductions fit into the slack of the later stages
         (
             30,
             1,
             {0, 1, 2, 3},
-        ),  # reductions much longer than the cooldown: a stage that stays dense holds up the iteration
+        ),  # if reductions take much longer than the cooldown, a stage that stays dense holds up the iteration
         (9, 3, {0, 1, 2}),
-        (1, 2, set()),  # compression takes longer than it saves
-        (INDIFFERENT / 2, 0, set()),  # without a gain, accuracy is not given up
+        (1, 2, set()),  # compression takes longer than it saves, so no stage is chosen
+        (INDIFFERENT / 2, 0, set()),  # a gain that small is not worth the accuracy that compression costs
     ],
 )
 def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense(dense, compressed, chosen) -> None:

@@ -32,7 +32,7 @@ def test_one_rank_alone_sends_nothing() -> None:
 
 @given(nbytes=st.integers(0, 2**40), replicas=st.integers(1, 1024))
 def test_the_embeddings_bytes_follow_the_papers_formulas(nbytes: int, replicas: int) -> None:
-    # Whole bytes: each all-reduce rounds down by less than one.
+    # Each all-reduce counts whole bytes, and so rounds down by less than one.
     exact = Fraction(nbytes * (3 * replicas - 2), replicas)
     assert exact - 2 < unfused_bytes(nbytes, replicas) <= exact
     exact = Fraction(nbytes * (2 * replicas - 1), replicas)
@@ -40,7 +40,7 @@ def test_the_embeddings_bytes_follow_the_papers_formulas(nbytes: int, replicas: 
 
 
 def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
-    # TP2 x PP4 x DP2 in Megatron's order: tensor-parallel ranks first, then replicas, then stages.
+    # Megatron orders the ranks of TP2 x PP4 x DP2 by tensor-parallel rank first, then by replica, then by stage.
     places = [
         RankPlace(rank=rank, stage=rank // 4, tensor_rank=rank % 2) for rank in (5, 12, 3, 0, 14, 1, 2, 15, 13, 8)
     ]

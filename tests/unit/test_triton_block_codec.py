@@ -35,7 +35,8 @@ CASES = pytest.mark.parametrize(
         ("fp8", False, torch.bfloat16),
     ],
 )
-# Short blocks, more blocks than one program takes (in the interpreter 16), a message with a single value encoded.
+# The layout has short blocks, more blocks than one program takes (16 in Triton's interpreter), and a message with a
+# single encoded value.
 SCATTERED = BlockLayout(
     [[(640, 300), (3, 128), (131, 200), (1100, 1300)], [(1000, 1)]], [[(350, 5), (355, 2), (400, 150)], [(600, 30)]]
 )
@@ -73,7 +74,8 @@ def test_the_block_kernels_hold_in_tritons_interpreter() -> None:
 @ALL
 def test_what_the_kernels_do_not_take_goes_the_parents_way(format, rotated) -> None:
     ours, parent = both(format, rotated)
-    # Values that the kernels do not take: on a CPU without the interpreter all, elsewhere fp64 and strided ones.
+    # The kernels take no such values: on a CPU without the interpreter none at all, elsewhere neither fp64 nor strided
+    # ones.
     values = gaussian(NUMEL, dtype=torch.float64 if RUNS_HERE else torch.float32)
     messages = encoded(ours, values)
     assert torch.equal(messages, encoded(parent, values))
@@ -182,20 +184,20 @@ class TestBlockKernels:
             monkeypatch.setattr(block_launches, "ROWS", 16)
 
     @CASES
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of 0 / 0 in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_messages_and_what_is_decoded_are_torchs_to_the_bit(self, format, rotated, dtype) -> None:
         ours, torchs = both(format, rotated)
-        # Multiples of 2^-4 to +-8, whose rotation has the same sums in any order.
+        # The values are multiples of 2^-4 to +-8, whose rotation has the same sums in any order.
         exact = gaussian(NUMEL).mul_(2).clamp_(-8, 8).mul_(16).round_().div_(16).to(dtype)
         exact[700:900] = 0
         messages = encoded(ours, exact)
         assert torch.equal(messages, encoded(torchs, exact))
-        # With arbitrary values, codes of rotated blocks may differ by one.
+        # Arbitrary values may have codes that differ by one, if blocks are rotated.
         values = (gaussian(NUMEL) * torch.logspace(-3, 3, NUMEL, device=DEVICE)).to(dtype)
         messages, expected = encoded(ours, values), encoded(torchs, values)
         found = decoded(ours, messages, dtype)
         assert torch.equal(found.nan_to_num(), decoded(torchs, messages, dtype).nan_to_num())
-        # No other element is written.
+        # Decoding writes the values of the layout and no other element.
         assert found.isnan().sum() == NUMEL - 1929 - 187
         if not rotated:
             assert torch.equal(messages, expected)
@@ -209,9 +211,9 @@ class TestBlockKernels:
             assert apart.abs().max() <= 1 and apart.abs().mean() < 1e-3
 
     @LOSSY
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of 0 / 0 in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_values_of_any_size_become_the_codes_of_the_literal_reference(self, format, rotated) -> None:
-        # From the smallest subnormal numbers on, which a tensor core may flush to 0.
+        # The values begin with the smallest subnormal numbers, which a tensor core may flush to 0.
         sizes = 10.0 ** torch.tensor([*((-44.0, -42.0, -40.0) if launches.INTERPRETED else ()), -37, -30, -8, 0, 8, 30])
         values = (gaussian(sizes.numel(), BLOCK) * sizes.to(DEVICE)[:, None]).flatten()
         layout, ours, reference = (
@@ -225,7 +227,7 @@ class TestBlockKernels:
         (_, scales, codes), (_, expected_scales, expected_codes) = (
             ours._split(each, layout, torch.float32) for each in (message, expected[0])
         )
-        # Peaks whose last bits differ, because fp32 rounds the sums of a rotation, are rounded to bf16.
+        # Kernel and reference add a rotation's terms in other orders, so they may round a peak to neighbours in bf16.
         assert (scales.view(torch.int16) - expected_scales.view(torch.int16)).abs().max() <= (1 if rotated else 0)
         apart = (ours.numbers(codes, "one") - ours.numbers(expected_codes, "other")).abs().amax(1)
         assert apart[scales != 0].max() <= (1 if rotated else 0)
@@ -282,7 +284,7 @@ class TestBlockKernels:
         else:
             assert torch.equal(found, expected)
 
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     @LOSSY
     @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
     def test_what_is_not_finite_reaches_the_result_and_stays_in_its_block(self, format, rotated, poison) -> None:
@@ -295,12 +297,12 @@ class TestBlockKernels:
             assert not out[BLOCK : 2 * BLOCK].isfinite().any()
             assert out[:BLOCK].isfinite().all() and out[2 * BLOCK :].isfinite().all()
 
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_e4m3_is_torchs_of_all_numbers_ties_and_subnormal_ones(self) -> None:
         numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         between = (numbers[1:] + numbers[:-1]) / 2
         values = torch.cat([numbers, between, between * (1 + 2**-20), between * (1 - 2**-20), torch.zeros(3)])
-        # The first value of each block is 448, so that its scale is 1.
+        # Each block begins with 448, so that its scale is 1.
         blocks = torch.cat([torch.full((4, 1), 448.0), values.view(4, 127)], 1)
         values = torch.cat([blocks, -blocks]).flatten().to(DEVICE)
         ours, torchs = both("fp8", False)

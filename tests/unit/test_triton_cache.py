@@ -51,7 +51,7 @@ def test_one_process_compiles_first_and_the_others_then_go_on_together(tmp_path:
     def other() -> None:
         with cache.one_rank_first(tmp_path):
             assert compiled.is_set()
-            together.wait(timeout=20)  # passes only if both threads hold the lock together
+            together.wait(timeout=20)  # this wait ends in time only if both threads hold the lock together
 
     others = [threading.Thread(target=other) for _ in range(2)]
     with cache.one_rank_first(tmp_path):

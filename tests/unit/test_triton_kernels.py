@@ -65,7 +65,7 @@ def assert_product(found: Tensor, left: Tensor, right: Tensor) -> None:
     exact = left @ right
     allowed = PRODUCT * (left.abs() @ right.abs()) + rounding(found.dtype) * exact.abs()
     if found.dtype == torch.float16:
-        allowed += 1e-7  # the least subnormal number
+        allowed += 1e-7  # 1e-7 is more than the smallest subnormal number of fp16
     worst = ((found.double() - exact).abs() / allowed.clamp_min(1e-300)).max().item()
     assert worst <= 1, f"{worst:.2g} times what is allowed"
 
@@ -119,7 +119,7 @@ def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
         launches.project_sum(matrices, residual, q, total=residual, out=p)
         launches.back_project(residual, p, q)
         launches.copy_unless(torch.ones((), dtype=torch.bool), residual, residual)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # the dtypes of the wire
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # messages have one of these dtypes
             launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
             launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
         for dtype in (torch.float32, torch.bfloat16) if r <= launches.MAX_ORTHOGONALIZED_RANK else ():
@@ -184,7 +184,8 @@ class TestKernels:
     def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:
         p, q = gaussian(2, n, r, dtype=dtype), gaussian(2, m, r, seed=1, dtype=dtype)
         total = gaussian(2, n, m, seed=2)
-        # The receiver's memory may have another layout than the sender's: here column by column, of a parameter.
+        # The receiver's memory may have another layout than the sender's: this one goes column by column, and belongs
+        # to a parameter.
         out = torch.empty(2, m, n, dtype=dtype, device=DEVICE, requires_grad=True).mT
         launches.reconstruct(p, q, out)
         arrives = out.detach()
@@ -217,7 +218,7 @@ class TestKernels:
             assert view._base is not None and view._base[1::2].isnan().all() and view._base[..., :3].isnan().all()
             assert view._base[..., 3 + view.shape[-1] :].isnan().all()
 
-    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
     def test_what_is_not_finite_stays_in_its_row_its_column_and_its_matrix(self, poison: float) -> None:
         matrices, q = gaussian(2, 70, 131), gaussian(2, 131, 3, seed=1)
@@ -266,7 +267,7 @@ class TestKernels:
     @pytest.mark.parametrize("r", [1, 40])
     def test_inverse_cholesky_factors_are_torchs(self, r: int) -> None:
         a = gaussian(1, 80, r, dtype=torch.float64) * torch.logspace(-20, 20, r, dtype=torch.float64, device=DEVICE)
-        # There are three partial sums, which is no power of two.
+        # A sum in three parts is tested, because three is no power of two.
         parts = torch.stack([part.mT @ part for part in a.split((30, 30, 20), dim=1)], dim=1).contiguous()
         gram = parts.sum(1)
         gram.diagonal(dim1=-2, dim2=-1).mul_(1 + 16 * 80 * torch.finfo(torch.float64).eps)

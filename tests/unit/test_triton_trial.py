@@ -133,7 +133,7 @@ class TestTrial:
     __test__ = launches.INTERPRETED
 
     def test_all_kernels_are_tried_and_one_that_fails_is_named(self, monkeypatch) -> None:
-        monkeypatch.setattr(trial, "_SIZE", 64)  # smaller, because the interpreter is slow
+        monkeypatch.setattr(trial, "_SIZE", 64)  # the sizes are small, because Triton's interpreter is slow
         everything = [3], ["int8"], torch.device(DEVICE), [torch.bfloat16]
         assert trial.failure(*everything) is None
 
@@ -241,7 +241,7 @@ class TestTrial:
                 [16], list(FORMATS), torch.device(DEVICE), dtypes, state_dtype, [True], [4, 8, 16], row_width=384
             )
             assert found is None
-        # Sizes are multiples of 16, as in real models, in few partial sums and in many.
+        # Sizes are multiples of 16, as in real models; products are split into few partial sums and into many.
         with launched, one_process(torch.device(DEVICE)) as group:
             for rows, columns in ((32, 64), (64, 96), (64, 1056), (512, 128)):
                 _send_and_receive(rows, columns, dtype, state_dtype, feedback)

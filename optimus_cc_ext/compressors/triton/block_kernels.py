@@ -151,7 +151,7 @@ def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
     offset: tl.constexpr = 1 << (BITS - 1)
     if BITS == 8:  # two's complement
         code ^= offset
-    # Computed from bits, because for a conversion of such small integers the compiler makes eight times as many
+    # The number is made from the code's bits: converting such small integers takes the compiler eight times as many
     # instructions.
     return (code | ROUNDER_BITS).to(tl.float32, bitcast=True) - (ROUNDER + offset)
 
@@ -274,7 +274,7 @@ def _peak(a, b, c, d, ROTATED: tl.constexpr):
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         return tl.max(largest, axis=1)
     else:
-        # Compared as bits, in which NaNs are larger than infinity.
+        # Values are compared as bits, in which NaNs are larger than infinity.
         first = tl.maximum(_bits(a) & 0x7FFFFFFF, _bits(b) & 0x7FFFFFFF)
         second = tl.maximum(_bits(c) & 0x7FFFFFFF, _bits(d) & 0x7FFFFFFF)
         return tl.max(tl.maximum(first, second), axis=1).to(tl.float32, bitcast=True)

@@ -95,7 +95,7 @@ class TritonCodec(Codec):
             PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
             INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
             WIDEN=INTERPRETED, ALIGN=align, ROWS=ROWS, num_warps=4,
-            maxnreg=128,  # four programs on a multiprocessor; no register spills
+            maxnreg=128,  # 128 registers let four programs share a multiprocessor, without spilling
         )  # fmt: skip
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class TritonCodec(Codec):
 
     @torch.no_grad()
     def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
-        # One kernel for blocks, and one for dense values, whatever the number of messages.
+        # Blocks take one kernel and dense values another, whatever the number of messages.
         messages = self._by_message(messages, layout, out.dtype)
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(None), 1, out, onto=True)

@@ -28,7 +28,7 @@ try:
 
     from optimus_cc_ext.compressors.triton import kernels
 
-    # The functions of triton's own library are decorated when it is imported: its version of the environment counts.
+    # Importing triton decorates its own functions, so the value of TRITON_INTERPRET at that moment counts.
     INTERPRETED = not isinstance(kernels.add_up, triton.runtime.JITFunction)
     AVAILABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
 except ImportError:
@@ -71,8 +71,8 @@ PRECISION = "tf32x3"
 """Precision of fp32 products: fp32 on tensor cores but for the last bit or two, 2^-22 of a product. Plain TF32 leaves
 2^-11, not exact enough for the law of lossless limits; "ieee" multiplies in the plain fp32 units."""
 
-# Rows (and columns) that one program works on at a time: the largest that fit the registers without spilling, compiled
-# for A100 and H100, in fp32, which needs the most.
+# The rows (and columns) of one program are the most that fit the registers without spilling, compiled for A100 and H100
+# in fp32, which needs most.
 PROJECTION_TILE = (64, 32)
 PRODUCT_TILE = (64, 128)
 GRAM_ROWS = 64
@@ -211,7 +211,7 @@ def _project(
     rows, columns = PROJECTION_TILE
     blocks = triton.cdiv(n, rows)
     splits = _splits(batch * blocks, m, columns)
-    # A sum that is not split into parts is written to `out` at once.
+    # A sum that is not split into parts is written straight to `out`.
     take = (scratch or Scratch()).take
     sums = out if splits == 1 else take("partial_sums", (batch * splits, n, r), torch.float32, out.device)
     _launch(

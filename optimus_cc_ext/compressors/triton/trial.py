@@ -59,7 +59,7 @@ def failure(
                     _rows(format, dtype, device, rotated, row_width)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # of Triton's compiler, of the system's, of CUDA's, and ours
+    except Exception as error:  # errors of Triton's compiler, the system, CUDA and this trial
         first, *_ = [*str(error).strip().splitlines(), ""]
         return f"{type(error).__name__}: {first}"
     return None
@@ -77,7 +77,7 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         launches.add_up(p.expand(splits, -1, -1).contiguous(), p)
     for state in (total.to(state_dtype), q.to(state_dtype)):
         launches.copy_unless(torch.ones((), dtype=torch.bool, device=device), state, state)
-    # Factors are sent in `dtype`; factors of gradients are widened to fp32 after they have arrived.
+    # Factors travel in `dtype`; those of gradients are widened to fp32 on arrival.
     for wire in {dtype, torch.float32}:
         compressor.orthogonalize(p.to(wire), out=p)
         compressor.back_project(total, p.to(wire), out=q)
@@ -103,7 +103,7 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool
         codec.decode_onto(messages, layout, out, Scratch())
     _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
     senders = torch.cat([messages, expected])
-    # The rotation of a sum is rounded in fp32, and at times the other way to 16 bits.
+    # The sums of a rotation differ in fp32's last bits, which can change how they round to 16 bits.
     relative, absolute = (torch.finfo(dtype).eps, 1e-4) if rotated else (0.0, 0.0)
     for onto in (False, True):
         for codec, out in ((ours, found), (torchs, wanted)):
@@ -133,7 +133,8 @@ def _compared(
     """Return the codecs of the kernels and of torch, values for both, and the words about them in an error."""
     generator = private_generator(0, "trial", format)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
-    # Multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so that the scales are equal.
+    # The values are multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so the scales are
+    # equal.
     values = torch.randint(-128, 129, (numel,), generator=generator).div(16).to(device, dtype)
     subject = f"{format}{', rotated' if rotated else ''}, {dtype}"
     return TritonCodec(format, signs=signs), Codec(format, signs=signs), values, subject

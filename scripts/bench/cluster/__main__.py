@@ -140,7 +140,7 @@ class Bench:
         self.options, self.further = options, further
         self.runs: list[Run] = []
         self.text = ""
-        self._claimed = ExitStack()  # the lock is held for as long as this object lives
+        self._claimed = ExitStack()  # the lock lasts as long as the object that holds it
         self._claimed.enter_context(claimed(options.output))
         if not (options.output / JSON_NAME).exists():
             return
@@ -288,6 +288,6 @@ def _rate(word: str) -> str:
 
 
 if __name__ == "__main__":
-    # Set explicitly, because a shell's background job starts with SIGINT ignored.
+    # Python's handler of SIGINT is set explicitly, because a shell's background job starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

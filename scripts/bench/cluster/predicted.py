@@ -147,7 +147,7 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
         config = training.config_of(flags, ignore_others=True)
         if config.dp_compression and config.dp_compression_stages == "auto":
             if chosen != forecasts[*here, variant, UNSHAPED][1]:
-                continue  # the seconds of its compressors were not measured
+                continue  # this variant's compressors were not measured
             stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
             config = config.replace(**stages)
         ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free)

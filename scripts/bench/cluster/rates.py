@@ -36,7 +36,8 @@ def rate_list(rates: Sequence[str], *, each: int, cycles: int, warm_up: int, ini
     listed = [initial] * warm_up
     for cycle in range(cycles):
         for rate in rates if cycle % 2 == 0 else reversed(rates):
-            switched = not listed or listed[-1] != rate  # after a switch, one iteration is not measured
+            # The first iteration after a switch of the rate is not measured.
+            switched = not listed or listed[-1] != rate
             listed += [rate] * (each + switched)
     return listed
 

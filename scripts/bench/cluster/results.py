@@ -80,8 +80,7 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
 
 def payload(counted: Sequence[Iteration]) -> float:
     """Return the bytes of an iteration on all hosts, by the kernel's counters."""
-    # A mean, because bytes that are read too early for one iteration are in the next one's, and a median would drop
-    # either.
+    # Bytes are averaged: some that belong to one iteration are read in the next one, and a median would lose them.
     return statistics.mean(sum(each.payload) for each in counted)
 
 

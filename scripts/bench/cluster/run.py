@@ -84,7 +84,7 @@ class _Follower:
     def _iteration(self, progress: Progress, seconds: float) -> None:
         now = self._hosts.counters()
         measured = progress.iteration > self._plan.warm_up and not self._switched
-        # Set first, because the next iteration has already begun.
+        # The rate is set before anything else, because the next iteration has already begun.
         rate_before = self._hosts.rate
         rate = self._plan.after(progress.iteration, seconds, measured=measured)
         self._switched = rate != rate_before

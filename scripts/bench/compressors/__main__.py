@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {row['case']}: {row['work']}: {taken}", flush=True)
         if not measured[name]:
             parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
-        # Written after each section, so that a later section that fails leaves the figures of the earlier ones.
+        # The results are written after each section, so that a later section that fails leaves the figures of the
+        # earlier ones.
         write(about, measured, stem)
     print(f"written: {stem}.json, .md and pictures")
 

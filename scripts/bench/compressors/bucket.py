@@ -72,7 +72,7 @@ class Bucket:
         r = compression_rank
         return self.layers * sum(3 * 2 * n * m * min(n, m, r) + 2 * (n + m) * min(n, m, r) ** 2 for n, m in self.shapes)
 
-    # Methods of a `dist.GradBucket`, which the hook calls and which only DDP can make.
+    # The hook calls these methods of a `dist.GradBucket`, which only DDP can make.
     def buffer(self) -> torch.Tensor:
         return self.flat
 
@@ -117,7 +117,7 @@ def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequen
     state = PowerSGDState(
         None, compression_rank, start_powerSGD_iter=2, min_compression_rate=1, batch_tensors_with_same_shape=batched
     )
-    state.iter = state.start_powerSGD_iter  # before this iteration the hook sums the gradients uncompressed
+    state.iter = state.start_powerSGD_iter  # PowerSGD's hook sums the gradients of earlier iterations uncompressed
     if starts:
         state.q_memory_dict[0] = torch.cat([start.flatten() for start in starts])
         sizes = [bucket.layers * n * start.shape[2] for (n, _), start in zip(bucket.shapes, starts, strict=True)]

@@ -116,7 +116,7 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
     with ExitStack() as patches:
         patches.enter_context(patch.dict("os.environ", TRITON_CACHE_DIR=str(cache)))
         patches.enter_context(patch.object(JITFunction, "run", compile_only))
-        # Not set_active(), because reset_active() would need a GPU to return to.
+        # The driver is replaced without set_active(), because reset_active() would need a GPU to return to.
         patches.enter_context(patch.object(driver, "_active", pretended))
         patches.enter_context(patch.object(blocks, "_taken", lambda values, messages: True))
         patches.enter_context(patch.object(launches, "takes_factors", lambda p, r: True))

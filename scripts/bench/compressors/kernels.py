@@ -66,7 +66,7 @@ def _compiled(case: str, plain: Callable[..., torch.Tensor], given: tuple[torch.
     work = partial(torch.compile(plain), *given)
     try:
         work()
-    except Exception as error:  # classes of the compiler's own
+    except Exception as error:  # torch's compiler raises errors of classes of its own
         print(f"{case}: torch cannot compile it: {error!r:.200}", file=sys.stderr)
         return None
     return work

@@ -84,8 +84,8 @@ def slices(setting: Setting) -> Iterator[Row]:
             bandwidth = setting.bandwidth(n * m) if cases else 0.0
             for rank, case in cases.items():
                 nbytes, factors = 4 * n * m, 4 * packed_numel(n, m, rank)
-                # Read gradient and residual, write the sum, and multiply it twice meanwhile; then read it, and write
-                # the residual.
+                # At the least, compression reads gradient and residual, writes their sum, multiplying it twice
+                # meanwhile, then reads the sum and writes the residual.
                 floors = {"compress": (5 * nbytes + factors) / bandwidth, "decompress": (nbytes + factors) / bandwidth}
                 for work, taken in setting.in_turn(_slice(model, n, m, rank, setting.device)).items():
                     more: Row = {"model": model, "rank": rank, "Gbit/s": nbytes * 8e-9 / taken.median}
@@ -144,7 +144,7 @@ def to_orthogonalize(kind: str, layers: int, n: int, r: int) -> torch.Tensor:
     if kind == "Gaussian":
         return gaussian
     if kind == "warm-started":
-        # As P = M Q of a warm-started Q: nearly orthogonal columns, whose lengths fall tenfold.
+        # P = M Q of a warm-started Q has nearly orthogonal columns, whose lengths fall tenfold.
         mixed = torch.eye(r) + 0.03 * torch.randn(layers, r, r, generator=generator) / r**0.5
         return torch.linalg.qr(gaussian).Q @ mixed * torch.logspace(0, -1, r)
     rotation = torch.linalg.qr(torch.randn(r, r, generator=generator)).Q
@@ -218,8 +218,8 @@ def check_bucket(
         was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
         lost = float((sent + kept - was).norm() / was.norm())
         apart = float((sent - expected).norm() / expected.norm())
-        # fp32 rounding for the loss; between the two reducers, it is amplified over the steps by the factors'
-        # condition.
+        # The loss is fp32 rounding; the gap between the two reducers is that rounding, amplified over the steps by the
+        # condition of the factors.
         if not (lost < 1e-5 and apart < 1e-3):
             raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
 
@@ -248,7 +248,7 @@ def formats(setting: Setting) -> Iterator[Row]:
         message = torch.empty(1, nbytes, dtype=torch.uint8, device=setting.device)
         works[f"{name}, encode"] = partial(codec.encode, values, layout, message)
         works[f"{name}, decode and add"] = partial(codec.decode_add, message, layout, 0, out)
-        # Encoding and decoding read and write once, the values and the message.
+        # Encoding and decoding each read and write the values and the message once.
         floors[name] = (values.nbytes + nbytes) / bandwidth
     for name, taken in setting.in_turn(works, once=setting.device.type == "cpu" and not setting.tiny).items():
         floor = floors.get(name.rsplit(", ", 1)[0])
@@ -335,7 +335,7 @@ def capture(setting: Setting) -> Iterator[Row]:
         n, m = (size // (8 if setting.tiny else 1) for size in shape)
         gradient = torch.randn(1, n, m, generator=private_generator(8, model, device="cpu")).to(setting.device)
         eager, graphed = (Message(fast_compressor(), gradient, rank) for _ in range(2))
-        for _ in range(4):  # as many steps as `captured` runs before it captures, and one for its replay
+        for _ in range(4):  # `captured` runs the step three times before it captures it, and its replay is the fourth
             eager.compress()
         replay = captured(graphed.compress)
         replay()

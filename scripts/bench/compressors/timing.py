@@ -33,7 +33,7 @@ def captured(work: Work) -> Work:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # buffers are allocated, and the libraries' handles made, before the capture
+        for _ in range(3):  # these runs allocate buffers, and make the libraries' handles, before the capture
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -26,7 +26,7 @@ def questions(
         rows = rows if text_file is None else [{"text": row[json_key]} for row in rows]
     else:
         rows = [{"text": text}]
-    # Not from_list, which cannot be hashed with some versions of pyarrow.
+    # Dataset.from_list makes a data set that cannot be hashed with some versions of pyarrow.
     return {"test": datasets.Dataset.from_generator(_rows, gen_kwargs={"rows": rows})}
 
 
