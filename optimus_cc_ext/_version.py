@@ -1,4 +1,4 @@
-"""The one place that states the version."""
+"""Version of the package, stated here alone."""
 
 __all__ = ["__version__"]
 

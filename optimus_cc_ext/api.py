@@ -154,7 +154,7 @@ def preset(
         FlagError: there is no preset of this name, or one of the changes cannot work on this layout.
     """
     if name not in PRESETS:
-        raise FlagError("preset", f"{name!r} is none", f"Give {' or '.join(PRESETS)}")
+        raise FlagError("preset", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
     layout = Layout(
         stages=stages, data_parallel=data_parallel, tied_embeddings=tied_embeddings, train_iters=1,
         distributed_optimizer=distributed_optimizer, master_copies=distributed_optimizer,

@@ -33,7 +33,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class _Answer:
-    """One rank's findings, which all ranks compare."""
+    """Findings of one rank about the checkpoint's files, which all ranks compare."""
 
     mark: str | None
     mismatches: Mapping[str, str]

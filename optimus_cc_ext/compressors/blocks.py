@@ -187,14 +187,14 @@ class Codec:
         """True if blocks are rotated."""
 
         self._gain = BLOCK if self.rotated else 1
-        """Factor by which H, which is not normalised, lengthens a block."""
+        """Factor by which the rotation's Hadamard matrix, not normalised, lengthens a block."""
 
         self._scratch = Scratch()
         self._packing = PACKINGS[self.format.packing](self.format, self._scratch)
         self._rotations: dict[torch.device, Tensor] = {}
 
     def rotation(self, device: torch.device) -> Tensor:
-        """Return the rotation H diag(s), (128, 128) in fp32, whose entries are +-1."""
+        """Return the rotation, (128, 128) in fp32: a Hadamard matrix of +-1 whose columns have random signs."""
         if device not in self._rotations:
             assert self._signs is not None
             self._rotations[device] = (hadamard(BLOCK) * self._signs).to(device)
@@ -394,7 +394,7 @@ class Codec:
         self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)
 
     def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Add up the values that some senders' scales and codes stand for: (b, 128) in fp32, in scratch memory."""
+        """Decode blocks of some senders and add them up: (b, 128) in fp32, in scratch memory."""
         (scales, codes), *others = parts
         total = self.numbers(codes)
         if self.rotated and not others:
@@ -442,6 +442,6 @@ def _parts(pieces: tuple[Piece, ...], device: torch.device) -> Iterator[tuple[Pi
 
 
 def _slots(section: Tensor, ranges: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
-    """Split a message's dense section into one part for each range."""
+    """Split a message's dense section into one part for each range of dense values."""
     lengths = [length for _, length in ranges]
     return section[: sum(lengths)].split(lengths)

@@ -19,7 +19,7 @@ _FEWEST_FLOPS_FOR_FP32 = 1 << 23
 """Operations of one matrix's Gram matrix on a CPU below which fp64 is as fast as fp32."""
 
 _NEARLY_ORTHONORMAL = 1e-3
-"""Largest |A^T A - 1| after a first pass in fp32 for which a second pass reaches fp32's rounding."""
+"""Largest |A^T A - 1| of a basis A after a first pass in fp32 from which a second pass reaches fp32's rounding."""
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def _two_passes(ps: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype
 
 
 def _times(p: Tensor, inverses: tuple[Tensor, ...], dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """Return P L1^-T L2^-T in `dtype`, with as many factors as `inverses` has."""
+    """Return P times the transpose of each matrix in `inverses`, in `dtype`."""
     a = p if p.dtype == dtype else scratch.take("wide", p.shape, dtype, p.device).copy_(p)
     for number, inverse in enumerate(inverses):
         # A NaN or Inf fills its row with NaN in the first pass (0 * NaN is NaN), and the whole matrix in the second.
@@ -162,7 +162,7 @@ def _times(p: Tensor, inverses: tuple[Tensor, ...], dtype: torch.dtype, scratch:
 
 
 def _write_gram(a: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """Write G = A^T A, in fp64 with its shift; A (B, n, r), G (B, r, r)."""
+    """Write the Gram matrix G = A^T A, in fp64 with its shift; A (B, n, r), G (B, r, r)."""
     torch.bmm(a.mT, a, out=out)
     if a.dtype == torch.float64:
         # The shift is well above the rounding of G, so that Cholesky does not break down, and small enough for two
@@ -175,7 +175,7 @@ def _write_gram(a: Tensor, out: Tensor, scratch: Scratch) -> None:
 
 
 def _write_inverse_factors(gram: Tensor, identity: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """Write L^-1 of G = L L^T, (B, r, r)."""
+    """Write the inverse of G's Cholesky factor L (G = L L^T), (B, r, r)."""
     lower = scratch.take("lower", gram.shape, gram.dtype, gram.device)
     broken = scratch.take("broken", gram.shape[:1], torch.int32, gram.device)
     torch.linalg.cholesky_ex(gram, out=(lower, broken))

@@ -42,12 +42,12 @@ class _Integers(Packing):
         self._fields = [
             (slice(at * self._words, (at + 1) * self._words), at * format.bits) for at in range(codes_to_a_word)
         ]
-        """Codes of each field, and the field's lowest bit in a word."""
+        """Codes in each field of a word, and the field's lowest bit."""
 
         self._bytes = [
             slice(at * self._words, (at + 1) * self._words) for at in range(format.bits * codes_to_a_word // 8)
         ]
-        """Lowest bytes of all words, then the next bytes."""
+        """Places of the words' bytes in a message: the lowest byte of all words first."""
 
         self._offsets = sum(format.offset << shift for _, shift in self._fields)
 

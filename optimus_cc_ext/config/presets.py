@@ -38,7 +38,7 @@ class Layout:
     """
 
     one_pair: bool = True
-    """True if no further stage holds a copy of the word embedding."""
+    """True if no third stage holds a copy of the word embedding."""
 
     distributed_optimizer: bool = False
     """True if each replica's optimizer reads only its own shard of the gradients."""

@@ -87,7 +87,7 @@ def _settled(
     if isinstance(config, str):
         config = _preset(config, layout)
     if shared_sessions().of(models):
-        raise OptimusError("models: compressed by another handle already. Remove that one first")
+        raise OptimusError("models: compressed by another handle already. Remove that handle first")
     check_groups(config, grid)
     check_layout(config, layout)
     for model in models:

@@ -49,7 +49,7 @@ _MESSAGES = ("activation", "gradient", "epilogue")
 """The names of the messages in `StageCost`."""
 
 ROUNDS = 2
-"""Number of rounds of P micro-batches that are simulated before the steady state is extrapolated."""
+"""Number of rounds of `pp` micro-batches that are simulated before the steady state is extrapolated."""
 
 CONTENTION = Constant(0.189, "measured", "Lee et al. 2025, arXiv 2507.03114: mean slowdown beside collectives")
 """Share by which computation slows down while a collective runs beside it."""

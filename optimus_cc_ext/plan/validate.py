@@ -109,7 +109,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {error}") from error
     if not cells:
-        raise PlanError(f"{path}: no rows")
+        raise PlanError(f"{path}: the file has no rows. Give one with rows below its header")
     found: list[Row] = []
     left_out = []
     for line, row in cells:

@@ -256,12 +256,12 @@ def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
 
 
 def _place(match: re.Match[str]) -> str:
-    """Return technique and stage; tags read from a log have no stage."""
+    """Return the technique and the stage that a tag names; tags read from a log have no stage."""
     return ", ".join(filter(None, (match["technique"], match["stage"])))
 
 
 def _row(name: str, values: Sequence[float], form: str) -> tuple[Cell, ...]:
-    """Return a row of the values and the relative change from the first to the second; None for unknown values."""
+    """Return a table's row: the values and the relative change from the first to the second, None if unknown."""
     changes = [relative(new, old) for old, new in pairwise(values)]
     cells = [*((value, form) for value in values), *((change, "+.2%") for change in changes)]
     return name, *(None if isnan(value) else format(value, form) for value, form in cells)

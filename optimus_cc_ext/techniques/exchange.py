@@ -301,7 +301,7 @@ class ReduceScatter(_Travelling):
             self._codec.encode(flat, self._layout, self._outgoing)
         if self._gauge.on:
             self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note, skipped=self._rank)
-        if self._outgoing.numel():  # on a rail, the parts that ranks exchange can all be empty
+        if self._outgoing.numel():  # between nodes, all parts that ranks exchange can be empty
             self._pending = start_all_to_all(self._incoming, self._outgoing, self._group, self._purpose)
 
     def add_up(self, flat: torch.Tensor) -> None:

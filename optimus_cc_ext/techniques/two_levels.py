@@ -89,7 +89,7 @@ class TwoLevelPlan:
 
     @cached_property
     def across(self) -> ExchangePlan:
-        """Plan of the exchange over the rail."""
+        """Plan of the exchange between nodes."""
         nodes, members = self.levels.nodes, self.levels.members
         if self.sharded:
             return ExchangePlan(
@@ -218,7 +218,7 @@ class TwoLevelReducer(Reducer):
         self._across.start()
 
     def second_phase(self) -> None:
-        """Add up the nodes' sums, and without the distributed optimizer send the results over the rail."""
+        """Add up the nodes' sums, and without the distributed optimizer send the results to the other nodes."""
         self._across.second_phase()
 
     @torch.no_grad()

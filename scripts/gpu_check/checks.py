@@ -28,7 +28,7 @@ the study, which trains longer.
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of the command line."""
+    """Settings from the GPU check's command line."""
 
     dry: bool
     output: Path

@@ -50,7 +50,7 @@ class Message:
 
     @torch.no_grad()
     def compress(self) -> None:
-        """Do the sender's work."""
+        """Compress the gradient, as a message's sender does."""
         total = self.residual
         self._compressor.project_sum(self._gradient, self.residual, self._start, total=total, out=self.p)
         self._compressor.orthogonalize(self.p, out=self.p)
@@ -60,7 +60,7 @@ class Message:
 
     @torch.no_grad()
     def decompress(self) -> None:
-        """Do the receiver's work."""
+        """Decompress the message, as its receiver does."""
         self._compressor.reconstruct(self.p, self.q, out=self.arrives)
 
 

@@ -46,7 +46,7 @@ NAMES = (*STUDY, *CONTROLS, "noise-int4")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser of the study's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

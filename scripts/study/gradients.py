@@ -47,7 +47,7 @@ Gradients = dict[tuple[int, int], torch.Tensor]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser of this study's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.gradients", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -52,7 +52,7 @@ Row = Mapping[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser of this study's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

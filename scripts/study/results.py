@@ -42,7 +42,7 @@ def losses(results: Results, variants: Sequence[str], seeds: Sequence[int], titl
 
 
 def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (mean, its standard error); None for one that needs more values."""
+    """Return the mean of `values` and its standard error, each None if there are too few values."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.mean(values) if values else None, error
 

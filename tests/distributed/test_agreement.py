@@ -162,7 +162,7 @@ def test_only_the_ranks_of_the_model_agree_and_make_groups_however_many_groups_t
 
 
 def _models_that_come_and_go(config) -> tuple[list[list[list[float]]], list[int]]:
-    """Ranks 0 and 1 hold a model, then 1 and 2, and so on in turn: their numbers of groups are never equal."""
+    """Make models on ranks 0 and 1, on 1 and 2, and so on in turn: their numbers of groups are never equal."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     pairs, rank = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2))}, dist.get_rank()
     sums, groups = [], []

@@ -82,7 +82,7 @@ def build(
 
 
 def optimizer_of(model: Any, clip_grad: float = 1.0) -> Any:
-    """Megatron's Adam."""
+    """Return Megatron's Adam for a model."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     sharded = model.ddp_config.use_distributed_optimizer
@@ -154,12 +154,12 @@ def pass_without_schedule(model: Any) -> None:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of all gradients, by name."""
+    """Return copies of all gradients, by the parameter's name."""
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
 
 
 def digest(model: Any) -> str:
-    """sha256 of all gradients."""
+    """Return the sha256 of all gradients."""
     from tests.megatron.recording import hash_of
 
     return "".join(hash_of(gradient) for gradient in gradients(model).values())

@@ -27,7 +27,7 @@ __all__ = ["Messages", "Ours", "current", "hash_of", "hot_path", "memory", "obse
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """sha256 of the bytes of ``tensor``, of any shape and dtype."""
+    """Return the sha256 of the bytes of ``tensor``, of any shape and dtype."""
     return hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
 
 

@@ -57,7 +57,7 @@ def test_process_groups_that_do_not_fit_are_named_on_all_ranks() -> None:
 
 
 def one_rank_alone() -> list[str]:
-    """Rank 1 gives another model's settings, which cannot work; then a second handle on rank 0 only."""
+    """Let rank 1 give settings that cannot work; then attach a second handle on rank 0 only. Return the errors."""
     own_loops.start(1)
     model, rank = own_loops.build(1), torch.distributed.get_rank()
     found = [

@@ -51,7 +51,7 @@ def case(limit: Limit) -> tuple[Run, Run]:
 def assert_like_vanilla(
     vanilla: Run, ours: Run, *classes: str, loss: float = TOLERANCE, norm: float = TOLERANCE
 ) -> None:
-    """Losses and norms are vanilla's up to rounding, and these classes were sent in another form."""
+    """Assert that losses and norms are vanilla's up to rounding, and that these classes were sent in another form."""
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < loss
     norms, expected = ([norm or 0.0 for norm in run.ranks[0].grad_norms] for run in (ours, vanilla))
     assert relative_gap(norms, expected) < norm

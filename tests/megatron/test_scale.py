@@ -44,7 +44,7 @@ def rank_of(ranks: int, flags: str, *more: str, rank: int = 0) -> dict[str, Any]
 
 
 def of_ours(found: dict[str, Any]) -> list[str]:
-    """Return what a rank's files of ours are called, with its number left out."""
+    """Return the names of the files that Optimus-CC wrote for a rank, without the rank's number."""
     return [Path(name).name for name in found["ours"] if Path(name).suffix]
 
 

@@ -31,7 +31,7 @@ def settings(name: str) -> OptimusConfig:
 
 @dataclass
 class Trained:
-    """A model of the job, with what trains it."""
+    """Model of the job, with the objects that train it."""
 
     model: Any
     groups: Any

@@ -15,7 +15,8 @@ CODED = {"int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 
 
 def numel(nodes: int, members: int) -> int:
-    """So many values that sections of 16 bytes need no padding in any shard."""
+    """Return a number of values at which the sections of a message, multiples of 16 bytes, need no padding in any
+    shard."""
     return nodes * members * 128 * 64
 
 

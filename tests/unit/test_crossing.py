@@ -25,7 +25,7 @@ INT4 = OptimusConfig(dp_compression_format="int4")
 def on_nodes(
     nodes: str, *, tensor: int = 1, pipeline: int = 1, pipeline_before_data: bool = False
 ) -> list[RankPlace]:  # fmt: skip
-    """Return the places of ranks in Megatron's order, on nodes that are named by letters."""
+    """Return the places of ranks in Megatron's order, on nodes that are named by letters: one for each rank."""
     data = len(nodes) // tensor // pipeline
     grid = Placement(tensor=tensor, data=data, pipeline=pipeline, pipeline_before_data=pipeline_before_data)
     places = []

@@ -75,7 +75,7 @@ def cluster(bytes_per_second: float, **changes: Any) -> list[Measured]:
 
 
 def one_stage(*changes: dict[str, Any]) -> list[Measured]:
-    """Return two replicas, with nothing but passes and the reduction."""
+    """Return the costs of two replicas on one stage, with nothing but passes and the reduction."""
     return [rank(0, Rate(0.0, 1e6), stages=1, **each) for each in changes * (3 - len(changes))]
 
 
@@ -92,7 +92,7 @@ def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -
 
 
 def _in_levels(two: float, one: float) -> Forecast:
-    """Forecast of one stage whose reduction takes 10 s dense, and so many seconds in two levels and in one."""
+    """Forecast one stage whose reduction takes 10 s dense, and so many seconds in two levels and in one."""
 
     def cost(seconds: float) -> RankCost:
         found = rank(0, Rate(0.0, 1e6), stages=1).cost

@@ -85,7 +85,7 @@ def pass_message(sender, receiver, sent):
 
 
 def done(transfer):
-    """Post a transfer and wait for it."""
+    """Post a transfer and wait for it; return its tensor."""
     transfer.after_post()
     transfer.after_wait()
     return transfer.tensor

@@ -99,7 +99,7 @@ def setup(tmp_path: Path) -> Setup:
 
 @pytest.fixture
 def ready(setup: Setup) -> Setup:
-    """Run the set-up once; return it."""
+    """Run setup_env.sh once, so that .venv is finished; return the `Setup`."""
     setup.python()
     result = setup.run()
     assert result.code == 0, result.errors

@@ -158,14 +158,14 @@ def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _butterflies(a, b, c, d):
-    """Return the sums of four tensors with the signs of each of H's four rows of four quarters."""
+    """Return four sums of four tensors, with the signs of the rows of the 4 x 4 Hadamard matrix."""
     a, b, c, d = a + b, a - b, c + d, c - d
     return a + c, b + d, a - c, b - d
 
 
 @triton.jit
 def _quarter(start, length, WHICH: tl.constexpr):
-    """Return the places of a quarter of each block in the tensor, and a mask of those that exist."""
+    """Return the places of quarter WHICH of each block in the tensor, and a mask of those that exist."""
     columns = WHICH * QUARTER + tl.arange(0, QUARTER)
     return start[:, None] + columns[None, :], columns[None, :] < length[:, None]
 

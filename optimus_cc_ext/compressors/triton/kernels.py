@@ -120,7 +120,8 @@ def _store(tensor, batch, rows, columns, height, width, values):
 
 @triton.jit
 def _times_transposed(rows_of_p, inverse, batch, r, RANKS: tl.constexpr):
-    """Return a block of rows of P L^-T, in float64. A NaN or Inf fills its row with NaN (0 * NaN is NaN)."""
+    """Return a block of rows of P times the transpose of an inverse Cholesky factor, in float64. A NaN or Inf fills its
+    row with NaN (0 * NaN is NaN)."""
     ranks = tl.arange(0, RANKS)
     factor = _tile(inverse, batch, ranks, ranks, r, r)
     return tl.dot(rows_of_p, tl.trans(factor), input_precision="ieee", out_dtype=tl.float64)
@@ -185,7 +186,8 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
 
 @triton.jit
 def orthonormal(p, first, second, out, sizes, ROWS: tl.constexpr, RANKS: tl.constexpr):
-    """Compute out = (P L1^-T) L2^-T, in float64 and then rounded; `out` may be P itself. Grid: (row blocks, B)."""
+    """Compute out = (P L1^-T) L2^-T with the passes' Cholesky factors, in float64 and then rounded; `out` may be P
+    itself. Grid: (row blocks, B)."""
     block, batch = tl.program_id(0), tl.program_id(1)
     n, r = sizes[0], sizes[1]
     rows, ranks = block * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS)

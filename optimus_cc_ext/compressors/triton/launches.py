@@ -223,7 +223,8 @@ def _project(
 
 
 def add_up(partial: Tensor, out: Tensor) -> Tensor:
-    """Compute out (B, n, r), sums of each B-th part of `partial` (B * splits, n, r), fp32; splits <= `MAX_SPLITS`."""
+    """Compute out (B, n, r), the sums of each matrix's splits in `partial` (B * splits, n, r), fp32; splits <=
+    `MAX_SPLITS`."""
     batch, n, r = out.shape
     splits = partial.shape[0] // batch
     addends = triton.next_power_of_2(splits)
@@ -253,7 +254,7 @@ def _launch(
 
 
 def _padded(r: int) -> int:
-    """Return the number of ranks in a tile: at least 16, the smallest side that tensor cores multiply."""
+    """Return the columns of a tile of P or Q: at least 16, the smallest side that tensor cores multiply."""
     return max(16, triton.next_power_of_2(r))
 
 
@@ -277,7 +278,7 @@ def _multiply_out(p: Tensor, q: Tensor, out: Tensor | None, total: Tensor | None
 
 
 def _sizes(matrices: Tensor, *, p: Tensor, q: Tensor, **like_matrices: Tensor | None) -> tuple[int, int, int, int]:
-    """Return B, n, m, r."""
+    """Return the sizes B, n, m, r of M (B, n, m), P (B, n, r) and Q (B, m, r), which have to fit."""
     batch, n, m = matrices.shape
     r = p.shape[-1]
     fitting = all(other is None or other.shape == matrices.shape for other in like_matrices.values())

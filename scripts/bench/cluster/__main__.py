@@ -46,7 +46,7 @@ not differ by that.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser of the benchmark's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -41,7 +41,7 @@ class Iteration:
 
 @dataclass
 class Run:
-    """Results of one run."""
+    """Results of one training run."""
 
     model: str
     layout: str
@@ -61,7 +61,7 @@ class Run:
     log: str = ""
     commit: str = ""
     text: str = ""
-    """Hash of the text."""
+    """Hash of the text that the run trained on."""
 
 
 class _Follower:

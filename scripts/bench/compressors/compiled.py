@@ -52,7 +52,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """Launch to compile."""
+    """Launch of one of the codecs' kernels, which is compiled and not run."""
 
     format: str
     dtype: torch.dtype

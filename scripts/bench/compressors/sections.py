@@ -41,7 +41,7 @@ class Setting:
     tiny: bool
     repeats: int
     case: str = ""
-    """Text that a slice's case has to contain."""
+    """Text that a case of the section "slices" has to contain to be timed."""
 
     def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
         """Time each work in `repeats` turns, each of a tenth of a second, or of a single repetition."""
