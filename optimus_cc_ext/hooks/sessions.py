@@ -1,5 +1,6 @@
 """The registry of sessions in this process: Megatron's wraps look up the session of a model, a pass or a message."""
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -12,6 +13,14 @@ from optimus_cc_ext.techniques.session import Session
 __all__ = ["Sessions", "layers_of"]
 
 
+class _Passes(threading.local):
+    """Open passes of a thread: while a model trains, another thread may generate with a model of its own."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Session, ...]] = []
+        """The sessions of each forward-backward pass that is open, the innermost last; passes may nest."""
+
+
 class Sessions:
     """Sessions, each with the models that the session compresses. A model without a session stays vanilla."""
 
@@ -20,8 +29,7 @@ class Sessions:
         """The session that `install` made, which all models of the process are meant to join; None: there is none."""
 
         self._of_model: WeakKeyDictionary[torch.nn.Module, Session] = WeakKeyDictionary()
-        self._passes: list[tuple[Session, ...]] = []
-        """The sessions of each forward-backward pass that is open, the innermost last; passes may nest."""
+        self._passes = _Passes()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(dict.fromkeys(self._of_model.values()))
@@ -56,16 +64,16 @@ class Sessions:
     @contextmanager
     def passing(self, sessions: Sequence[Session]) -> Iterator[None]:
         """Mark a forward-backward pass of the models of `sessions` as open; with no sessions messages stay dense."""
-        self._passes.append(tuple(sessions))
+        self._passes.open.append(tuple(sessions))
         try:
             yield
         finally:
-            self._passes.pop()
+            self._passes.open.pop()
 
     @property
     def passing_now(self) -> tuple[Session, ...]:
-        """The sessions of the innermost open pass."""
-        return self._passes[-1] if self._passes else ()
+        """The sessions of the innermost pass that this thread has open."""
+        return self._passes.open[-1] if self._passes.open else ()
 
     def with_pipeline(self, group: dist.ProcessGroup) -> Session | None:
         """Return the session of the innermost open pass whose pipeline has the ranks of `group`."""

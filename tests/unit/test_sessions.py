@@ -1,5 +1,6 @@
 """Law: a message is compressed only by a session whose pipeline it travels, in the innermost open pass."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,3 +28,14 @@ def test_a_pass_inside_a_pass_hides_the_outer_one_until_it_ends() -> None:
             assert find("policy") is None, "the pass of a vanilla model, or an evaluation"
         assert find("policy") is policy
     assert find("policy") is None
+
+
+def test_a_pass_in_another_thread_hides_nothing() -> None:
+    sessions, policy = Sessions(), _session("policy")
+    find: Any = sessions.with_pipeline
+    with ThreadPoolExecutor(1) as generation, sessions.passing([policy]):
+        other = sessions.passing([])
+        generation.submit(other.__enter__).result()
+        assert find("policy") is policy and generation.submit(find, "policy").result() is None
+        generation.submit(other.__exit__, None, None, None).result()
+        assert find("policy") is policy
