@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes plain `torchrun pretrain_gpt.py` of a Megatron-LM checkout load Optimus-CC, or takes that out again.
-#   patches/apply.sh DIR           patch the checkout DIR; where it is patched already, nothing changes
-#   patches/apply.sh DIR --check   only say which tag it is and whether it is patched
-#   patches/apply.sh DIR --undo    the files as they were, byte by byte
-# Which tag it is, the file's hash says. A file that is not known is left alone: exit code 1.
+# Makes plain `torchrun pretrain_gpt.py` of a Megatron-LM checkout load Optimus-CC, or undoes this change.
+#   patches/apply.sh DIR           patch the checkout DIR; if it is patched already, nothing changes
+#   patches/apply.sh DIR --check   only print the checkout's tag, and whether it is patched
+#   patches/apply.sh DIR --undo    restore the files, byte by byte
+# The hash of pretrain_gpt.py tells the tag. A file with an unknown hash is left alone: exit code 1.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -38,7 +38,7 @@ identify() {
     "Without a patch: torchrun ... -m optimus_cc_ext $1 ..."
 }
 
-# Applies the tag's patch (with -R: takes it out) to a copy, which replaces the file once it is what it should be.
+# Applies the tag's patch (-R: undoes it) to a copy, which replaces the file if it has the expected hash.
 patch_to() {
   local wanted="$1" was="$state"
   shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docs/api.md from the docstrings of what other programs call: scripts/api_reference.sh
+# Makes docs/api.md from the docstrings of the names that other programs call: scripts/api_reference.sh
 #
 # Needs griffe2md: pip install 'griffe2md>=1.5'. Run it after a change of a public name, argument or docstring.
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
   echo "The fields of \`OptimusConfig\` are the flags of [flags.md](flags.md), with underscores."
   for module in api hooks.handle.Handle hooks.steps.Step bridge errors; do
     echo
-    # Types without links: most are Python's.
+    # Types get no links, because most of them are Python's.
     PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" griffe2md "optimus_cc_ext.$module" |
       sed -E 's/\[([^]*]+)\]\(#[^)]*\)/\1/g; s#</?code>#`#g; s/[[:space:]]+$//'
   done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints a table: the functions of Megatron to wrap that are as expected, by version. Releases are fetched from the package
+# Prints by version which functions of Megatron that we wrap are as expected. Releases are fetched from the package
 # index into a temporary folder; checkouts of Megatron-LM are given as folders. Needs no GPU.
 #   scripts/compat_versions.sh [CHECKOUT ...] [--index VERSION ...]
 set -euo pipefail

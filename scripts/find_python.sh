@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Sourced by other scripts: which Python runs them, and where they write. ROOT holds scripts/: a checkout of the
-# repository, or the folder that `optimus-cc files` prints, where the package is installed.
+# Sourced by other scripts: finds their Python, and the folder that they write to. ROOT holds scripts/: a checkout of
+# the repository, or the folder that `optimus-cc files` prints, where the package is installed.
 
-# Prints the interpreter of ROOT/.venv, or where there is none (an installed package) the `python` on PATH; fails without either.
+# Prints the interpreter of ROOT/.venv, or without .venv (an installed package) `python` on PATH; fails without either.
 find_python() { # ROOT
   if [[ -x "$1/.venv/bin/python" ]]; then
     echo "$1/.venv/bin/python"
@@ -11,7 +11,7 @@ find_python() { # ROOT
   fi
 }
 
-# Prints the folder of results/ and data/: ROOT, or the current folder where ROOT is part of an installed package.
+# Prints the folder of results/ and data/: ROOT, or the current folder if ROOT is part of an installed package.
 find_workspace() { # ROOT
   if [[ -f "$1/setup.py" ]]; then echo "$1"; else pwd; fi
 }

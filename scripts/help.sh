@@ -5,7 +5,7 @@ print_help() { # FILE
   sed -n '2,${/^#\( \|$\)/!q;s/^# \{0,1\}//;p}' "$1"
 }
 
-# A line of the help that begins with names in capitals explains these.
+# A line of the help that begins with names in capitals explains these variables.
 variables_of() { # FILE...
   sed -n 's/^#   \([A-Z][A-Z_]*\(  *[A-Z][A-Z_]*\)*\)  .*/\1/p' "$@" | tr -s ' ' '\n'
 }

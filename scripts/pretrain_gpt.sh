@@ -3,16 +3,16 @@
 #
 #   [VARIABLE=value ...] scripts/pretrain_gpt.sh [--dry-run | --check] [flags of Megatron and of Optimus-CC ...]
 #
-# What follows is passed on unchanged; a flag wins over the variable of the same meaning. For example
+# Flags are passed on unchanged; a flag overrides the variable of the same meaning. For example
 #
 #   MODEL=tiny TRAIN_ITERS=20 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --optimus-cc
 #
-# --dry-run prints the exact command, one line that can be pasted, and starts nothing; --check does not even print, and
-# refuses what would be refused here. --help prints this text.
+# --dry-run prints the exact command, one line that can be pasted, and starts nothing; --check prints nothing, and only
+# refuses what a start would refuse. --help prints this text.
 #
 # model
 #   MODEL               tiny, 125m, 335m, 2.5b or 8.3b (125m)
-#   NUM_LAYERS  HIDDEN_SIZE  NUM_HEADS  SEQ_LENGTH     the model's own unless given
+#   NUM_LAYERS  HIDDEN_SIZE  NUM_HEADS  SEQ_LENGTH     sizes that replace the model's own
 #   TRAIN_ITERS         iterations (1000)
 #   MICRO_BATCH_SIZE    sequences of one forward pass (8; tiny: 2)
 #   GLOBAL_BATCH_SIZE   sequences of one iteration, all replicas together (512; tiny: 16)
@@ -26,7 +26,7 @@
 #   CHECKPOINT_DIR      saved to, and resumed from if it holds a checkpoint; "none" to save nothing
 #                       (checkpoints/gpt-MODEL, in the current folder)
 #   SAVE_INTERVAL       iterations between two checkpoints (1000)
-# layout; data parallelism takes what tensor and pipeline parallelism leave
+# layout; data parallelism uses the ranks that tensor and pipeline parallelism leave
 #   TENSOR_PARALLEL     (1)
 #   PIPELINE_PARALLEL   (1)
 #   PROCESSES_PER_NODE  (the GPUs of this machine; without any, as many as one replica of the model takes)
@@ -36,7 +36,7 @@
 #                       of this host's name); or
 #   MASTER_ADDR  MASTER_PORT    the first node, and a free port there (6000)
 #   NODE_RANK           this node's number from 0; left out, torchrun's rendezvous gives the numbers out
-#   RUN_ID              the rendezvous's name, the same on all nodes (optimus-cc; under Slurm job and restart)
+#   RUN_ID              the rendezvous's name, the same on all nodes (optimus-cc; in Slurm job and restart)
 #   ALLOW_TENSOR_ACROSS_NODES   yes: tensor-parallel groups may span nodes
 # program
 #   PROFILER            a command in front of one rank, such as "nsys profile -o trace"
@@ -46,7 +46,7 @@
 # Python is the one in .venv (scripts/setup_env.sh makes it), else `python` on PATH. Without a GPU, or with
 # OPTIMUS_CC_DEVICE=cpu, it trains on the CPU.
 set -euo pipefail
-# No cd: paths are the caller's.
+# The script stays in the current folder, because paths are the caller's.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$root/scripts/find_python.sh"
@@ -62,7 +62,7 @@ say() { printf 'pretrain_gpt.sh: %s\n' "$*" >&2; }
 
 whole_number() { # VARIABLE LEAST [MOST]
   local value="${!1}"
-  # Ten digits are more than anything here can be, and less than bash's arithmetic overflows at.
+  # No number here has ten digits, and bash's arithmetic overflows only at more.
   [[ "$value" =~ ^(0|[1-9][0-9]{0,9})$ ]] || refuse "$1" "'$value' is not a whole number" "Give one, such as $1=$2"
   ((value >= $2)) || refuse "$1" "$value is too small" "Give at least $2"
   [[ -z "${3:-}" ]] || ((value <= $3)) || refuse "$1" "$value is too large" "Give at most $3"
@@ -94,7 +94,7 @@ if read -r wrong right < <(misspelt $'--dry-run\n--check\n--help' "$(printf '%s\
   refuse "$wrong" "it is not an option of this script" "Write $right"
 fi
 
-given() { # FLAG...: whether one of them is among the user's flags
+given() { # FLAG...: succeeds if one of these is among the user's flags
   local flag argument
   for flag in "$@"; do
     for argument in "${flags[@]}"; do
@@ -105,7 +105,7 @@ given() { # FLAG...: whether one of them is among the user's flags
 }
 
 arguments=()
-default() { # FLAG VALUE...: unless the user gave the flag
+default() { # FLAG VALUE...: adds the flag unless the user gave it
   given "$1" || arguments+=("$@")
 }
 
@@ -147,7 +147,7 @@ gpus() {
   if [[ "${OPTIMUS_CC_DEVICE:-}" == cpu ]]; then
     echo 0
   elif [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-    # Empty or negative: none.
+    # An empty or negative CUDA_VISIBLE_DEVICES hides all GPUs.
     tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L 2>/dev/null </dev/null | grep -c '^GPU' || true
@@ -174,7 +174,7 @@ if [[ ${#nodes[@]} -gt 0 ]]; then
     for index in "${!nodes[@]}"; do
       [[ "${nodes[index]}" != "$here" && "${nodes[index]%%.*}" != "${here%%.*}" ]] || NODE_RANK="${NODE_RANK:-$index}"
     done
-    # A command can be looked at from any host.
+    # --dry-run shows the command on any host.
     [[ -n "${NODE_RANK:-}" || "$dry_run" == true ]] ||
       refuse NODE_LIST "this host, $here, is not in it" "Add it, or set NODE_RANK"
   fi
@@ -183,7 +183,7 @@ MASTER_PORT="${MASTER_PORT:-6000}"
 whole_number MASTER_PORT 1 65535
 if ((NODES == 1)); then
   [[ "${NODE_RANK:-0}" == 0 ]] || refuse NODE_RANK "it is '$NODE_RANK', but there is one node" "Set NODES or NODE_LIST"
-  # A rendezvous on a free port of this machine: several runs can share it.
+  # The rendezvous has a free port of this machine, so that several runs can share the machine.
   rendezvous=(--standalone)
 else
   [[ -n "${MASTER_ADDR:-}" ]] ||
@@ -222,7 +222,7 @@ if [[ -n "${MEGATRON_LM:-}" ]]; then
       "Give a Megatron-LM checkout, or unset it for the package's own entry"
   program+=("$MEGATRON_LM/pretrain_gpt.py")
 fi
-# For a check on behalf of a job in an image the Python is in there.
+# A job in an image has its Python in there, so a check outside needs none.
 if ! python="$(find_python "$root")"; then
   { [[ -n "${IMAGE:-}" ]] && { "$check" || "$dry_run"; }; } ||
     refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
@@ -264,7 +264,7 @@ if ! given --mock-data --data-path --data-args-path --train-data-path --per-spli
   else
     read -r -a prefixes <<<"$DATA_PATH"
     for prefix in "${prefixes[@]}"; do
-      # A blend has weights between the prefixes.
+      # A blend of datasets has weights between the prefixes.
       [[ "$prefix" =~ ^[0-9.]+$ ]] || needed DATA_PATH "$prefix.idx"
     done
     arguments+=(--data-path "${prefixes[@]}")
@@ -291,13 +291,13 @@ if [[ "$CHECKPOINT_DIR" != none ]]; then
   whole_number SAVE_INTERVAL 1
   [[ ! -e "$CHECKPOINT_DIR" || -d "$CHECKPOINT_DIR" ]] ||
     refuse CHECKPOINT_DIR "'$CHECKPOINT_DIR' is not a folder" "Give a folder, or 'none' to save nothing"
-  # The same folder twice: Megatron starts afresh where it finds no checkpoint in it, and goes on where it finds one.
+  # The folder to save to is also the one to load from: Megatron goes on from a checkpoint in it, or else starts afresh.
   default --save "$CHECKPOINT_DIR"
   default --load "$CHECKPOINT_DIR"
   default --save-interval "$SAVE_INTERVAL"
 fi
 
-# A rank beside its GPU's memory and processors. Where it does not work, training without it does.
+# Each rank is bound to the processors and memory next to its GPU, if that works here; training needs no binding.
 binding=()
 bind_to_nodes() {
   local why=""
@@ -321,7 +321,7 @@ if [[ -n "${PROFILER:-}" ]]; then
 fi
 command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
 
-value_of() { # FLAG: what the command line gives it; the last one counts
+value_of() { # FLAG: its value on the command line; the last one counts
   local place all=("${arguments[@]}" "${flags[@]}") value=1
   for place in "${!all[@]}"; do
     [[ "${all[place]}" != "$1" ]] || value="${all[place + 1]:-1}"
@@ -329,7 +329,7 @@ value_of() { # FLAG: what the command line gives it; the last one counts
   done
   echo "$value"
 }
-# Which ranks share a node decides which traffic leaves it.
+# The placement of ranks on nodes decides which traffic leaves a node.
 if ! $check && ((NODES * PROCESSES_PER_NODE > 1)); then
   mapping=()
   ! given --use-tp-pp-dp-mapping || mapping=(--use-tp-pp-dp-mapping)
@@ -351,5 +351,5 @@ fi
 if [[ "$CHECKPOINT_DIR" != none && -f "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]]; then
   say "resuming after iteration $(<"$CHECKPOINT_DIR/latest_checkpointed_iteration.txt") from $CHECKPOINT_DIR"
 fi
-# exec: signals reach torchrun itself.
+# With exec signals reach torchrun itself.
 exec "${command[@]}"

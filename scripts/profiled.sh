@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One rank, started by torchrun for scripts/pretrain_gpt.sh: with PROFILER in front if it is rank PROFILED_RANK.
+# Starts one rank of scripts/pretrain_gpt.sh for torchrun, with PROFILER in front if it is rank PROFILED_RANK.
 #   profiled.sh COMMAND [ARGUMENTS...]
 set -euo pipefail
 profiler=()

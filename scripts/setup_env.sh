@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository from requirements.lock. quickstart.sh and test.sh call it first; a second run takes
-# a moment. Then: .venv/bin/python, or `source .venv/bin/activate`. Beside an installed package it does nothing.
+# a moment. Use .venv/bin/python, or `source .venv/bin/activate`. In an installed package the script does nothing.
 #
 #   OPTIMUS_CC_PYTHON=/path/to/python   use this interpreter (3.12 or 3.13) instead of searching for one
-#   scripts/setup_env.sh --find-python  only say which interpreter would be used
+#   scripts/setup_env.sh --find-python  only print the interpreter that would be used
 
 # Everything runs in functions with a subshell for a body: sourcing this file changes nothing in the caller's shell.
 _optimus_cc_setup() (
@@ -22,7 +22,7 @@ _optimus_cc_setup() (
   }
 
   # Sets `found` to the interpreter behind candidate $1, or `why` to the reason it cannot be used.
-  # _base_executable: inside an activated .venv, "python3" is the very interpreter that a rebuild deletes.
+  # _base_executable is asked, because in an activated .venv "python3" is the interpreter that a rebuild deletes.
   inspect_python() {
     local out
     found="" why=""
@@ -51,13 +51,13 @@ else:
     [[ -n "$found" ]]
   }
 
-  # One candidate a line, the preferred ones first: 3.12 before 3.13, because it has been tested for longer.
+  # Prints one candidate a line, the preferred ones first: 3.12 before 3.13, because 3.12 has been tested for longer.
   list_candidates() {
     local name dir conda_root home="${HOME:-/nonexistent}"
     for name in python3.12 python3.13 python3; do
       type -aP "$name" || true
     done
-    # pyenv's interpreters are there even when pyenv itself is not on PATH, or selects another version.
+    # pyenv's interpreters exist even if pyenv is not on PATH, or selects another version.
     for dir in "${PYENV_ROOT:-$home/.pyenv}"/versions/{3.12,3.13}.*/bin/python3; do
       if [[ -x "$dir" ]]; then echo "$dir"; fi
     done
@@ -76,7 +76,7 @@ else:
     done
   }
 
-  # Sets `python`, or ends with the one message that says what to install.
+  # Sets `python`, or ends with a message that names the package to install.
   find_python() {
     local candidate
     if [[ -n "${OPTIMUS_CC_PYTHON:-}" ]]; then
@@ -104,8 +104,8 @@ else:
       "${rejected[@]/#/  }"
   }
 
-  # What a finished environment was made from; empty when there is no interpreter in .venv.
-  # The path is part of it: a moved repository has an environment whose scripts point to the old place.
+  # Prints the stamp of a finished environment: its sources; empty if there is no interpreter in .venv.
+  # The path is part of the stamp: after a move the environment's scripts would point to the old place.
   fingerprint() {
     local version
     version="$("$1" -I -S -c 'import sys; print(sys.version)' 2>/dev/null </dev/null)" || return 0
@@ -118,12 +118,12 @@ else:
     [[ -f "$stamp" ]] || return 1
     now="$(fingerprint "$venv/bin/python")"
     [[ -n "$now" && "$now" == "$(cat "$stamp")" ]] || return 1
-    # An interpreter asked for by name replaces an environment made with another one.
+    # OPTIMUS_CC_PYTHON replaces an environment that another interpreter has made.
     [[ -z "${OPTIMUS_CC_PYTHON:-}" ]] || [[ "$now" == "$(fingerprint "$OPTIMUS_CC_PYTHON")" ]]
   }
 
   install_lock() {
-    # uv reads none of pip's settings (proxies, certificates, mirrors): where it fails, pip may still work.
+    # uv reads none of pip's settings (proxies, certificates, mirrors): if uv fails, pip may still work.
     if command -v uv >/dev/null; then
       uv pip install --python "$venv/bin/python" -r "$root/requirements.lock" && return
       say "uv could not install the packages; trying pip"
@@ -134,7 +134,7 @@ else:
   build() {
     say "Python: $python"
     say "making .venv from requirements.lock: about 5 GB, some minutes (only this first time)"
-    # The stamp goes first and comes last: whatever is interrupted in between is not taken for finished.
+    # The stamp is removed first and written last, so that an interrupted set-up is not taken for finished.
     rm -f "$stamp"
     "$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its message is above)."
     install_lock || die "installing requirements.lock failed (pip's message is above)." \
@@ -157,7 +157,7 @@ else:
     *) die "unknown argument: $1" "usage: scripts/setup_env.sh [--find-python]" ;;
   esac
 
-  # Installed from a wheel: the environment is the caller's.
+  # Beside a package from a wheel the environment is the caller's.
   [[ -f "$root/setup.py" ]] || exit 0
   if is_finished; then exit 0; fi
   # One set-up at a time; the kernel frees the lock when its holder ends, however it ends.
@@ -168,7 +168,7 @@ else:
     if is_finished; then exit 0; fi
   fi
   find_python
-  # To stderr: what a caller prints on stdout stays its own.
+  # Lines go to stderr: stdout belongs to the calling script.
   build >&2
 )
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set-up, linters, type check, tests.
+# Sets .venv up, then runs linters, the type check and tests.
 #   scripts/test.sh [--fast | --full | --megatron VERSION | --torch VERSION] [pytest arguments]
-# Without arguments: every law of the design that a test can hold, in minutes on 2 cores.
+# Without arguments it tests every law of the design (CONTRIBUTING.md), in minutes on 2 cores.
 # --fast: linters and tests/unit only.
 # --full: also what takes long; CONTRIBUTING.md says what that needs.
 # --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2, 0.19.0 or 0.19.2), which is fetched into
@@ -19,7 +19,7 @@ die() {
   exit 2
 }
 
-MOST_MINUTES=12 # in CI, of a run without arguments
+MOST_MINUTES=12 # time limit in CI of a run without arguments
 # Without AVX-512 products in bf16 take many times those in fp32: 16 minutes were seen, where others need 6 to 8.
 grep -qs avx512f /proc/cpuinfo || MOST_MINUTES=20
 targets=()
@@ -41,7 +41,7 @@ esac
 ./scripts/setup_env.sh
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
-# Tests run several processes on few cores: more threads than cores is slower by far.
+# Tests run several processes on few cores, and more threads than cores are slower by far.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 failed=()
@@ -52,14 +52,14 @@ check() {
   "$@" </dev/null || failed+=("$name")
 }
 
-# Puts the folder .$package/$version before .venv's packages, and fetches it with pip's arguments $@ unless it is there:
-# under another name first, so that what is there is whole.
+# Puts the folder .$package/$version before .venv's packages. If it is missing, pip fetches it with the arguments $@,
+# under another name first, so that a folder of this name is complete.
 put_in_front() {
   local folder=".$package/$version"
   echo "== $*"
   if [[ ! -d "$folder" ]]; then
     rm -rf "$folder.partial"
-    # Without pip's cache, which would keep a torch once more.
+    # pip's cache is off, because it would keep a second copy of torch.
     python -m pip install --disable-pip-version-check --no-input --no-cache-dir --quiet --target "$folder.partial" "$@" \
       </dev/null || die "$package $version could not be fetched (pip's message is above)"
     mv "$folder.partial" "$folder"
@@ -84,7 +84,7 @@ fi
 
 echo "== pytest"
 status=0
-# Without arguments pytest takes `testpaths` from pytest.ini. A path given by the user replaces that.
+# Without arguments pytest takes `testpaths` from pytest.ini; a path from the user replaces them.
 python -m pytest -n 2 --durations=25 --durations-min=1 "${targets[@]}" "$@" </dev/null || status=$?
 if [[ ${#failed[@]} -gt 0 ]]; then
   printf 'failed before the tests: %s\n' "${failed[*]}" >&2

@@ -2,21 +2,21 @@
 # Installs optimus_cc_ext into a PyTorch image; every builder (Dockerfile, Apptainer, Pyxis) calls it inside the base image,
 # as root, in a folder that holds the repository:
 #
-#   scripts/image/install.sh dependencies    needs requirements*.lock, pyproject.toml and scripts/image alone
+#   scripts/image/install.sh dependencies    needs only requirements*.lock, pyproject.toml and scripts/image
 #   scripts/image/install.sh package         needs all of the repository
-#   scripts/image/install.sh megatron [CHECKOUT]   its scripts; without a checkout from GitHub, at MEGATRON_LM_TAG
+#   scripts/image/install.sh megatron [CHECKOUT]   Megatron's scripts; by default GitHub's, at MEGATRON_LM_TAG
 #
 #   EXTRAS          extras of pyproject.toml, comma-separated (data,report)
 #   ALLOW_MISSING   what may be missing of transformer_engine, apex and fused_weight_gradient_mlp_cuda, comma-separated,
 #                   or "all" (nothing)
-#   IGNORE_CONSTRAINTS   yes: the base image's constraints do not hold
+#   IGNORE_CONSTRAINTS   yes: ignore the base image's constraints
 #
-# What the base image has stays as it is where it is new enough for pyproject.toml; what is missing or too old comes in
-# the locked versions. Constraints of the base image (PIP_CONSTRAINT) win; where one of them forbids a version that is
+# Packages of the base image stay if they are new enough for pyproject.toml; those missing or too old are installed in
+# the locked versions. The base image's constraints (PIP_CONSTRAINT) hold; if one of them forbids a version that is
 # needed, the build ends and names the package. The list of all versions stays in /opt/optimus-cc.freeze.txt.
 set -euo pipefail
 
-# PIP_BREAK_SYSTEM_PACKAGES: the image is the environment.
+# PIP_BREAK_SYSTEM_PACKAGES lets pip install into the image's own Python, which is the environment.
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1
 export EXTRAS="${EXTRAS:-data,report}"
 
@@ -27,7 +27,7 @@ fail() { # WHAT REASON CURE
   exit 2
 }
 
-# torch and what belongs to a GPU are the base image's, built for its CUDA; the build ends should anything replace torch.
+# torch and the GPU's packages stay the base image's, built for its CUDA; the build ends if anything replaces torch.
 torch_version() { python -c 'import torch; print(torch.__version__)'; }
 
 dependencies() {
@@ -40,11 +40,11 @@ dependencies() {
         "Give another BASE_IMAGE, or ALLOW_MISSING=$name where its flag of Megatron's is left out"
   done
   work="$(mktemp -d)"
-  # --no-deps: megatron-core's "torch" is the base image's.
+  # With --no-deps, because megatron-core requires torch, which is the base image's.
   python -m pip install --no-deps "$(grep -E '^megatron-core==' requirements.lock)"
   python scripts/image/requirements.py wanted >"$work/wanted.txt"
   python scripts/image/requirements.py missing >"$work/locked.txt"
-  # The first pass only says what it would install: a package that is there and too old gets its locked version, too.
+  # The first pass only lists installations: a package that is there and too old gets its locked version, too.
   python -m pip install --quiet --dry-run --report "$work/report.json" --constraint "$work/locked.txt" -r "$work/wanted.txt" ||
     fail PIP_CONSTRAINT "the base image's constraints and pyproject.toml forbid each other (pip's message is above)" \
       "Give another BASE_IMAGE, or IGNORE_CONSTRAINTS=yes"
@@ -62,7 +62,7 @@ dependencies() {
 
 package() {
   python -m pip install --no-deps --no-build-isolation . 2>/dev/null || python -m pip install --no-deps .
-  # Where Slurm's batch scripts find the others.
+  # Slurm's batch scripts find the other scripts under this link.
   ln -sfn "$(optimus-cc files)" /opt/optimus-cc
   python -m pip freeze >/opt/optimus-cc.freeze.txt
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# All experiments of the paper, one after the other, then their tables and figures.
+# Runs all experiments of the paper, one after the other, then makes their tables and figures.
 #
 #   scripts/paper/all.sh [--scale paper|tiny] [--only PATTERN] [--dry-run] [further flags of Megatron and Optimus-CC]
 #
-#   --only PATTERN   those whose name fits, such as 'figure10/*' or '*/335m-*'
+#   --only PATTERN   only experiments whose name fits, such as 'figure10/*' or '*/335m-*'
 #
-# What failed is said at the end, and the exit status is 1; the others are run and collected all the same.
+# If an experiment fails, the others run all the same; the failed ones are named at the end, with exit status 1.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
@@ -51,7 +51,7 @@ for file in "$root"/scripts/paper/{table2,figure10,figure11,figure12}/*.sh; do
   name="${file#"$root/scripts/paper/"}"
   attempt "${name%.sh}" "$file" --scale "$scale" "${dry_run[@]}" "${further[@]}"
 done
-# -P: a folder named scripts where the caller stands is not ours.
+# With -P Python ignores a folder named scripts in the current folder.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 figure14=("$(find_python "$root")" -P -m scripts.paper.figure14 --scale "$scale" --results "$results")
 if [[ ${#dry_run[@]} -gt 0 ]]; then

@@ -1,31 +1,31 @@
 # shellcheck shell=bash
-# What all experiments of the paper share; sourced by the files in table2/, figure10/, figure11/ and figure12/.
+# Settings that all experiments of the paper share; sourced by the files in table2/, figure10/, figure11/ and figure12/.
 #
 #   scripts/paper/table2/2.5b-cb.sh [--scale paper|tiny] [--dry-run] [further flags]
 #
 #   --scale paper   the paper's model, layout and schedule: 16 nodes of 8 GPUs; 335M: one node of 8 (default, or SCALE)
-#   --scale tiny    the same techniques on a tiny model, 4 processes on one machine, a CPU will do, about a minute
+#   --scale tiny    the same techniques on a tiny model: 4 processes on one machine, on a CPU too, about a minute
 #   --dry-run       print the command and start nothing
 #
-# Everything of scripts/pretrain_gpt.sh holds: nodes are told by NODE_LIST, or MASTER_ADDR and NODE_RANK, data by
+# Variables of scripts/pretrain_gpt.sh hold: NODE_LIST, or MASTER_ADDR and NODE_RANK, give the nodes; the data are
 # DATA_PATH, VOCAB_FILE and MERGE_FILE (data/gpt2_text_document, data/gpt2-vocab.json and data/gpt2-merges.txt in the
-# repository unless given; DATA_PATH=mock will do where only time or memory is looked at). Variables given win over the
+# repository by default; DATA_PATH=mock suffices to measure time or memory). Variables that you set override the
 # paper's values: PIPELINE_PARALLEL, NODES and so on.
-# RESULTS: where the folder of logs and checkpoints of each experiment goes (results/paper, or results/paper-tiny).
+# RESULTS is the folder for each experiment's folder of logs and checkpoints (results/paper, or results/paper-tiny).
 set -euo pipefail
 paper_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$paper_root/scripts/find_python.sh"
 paper_workspace="$(find_workspace "$paper_root")"
 
-# --- what an experiment's file says
+# --- the functions that an experiment's file calls
 
 paper_model=""
 paper_kind="" paper_iterations=0 tiny_iterations=0
 paper_messages=epilogue
 paper_techniques=()
 paper_flags=()
-# Selective stage compression needs replicas, and 4 processes have them with 2 stages.
+# Selective stage compression needs replicas, so 4 processes make 2 stages of 2 replicas.
 tiny_stages=2
 
 model() { # 335m, 2.5b or 8.3b
@@ -55,7 +55,7 @@ memory() {
   paper_flags+=(--log-memory-interval 1)
 }
 
-# --- how it is run
+# --- running an experiment
 
 _refuse() { # SUBJECT REASON CURE
   printf '%s: error: %s: %s. %s.\n' "$(basename "$0")" "$1" "$2" "$3" >&2
@@ -74,7 +74,7 @@ _paper_scale() {
   export MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-8}" GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-512}"
   export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-8}"
   if [[ "$paper_model" == 335m ]]; then
-    # The artifact's functionality check, for one machine of 8 GPUs.
+    # 335M is the artifact's functionality check, for one machine of 8 GPUs.
     export TENSOR_PARALLEL="${TENSOR_PARALLEL:-2}" PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-2}"
   else
     export TENSOR_PARALLEL="${TENSOR_PARALLEL:-8}" PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-4}"
@@ -88,8 +88,8 @@ _paper_scale() {
   schedule=(--lr-decay-iters 320000 --eval-interval 100 --eval-iters 10)
 }
 
-# As small as it can be with every technique still at work: matrices larger than their factors, an epilogue shorter
-# than the iteration, a learning rate whose warm-up ends within the run.
+# This model is as small as every technique allows: its matrices are larger than their factors, its epilogue is shorter
+# than the iteration, and the learning rate's warm-up ends within the run.
 _tiny_scale() {
   local layers hidden
   case "$paper_model" in
@@ -104,7 +104,7 @@ _tiny_scale() {
     export PROCESSES_PER_NODE=4 NODES=1
     unset NODE_LIST NODE_RANK
   fi
-  # Its shape is spelled out above; the preset gives the vocabulary of the made-up tokens.
+  # The model's shape is given above; MODEL=tiny adds the vocabulary of the made-up tokens.
   export MODEL=tiny DATA_PATH="${DATA_PATH:-mock}"
   export TRAIN_ITERS="${TRAIN_ITERS:-$tiny_iterations}" LR=0.001
   compression_rank=4 dp_compression_rank=16
@@ -123,7 +123,7 @@ _technique_flags() {
       lep) ;; # a property of cb
       fe) flags+=(--fused-embedding-sync) ;;
       sc)
-        # The first 75 % of the stages: 3 of 4, 2 of 2.
+        # The first 75 % of 4 stages are 3, of 2 stages both.
         flags+=(--dp-compression --dp-compression-rank "$dp_compression_rank" --dp-compression-warmup 0.0)
         flags+=(--dp-error-feedback --dp-compression-stages $(((3 * PIPELINE_PARALLEL + 3) / 4)))
         ;;
@@ -132,13 +132,13 @@ _technique_flags() {
   done
 }
 
-# Of 230 checkpoints those of every 10,000 iterations stay, and the last; with one that is deleted goes our state in it.
+# Of 230 checkpoints those of every 10,000 iterations stay, and the last; a deleted one takes its state along.
 _keep_few_checkpoints() {
   local interval="${SAVE_INTERVAL:-1000}" retained billions
   [[ "$interval" =~ ^[1-9][0-9]*$ ]] || return 0 # the launcher refuses it
   retained=$(((10000 + interval - 1) / interval * interval))
   flags+=(--save-retain-interval "$retained")
-  # Weights and Adam's two moments in fp32: 12 bytes a parameter.
+  # Weights and Adam's two moments in fp32 take 12 bytes a parameter.
   billions="$(awk -v l="$NUM_LAYERS" -v h="$HIDDEN_SIZE" 'BEGIN { print (12 * l * h * h + 50304 * h) / 1e9 }')"
   awk -v b="$billions" -v n="$((TRAIN_ITERS / retained + 1))" -v every="$retained" \
     'BEGIN { printf "a checkpoint of every %d iterations is kept: %d of about %.0f GB, %.1f TB in all\n", every, n, 12 * b, 12 * b * n / 1000 }' >&2
@@ -179,7 +179,7 @@ run() { # the experiment's command line
   flags+=(--weight-decay 1e-2 --clip-grad 1.0 --log-interval 1)
   flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
   _technique_flags
-  # An index of the data is written at the start: experiments that start at once must not share one.
+  # Megatron writes an index of the data at the start, so experiments that start together must not share its folder.
   [[ "${DATA_PATH:-mock}" == mock || " ${further[*]}" == *" --data-cache-path"* ]] ||
     flags+=(--data-cache-path "$folder/data-cache")
   if [[ "$paper_kind" == pretraining && "$scale" == paper && " ${further[*]}" != *" --save-retain-interval"* ]]; then
@@ -190,29 +190,29 @@ run() { # the experiment's command line
   if [[ "$paper_kind" == pretraining ]]; then
     export CHECKPOINT_DIR="${CHECKPOINT_DIR:-$folder/checkpoints}"
   else
-    # A few iterations from the start, every time.
+    # Experiments that measure time or memory train a few iterations, from the start each time.
     export CHECKPOINT_DIR=none
   fi
   if $check; then
     exec "$paper_root/scripts/pretrain_gpt.sh" --check "${flags[@]}"
   fi
   if $dry_run; then
-    # A command can be looked at without a cluster.
+    # --dry-run prints the command without a cluster.
     [[ "$scale" == tiny || -n "${NODE_LIST:-}" ]] || export MASTER_ADDR="${MASTER_ADDR:-node0}"
     exec "$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}"
   fi
-  # Before a folder is made: it ends the script if a variable cannot be used.
+  # The check comes before a folder is made: it ends the script if a variable cannot be used.
   command="$("$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}" 2>/dev/null)" ||
     exec "$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}"
 
   mkdir -p "$folder"
   log="$folder/log$([[ "${NODES:-1}" == 1 && -z "${NODE_LIST:-}" ]] || echo "-$(uname -n)").txt"
-  # A run that resumes goes on with its log.
+  # A resumed run appends to its log.
   [[ "$paper_kind" == pretraining ]] || : >"$log"
   printf '$ %s\n' "$command" >>"$log"
   if [[ "$paper_kind" == memory ]]; then
     watched=("$(find_python "$paper_root")" "$paper_root/scripts/paper/peak_memory.py")
   fi
-  # exec: signals of the cluster reach the training, and so does its exit status.
+  # With exec the cluster's signals reach the training, and its exit status reaches the cluster.
   exec "${watched[@]}" "$paper_root/scripts/pretrain_gpt.sh" "${flags[@]}" > >(tee -a "$log") 2>&1
 }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the batch scripts and submit.sh, where `job` is the job's name and `root` the repository. What a batch
-# script refuses ahead of `checked`, submit.sh refuses: it runs them on the login node with SUBMITTING=yes.
+# Sourced by the batch scripts and submit.sh, where `job` is the job's name and `root` the repository. All that a batch
+# script refuses ahead of `checked`, submit.sh refuses, too: it runs the script on the login node with SUBMITTING=yes.
 # shellcheck source=scripts/help.sh
 source "${root:?}/scripts/help.sh"
 
@@ -9,7 +9,7 @@ refuse() { # WHAT REASON CURE
   exit 2
 }
 
-# Variables of other programs that submit.sh takes, and those that win over an image's own: no paths of this machine.
+# Variables of other programs that submit.sh passes on, and those that override an image's own; none is a path.
 # shellcheck disable=SC2034  # by submit.sh
 others='^(NCCL|GLOO|UCX|TORCH|PYTORCH|TRITON|NVTE|CUDA|OMP|MKL|HF|WANDB|OPTIMUS_CC|SBATCH)_'
 into_images='(NCCL|GLOO|UCX|TORCH_NCCL|NVTE|OMP|OPTIMUS_CC)_.*|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_CUDA_ALLOC_CONF'
@@ -25,11 +25,11 @@ known_variables() {
   esac
 }
 
-checked() { # the end of what can be said before the job runs; submit.sh --dry-run goes on, and starts nothing
+checked() { # ends the checks before a job; only submit.sh --dry-run goes on, and starts nothing
   [[ -z "${SUBMITTING:-}" || -n "${DRY_RUN:-}" ]] || exit 0
 }
 
-start() { # COMMAND ARGUMENTS...: of the job; printed, as one line that can be pasted, in a dry run
+start() { # COMMAND ARGUMENTS...: runs the job's command; a dry run prints it as one line that can be pasted
   if [[ -z "${DRY_RUN:-}" ]]; then
     "$@"
   else
@@ -59,7 +59,7 @@ check_command_line() { # FLAGS OF THE JOB...
 
 # --- the image
 folders=("$PWD")
-mount_folder() { # PATH: the folder that holds it, as far as there is one; fails where there is none
+mount_folder() { # PATH: mounts the folder that holds it, or the nearest existing one above; fails at /
   local folder known
   folder="$(realpath -ms -- "$1")"
   until [[ -d "$folder" ]]; do folder="$(dirname "$folder")"; done
@@ -70,26 +70,26 @@ mount_folder() { # PATH: the folder that holds it, as far as there is one; fails
   folders+=("$folder")
 }
 
-# Hugging Face's snapshots, for one, are links to files in a folder beside them.
-mount_links_of() { # PATH: the folders that links in it, or it itself, lead to
+# Hugging Face's snapshots, for example, are links to files in a folder beside them.
+mount_links_of() { # PATH: mounts the folders to which PATH, or links in it, lead
   local link
   while IFS= read -r link; do
     mount_folder "$(dirname "$(realpath -m -- "$link")")" || true
   done < <(find "$1" -maxdepth 1 -type l 2>/dev/null | head -n 200)
 }
 
-# What runs a command of the job: `step` inside of Slurm's srun, `container` ahead of the command. `scripts` is where
-# the repository's are to be found there.
+# `step` is Slurm's srun with its options, `container` the words that run a command in the image, and `scripts` the
+# folder of the repository's scripts there.
 # shellcheck disable=SC2034  # by the batch scripts
 step=(srun) container=() scripts="$root/scripts"
-use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, and the folders of variables
+use_image() { # FLAGS OF THE JOB...: mounts the absolute paths among the flags, and the folders of variables
   [[ -n "${IMAGE:-}" ]] || return 0
   # shellcheck disable=SC2034
   scripts=/opt/optimus-cc/scripts
   case "$IMAGE" in
     /* | ./* | ../* | *.sqsh | *.sif)
       [[ -e "$IMAGE" ]] || refuse IMAGE "there is no '$IMAGE'" "Build it (submit.sh build_image), or give its path"
-      # Pyxis takes a name without a slash for one of a registry's.
+      # Pyxis takes a name without a slash for an image in a registry.
       IMAGE="$(realpath -s -- "$IMAGE")"
       ;;
   esac
@@ -108,9 +108,9 @@ use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, 
     [[ "${word#--*=}" != /* ]] || mount_folder "${word#--*=}" || true
   done
   [[ -z "${NODE_CACHE:-}" ]] || mount_folder "$NODE_CACHE" || true
-  # Enroot's hook for GPUs ends the job on a node that has none.
+  # Enroot's hook for GPUs ends the job on a node without GPUs.
   [[ -n "${SLURM_GPUS_ON_NODE:-}${NVIDIA_VISIBLE_DEVICES+set}" ]] || export NVIDIA_VISIBLE_DEVICES=void
-  # Apptainer mounts the home folder: what lies in ~/.local would win over the image's packages.
+  # Apptainer mounts the home folder: packages in ~/.local would override the image's.
   local clean=(env)
   for name in "${not_into_images[@]}"; do
     [[ ",${IMAGE_ENV:-}," == *",$name,"* ]] || clean+=(-u "$name")
@@ -127,14 +127,14 @@ use_image() { # FLAGS OF THE JOB...: the absolute paths among them are mounted, 
     refuse IMAGE "srun has no --container-image here: Pyxis is not installed" \
       "Build a .sif, for Apptainer, or where only the nodes have Pyxis use plain sbatch"
   step+=(--container-image="$IMAGE" --container-mounts="$(mounts twice)" --container-workdir="$PWD")
-  # An image's own setting would win over one from outside.
+  # An image's own setting would override one from outside.
   local set_here asked="${IMAGE_ENV:-}"
   set_here="$(compgen -e | grep -E -x -e "$(known_variables | paste -sd'|')" -e "$into_images" -e "${asked//,/|}" |
     grep -v -x -e IMAGE -e IMAGE_ENV | paste -sd,)" || true
   [[ -z "$set_here" ]] || step+=(--container-env="$set_here")
 }
 
-mounts() { # [twice]: with the place inside of the image, which is the same
+mounts() { # [twice]: prints the folders; twice: also the folder inside the image, which is the same
   local all=("${folders[@]}") given
   IFS=, read -r -a given <<<"${IMAGE_MOUNTS:-}"
   local path
@@ -148,12 +148,12 @@ mounts() { # [twice]: with the place inside of the image, which is the same
 # A rank that dies must not fill the working folder with its memory.
 ulimit -c 0
 
-# --- resources: what the job has is the step's. Since Slurm 22.05 srun asks for one CPU a task unless it is told.
+# --- resources: the step gets all of the job's. Since Slurm 22.05 srun asks for one CPU a task by default.
 own_resources() {
   export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-$(least_cpus)}}"
   [[ -n "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ]] || step+=(--mem=0)
 }
 
-least_cpus() { # of a node of the job: SLURM_JOB_CPUS_PER_NODE is like 64(x3),32
+least_cpus() { # prints the fewest CPUs of a node of the job: SLURM_JOB_CPUS_PER_NODE is like 64(x3),32
   tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | cut -d'(' -f1 | sort -n | head -n 1
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One node's share of a Slurm step: runs COMMAND, and makes Slurm's signals Megatron's "save, then end".
+# Runs COMMAND as one node's share of a Slurm step, and turns Slurm's signals into Megatron's "save, then end".
 #   on_node.sh MARK COMMAND [ARGUMENTS...]          (pretrain.sbatch starts one on each node)
-# MARK is a file that node 0 makes when it was told to stop, so that the batch script can tell that from the end.
+# MARK is a file that node 0 makes when it was told to stop, so that the batch script can tell a stop from the end.
 # Exit status: COMMAND's.
 #
 # Slurm sends SIGTERM on preemption, requeueing and cancelling, SIGUSR1 some minutes ahead of the time limit. With
@@ -10,14 +10,14 @@
 #   half written; so it and everything else is started with both signals ignored, and Megatron's own handler
 #   (--exit-signal-handler) makes the exception in the ranks and their data loaders.
 # - The ranks have to be sent SIGTERM from here. Twice does no harm: the handler only sets a flag.
-# - Before that handler is in place the signal is lost, and so is nothing else: no iteration was trained yet.
+# - Before that handler is in place the signal is lost, which does no harm: no iteration was trained yet.
 set -euo pipefail
 mark="$1"
 shift
 export NODES="${SLURM_NNODES:-1}" NODE_RANK="${SLURM_NODEID:-0}"
-# What marks this node's ranks among all processes of the machine.
+# This variable marks this node's ranks among all processes of the machine.
 export OPTIMUS_CC_STEP="${SLURM_JOB_ID:-0}.${SLURM_STEP_ID:-0}.$NODE_RANK.$$"
-# torchrun's option --signals-to-handle: without SIGTERM. Older ones without the option must be spared the signal.
+# torchrun's option --signals-to-handle gets a list without SIGTERM. An older torchrun must be spared the signal.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
 
 # Kernels that Triton and Inductor compile stay on the node, in a folder that only this user can write, for the next
@@ -46,13 +46,13 @@ save_and_end() {
   done < <(grep -lzsx "OPTIMUS_CC_STEP=$OPTIMUS_CC_STEP" /proc/[0-9]*/environ)
 }
 
-# What is ignored here is ignored in all that is started from here; the trap after it is this shell's alone.
+# Processes started from here inherit ignored signals; the trap set afterwards is this shell's alone.
 trap '' TERM USR1
 "$@" &
 command_pid=$!
 trap save_and_end TERM USR1
 
-# A signal ends `wait` before the command has ended: once more, then.
+# A signal ends `wait` before the command has ended, so the loop waits again.
 while
   signalled="" status=0
   wait "$command_pid" || status=$?

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks a job on this machine, then hands it to sbatch: what is misspelt, missing or does not fit is refused here.
+# Checks a job on this machine, then hands it to sbatch: anything misspelt, missing or unfitting is refused here.
 #
 #   scripts/slurm/submit.sh JOB [--dry-run] [VARIABLE=value ...] [options of sbatch ...] [-- flags of the job ...]
 #
@@ -7,11 +7,11 @@
 #     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc
 #   scripts/slurm/submit.sh paper table2/2.5b-cb IMAGE=optimus-cc.sqsh --gpus-per-node=8
 #
-# JOB is build_image, prepare_data, preflight, pretrain, paper or evaluate; `submit.sh JOB --help` explains its variables, which can be
-# set in the environment just as well. --dry-run, on either side of --, prints the lines of sbatch, srun and torchrun that
-# would run, and submits nothing. Sbatch's own variables hold, above all
-#   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      where the job goes, and at whose cost
-# It has to be called on a file system that all nodes share; the job runs in the current folder.
+# JOB is build_image, prepare_data, preflight, pretrain, paper or evaluate; `submit.sh JOB --help` explains its
+# variables, which can be set in the environment just as well. --dry-run, on either side of --, prints the lines of
+# sbatch, srun and torchrun that would run, and submits nothing. Sbatch's own variables hold, above all
+#   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      account, partition and quality of service
+# Call this script on a file system that all nodes share; the job runs in the current folder.
 #   OPTIMUS_CC_ROOT     the repository, if not this script's
 #   OPTIMUS_CC_DEVICE   cpu: no GPU is looked for
 set -euo pipefail
@@ -39,23 +39,23 @@ source "$here/common.sh"
 
 options=() nodes="" dry_run=""
 gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
-all_gpus="${SBATCH_GPUS:-}"                      # of all nodes together
+all_gpus="${SBATCH_GPUS:-}"                      # number for all nodes together
 # The experiment's name stands right behind the job's; it is the first of the batch script's own words.
 experiment=() one_node=""
 if [[ "$job" == paper && "${1:-}" == */* && "$1" != *=* ]]; then
   experiment=("$1")
-  # The artifact's functionality check is for one machine.
+  # 335M is the artifact's functionality check, for one machine.
   ! grep -qs '^model 335m' "$root/scripts/paper/$1.sh" || one_node=yes
   shift
 fi
-understand() { # OPTION VALUE: those of sbatch's options that the layout depends on
+understand() { # OPTION VALUE: reads the options of sbatch on which the layout depends
   case "$1" in
     -N | --nodes) nodes="$2" ;;
     -G | --gpus) all_gpus="$2" ;;
     *) gpus="$2" ;;
   esac
 }
-number_of() { # GPUS: such as 8 of h100:8 and gpu:8,nvme:1; nothing where there is no number
+number_of() { # GPUS: prints 8 for h100:8 and for gpu:8,nvme:1; nothing without a number
   [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
 }
 while (($# > 0)); do
@@ -102,7 +102,7 @@ if [[ -z "$nodes" && -n "$one_node" ]]; then
   options+=(--nodes=1)
 fi
 [[ -n "$nodes" ]] || nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$file")"
-nodes="${nodes%%-*}" # of a range of nodes the least
+nodes="${nodes%%-*}" # the least number of a range
 export OPTIMUS_CC_ROOT="$root"
 gpus="$(number_of "$gpus")" all_gpus="$(number_of "$all_gpus")"
 if [[ -z "$gpus" && -n "$all_gpus" ]]; then
@@ -114,10 +114,10 @@ submit=(sbatch --export=ALL "${options[@]}" "$file" "${flags[@]}")
 if [[ -n "$dry_run" ]]; then
   printf -v line ' %q' "${submit[@]}"
   echo "${line# }"
-  # The job's number and first node are not known yet; they stand for themselves.
+  # The job's number and first node are not known yet; placeholders stand for them.
   export DRY_RUN=yes SLURM_JOB_ID=0 SLURM_JOB_NODELIST=FIRST_NODE MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
 fi
-# What Slurm would say in the job.
+# These variables stand for those that Slurm sets in the job.
 SUBMITTING=yes SLURM_JOB_NUM_NODES="$nodes" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "${flags[@]}"
 [[ -z "$dry_run" ]] || exit 0
 echo "submit.sh: $job as checked here, account ${SBATCH_ACCOUNT:-(your default)}, partition ${SBATCH_PARTITION:-(the default)}" >&2

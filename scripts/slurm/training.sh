@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Sourced by the batch scripts that train, behind common.sh: one on_node.sh on each node, which runs a launcher of
-# scripts/; what is preempted, requeued or near its time limit goes back into the queue, and so does a job whose rank
-# died, if it got on since it started.
+# Sourced by the batch scripts that train, after common.sh: starts one on_node.sh per node, which runs a launcher of
+# scripts/. A job that is preempted, requeued or near its time limit goes back into the queue, and so does one whose
+# rank died, if it saved a checkpoint since it started.
 # shellcheck disable=SC2154  # job, root, scripts, step and container are common.sh's and the batch script's
 
 train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry-run, and its flags
@@ -12,9 +12,9 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   [[ -n "$processes" || -z "${SUBMITTING:-}" ]] ||
     refuse PROCESSES_PER_NODE "neither it nor --gpus-per-node is given" "Give one, the former for nodes without GPUs"
   [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || refuse RESTARTS "'$RESTARTS' is not a whole number" "Give one, such as 3"
-  # The one line for the network; without it NCCL and gloo choose for themselves.
+  # NETWORK_INTERFACE names the network; without it NCCL and gloo choose for themselves.
   [[ -z "${NETWORK_INTERFACE:-}" ]] || export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
-  # Where GPUs were asked for, a node on which PyTorch sees none must not train on its CPUs.
+  # If GPUs were asked for, a node on which PyTorch sees none must not train on its CPUs.
   [[ -z "${SLURM_GPUS_ON_NODE:-}" ]] || export OPTIMUS_CC_DEVICE="${OPTIMUS_CC_DEVICE:-cuda}"
   export NODE_CACHE="${NODE_CACHE:-/tmp}"
   use_image "$@"
@@ -22,7 +22,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   checked
 
   export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
-  # From the job's number: jobs that share a node do not meet, nor do two starts of one job.
+  # The port follows from the job's number: jobs that share a node do not meet, nor do two starts of one job.
   export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
   export RUN_ID="${RUN_ID:-optimus-cc-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}}"
   own_resources
@@ -49,21 +49,21 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
     rm -f "$mark"
     _requeue "saved; back into the queue"
   elif [[ "$status" != 0 ]]; then
-    # The mark says nothing here: where one node fails, srun ends the others with the same signal.
+    # The mark proves no stop here: if one node fails, srun ends the others with the same signal.
     rm -f "$mark"
     _restart_after_failure "$@"
   fi
   exit "$status"
 }
 
-_launch() { # CHECK-OR-DRY-RUN FLAGS...: what the launcher says on this machine
+_launch() { # CHECK-OR-DRY-RUN FLAGS...: runs the launcher's check on this machine
   NODES="$SLURM_JOB_NUM_NODES" MASTER_ADDR="${MASTER_ADDR:-later}" PROCESSES_PER_NODE="$processes" \
     "$root/scripts/$launcher" "$@" --exit-signal-handler
 }
 
 _requeue() { # WHY
-  # Slurm takes what ended by itself for a finished job, unless it is already requeued (then it is PENDING) or
-  # cancelled, where it is left alone.
+  # Slurm takes a job that ended by itself for finished, unless it is already requeued (then it is PENDING) or
+  # cancelled; such a job is left alone.
   if [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" JobState=RUNNING "* ]]; then
     echo "$job.sbatch: $1"
     scontrol requeue "$SLURM_JOB_ID"
@@ -71,7 +71,7 @@ _requeue() { # WHY
   fi
 }
 
-# A broken GPU or a lost link ends a rank, and with it the job. Whatever was saved since the start is progress, so the
+# A broken GPU or a lost link ends a rank, and with it the job. A checkpoint saved since the start is progress, so the
 # next start goes on from there; without a new checkpoint it would end the same way again.
 _restart_after_failure() { # FLAGS...
   local folder failures count

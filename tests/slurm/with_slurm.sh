@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command inside a Slurm of its own: munged, slurmctld and two slurmd on this machine.
 #   with_slurm.sh FOLDER COMMAND [ARGUMENTS...]
-# FOLDER holds everything of it: configuration, key, state, logs. Ports, socket and key are its own, so a Slurm of the
-# system is neither seen nor disturbed. When the command ends, or this script is told to, jobs and daemons end too.
+# FOLDER holds this Slurm's configuration, key, state and logs. Ports, socket and key are its own, so a Slurm of the
+# system is neither seen nor disturbed. When the command ends, or this script is told to end, so do jobs and daemons.
 # Needs root, and Debian's packages slurm-wlm and munge. Exit status: the command's; 3 when Slurm did not start.
 set -euo pipefail
 mkdir -p "$1"
@@ -23,8 +23,8 @@ free_ports() { # COUNT: ports that nobody listens on; neither the kernel nor pre
 }
 mapfile -t ports < <(free_ports $((1 + ${#nodes[@]})))
 
-# linuxproc: like cgroups, and unlike pgid, it finds torchrun's ranks, which have sessions of their own.
-# cred_expire, in seconds, is also how long what was requeued waits before it starts again; Slurm's own value is 120.
+# proctrack/linuxproc, like cgroups and unlike pgid, finds torchrun's ranks, which have sessions of their own.
+# cred_expire is also the number of seconds that a requeued job waits before it starts again; Slurm's default is 120.
 cat >"$folder/slurm.conf" <<END
 ClusterName=tests
 SlurmctldHost=$host(127.0.0.1)
@@ -84,7 +84,7 @@ start() { # NAME COMMAND...
   daemons+=($!)
 }
 
-# All that belongs to this Slurm was started with its configuration in the environment: daemons, steps, jobs.
+# All processes of this Slurm (daemons, steps, jobs) were started with its configuration in the environment.
 # shellcheck disable=SC2329  # by stop
 kill_all() {
   local environment
@@ -114,7 +114,7 @@ trap 'exit 130' INT HUP
 mkdir -p "$folder/state"
 chmod 0755 "$folder"
 (umask 077 && head -c 1024 /dev/urandom >"$folder/munge.key")
-# --force: it would rather not have its socket in a folder below a private one.
+# With --force, because munged otherwise refuses a socket in a folder below a private one.
 start munged munged --foreground --force --socket="$folder/munge.socket" --key-file="$folder/munge.key" \
   --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munged.seed"
 for _ in {1..100}; do
