@@ -347,28 +347,29 @@ def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sched
     ]
     low_rank = [plan.compressed.low_rank for plan in plans if isinstance(plan.compressed, LowRankPlan)]
     taken = [sum(2 * math.prod(matrix.shape) * itemsize for matrix in matrices) for matrices in low_rank]
-    taken += [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan | TwoLevelPlan)]
-    buckets = max(taken, default=0)
-    shards = max(_of_gather(gpt, layout, config, stage) for stage in range(layout.stages))
-    return link + buckets + shards
+    wires = [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan | TwoLevelPlan)]
+    gathers = [_of_gather(gpt, layout, config, stage) for stage in range(layout.stages)]
+    # Messages of gradients in blocks and of parameters use one memory.
+    messages = max([*wires, *(messages for messages, _ in gathers)], default=0)
+    return link + max(taken, default=0) + messages + max(copies for _, copies in gathers)
 
 
 def new_communicator_bytes(layout: Layout, config: OptimusConfig) -> int:
-    """Return a rank's bytes for the parameter gather: all shards' messages, and its own shard before the step and its
-    change.
-    """
+    """Return an upper bound of a rank's bytes of GPU memory for NCCL communicators that vanilla does not have."""
     union = config.fused_embedding_sync and not layout.distributed_optimizer
     return communicator_bytes(2 * layout.data_parallel) if union else 0
 
 
-def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> int:
-    """Return a warning for each compression rank at which every tensor is sent uncompressed."""
+def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
+    """Return a rank's bytes for the parameter gather: of all shards' messages, and of its own shard before the step
+    and its change.
+    """
     if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
-        return 0
+        return 0, 0
     buckets = [bucket for plan in _plans(gpt, layout, config, stage) for bucket in plan.buckets]
     values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)
     messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
-    return messages + 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize
+    return messages, 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

@@ -71,7 +71,9 @@ def attach(
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
     if plan.gather_bytes:
         shards = [
-            session.parameters.add_bucket(bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(replicas))
+            session.parameters.add_bucket(
+                bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(replicas), bucket_plan.record
+            )
             for bucket, bucket_plan in zip(bucket_group.buckets, plan.buckets, strict=True)
             if bucket_plan.gather is not None
         ]
@@ -102,6 +104,14 @@ def finish(session: Session, bucket_group: Any) -> None:
     if isinstance(bucket_group.grad_reduce_handle, Reduction):
         bucket_group.grad_reduce_handle.wait()
         bucket_group.grad_reduce_handle = _Done()
+    finish_gather(session, bucket_group)
+
+
+def finish_gather(session: Session, bucket_group: Any) -> None:
+    """Finish a gather of parameters that has been encoded and not decoded; its messages are then no longer needed.
+
+    The forward pass has done so, unless it used no parameter of the bucket. Collective over the replicas.
+    """
     if session.parameters.owes_gather(bucket_group.buckets) or isinstance(bucket_group.param_gather_handle, Gather):
         bucket_group.start_param_sync(force_sync=True)
 
@@ -180,6 +190,7 @@ def _start_grad_sync(
         # Even over one rank, Megatron's collective may still write the buffer; our reduction must not run beside it.
         bucket_group.grad_reduce_handle.wait()
     whole = bool(force_all_reduce)
+    finish_gather(session, bucket_group)
     handle = buckets.start(reducers, whole=whole)
     if buckets.overlapping:
         bucket_group.grad_reduce_handle = handle

@@ -385,7 +385,8 @@ def _bucket_plan(
     gather = None
     if gathers:
         assert rules.gathered is not None
-        gather = gather_plan(record, rules.gathered, rules.ranks)
+        like = compressed if isinstance(compressed, ExchangePlan) else None
+        gather = gather_plan(record, rules.gathered, rules.ranks, like)
     return BucketPlan(record=record, warmup=warmup, compressed=compressed, fused=fused, gather=gather)
 
 
@@ -413,9 +414,9 @@ def _reduction(
     )  # fmt: skip
 
 
-def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
+def gather_plan(record: BucketRecord, format: str, ranks: int, like: ExchangePlan | None = None) -> ExchangePlan:
     """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors and routers
-    not.
+    not. `like` is the plan of the bucket's gradients.
     """
     coded, dense = (
         [parameter.range for parameter in record.parameters if parameter.takes_blocks is encoded]
@@ -423,5 +424,5 @@ def gather_plan(record: BucketRecord, format: str, ranks: int) -> ExchangePlan:
     )
     return ExchangePlan(
         numel=record.numel, coded=coded, dense=dense, dtype=record.parameter_dtype, ranks=ranks, sharded=True,
-        formats=Formats(format, format),
+        formats=Formats(format, format), like=like,
     )  # fmt: skip

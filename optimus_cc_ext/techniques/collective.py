@@ -11,6 +11,7 @@ from optimus_cc_ext.errors import OptimusError
 __all__ = [
     "PendingCollective",
     "all_reduce_sum",
+    "connect",
     "start_all_gather",
     "start_all_to_all",
     "start_reduce_scatter",
@@ -96,3 +97,13 @@ def start_all_gather(
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
     """Sum `tensor` over `group`, in place. Raises the errors of `PendingCollective.wait`."""
     start_sum(tensor, group, purpose).wait()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make one small all-to-all of `group`. Collective over its ranks.
+
+    NCCL takes the memory for the connections between all pairs at the first one. In the middle of training PyTorch
+    would hold nearly all memory.
+    """
+    out, tensor = torch.zeros(2, 16 * group.size(), dtype=torch.uint8, device=device)
+    start_all_to_all(out, tensor, group, "first all-to-all of gradients").wait()

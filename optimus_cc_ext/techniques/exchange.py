@@ -149,16 +149,54 @@ class Groups:
 
 
 class MessagePool:
-    """Memory for the messages of all exchanges on one stream of this rank."""
+    """Memory for the messages of this rank's exchanges."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         """Bytes of all messages."""
 
+        self.shared_bytes = 0
+        """Bytes that would be needed in addition if no exchanges of a bucket shared memory."""
+
+        self._buckets: dict[int, _BucketMessages] = {}
+
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return `nbytes` bytes, flat uint8, zero, which belong to the caller."""
         self.nbytes += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def of_bucket(self, record: object) -> "_BucketMessages":
+        """Return the pool of one bucket, whose callers all get the same memory.
+
+        Gradients and parameters of a bucket are exchanged one after the other: its parameters have arrived before the
+        forward pass reads them, and the sums of its gradients before the optimizer's step.
+
+        Args:
+            record: the record of the bucket, which outlives the pool.
+        """
+        return self._buckets.setdefault(id(record), _BucketMessages(self))
+
+
+class _BucketMessages(MessagePool):
+    """Memory for the messages of one bucket: as much as its largest exchange needs."""
+
+    def __init__(self, pool: MessagePool) -> None:
+        super().__init__()
+        self._pool, self._memory = pool, torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return `nbytes` bytes, flat uint8, which all callers share. No message may be under way."""
+        self._pool.shared_bytes += min(self.nbytes, nbytes)
+        if not self.nbytes:
+            self._memory = self._pool.take(nbytes, device)
+        elif nbytes > self.nbytes:
+            # In place, so that memory which was given out before, and its content, stays the same memory.
+            self._memory.untyped_storage().resize_(nbytes)
+            self._memory.set_(self._memory.untyped_storage())
+            self._memory[self.nbytes :].zero_()
+            self._pool.nbytes += nbytes - self.nbytes
+        self.nbytes = max(self.nbytes, nbytes)
+        return self._memory[:nbytes]
 
 
 def message_bytes(layout: BlockLayout, format: str, dtype: torch.dtype) -> int:
@@ -183,6 +221,7 @@ class ExchangePlan:
         parts: number of parts into which the tensor is cut; None: one for each rank.
         owned: the parts that are exchanged, in the order of the group's ranks; None: all. With two levels a group of
             ranks on different nodes exchanges only the parts that these ranks own.
+        like: a plan whose layout, with the tables of the kernels, this plan shares if it is the same layout.
     """
 
     numel: int
@@ -194,6 +233,7 @@ class ExchangePlan:
     formats: Formats
     parts: int | None = None
     owned: Sequence[int] | None = None
+    like: "ExchangePlan | None" = None
 
     @cached_property
     def shards(self) -> tuple[list[list[Range]], list[list[Range]]]:
@@ -209,6 +249,8 @@ class ExchangePlan:
     @cached_property
     def layout(self) -> BlockLayout:
         """Layout of one message per rank. It takes O(D + P) steps to make, for D ranks and P parameters."""
+        if self.like is not None and self.like.shards == self.shards:
+            return self.like.layout
         return BlockLayout(*self.shards)
 
     def layout_of(self, rank: int, start: int = 0) -> BlockLayout:

@@ -24,7 +24,7 @@ from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, reduce_scatter_bytes
-from optimus_cc_ext.techniques.collective import all_reduce_sum
+from optimus_cc_ext.techniques.collective import all_reduce_sum, connect
 from optimus_cc_ext.techniques.crossing import classes_inside
 from optimus_cc_ext.techniques.exchange import (
     BlockCodecs,
@@ -187,6 +187,7 @@ class FusedEmbeddingSync(Technique):
                 pool=self._pool, purpose=_PURPOSE,
             )  # fmt: skip
         elif not self.sharded and self._union_reducer is None:
+            connect(groups.rail or groups.whole, flat.device)
             plan = block_plan(
                 flat.numel(), [(0, flat.numel())], (), flat.dtype, groups.whole.size(), sharded=False,
                 formats=self.codecs.formats, levels=groups.levels, place=groups.place,

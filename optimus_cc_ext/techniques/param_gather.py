@@ -129,9 +129,10 @@ class ParamGather(Technique):
 
     Args:
         codec: encodes the differences; None: Megatron gathers the parameters, dense.
+        pool: memory for messages, shared with the reductions of the same buckets.
     """
 
-    def __init__(self, codec: Codec | None) -> None:
+    def __init__(self, codec: Codec | None, pool: MessagePool | None = None) -> None:
         # The master copies contain the compression error, so checkpoints need nothing more.
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
@@ -141,7 +142,7 @@ class ParamGather(Technique):
         self.seen = False
         """True once a step's changes were gathered."""
 
-        self._scratch, self._pool = Scratch(), MessagePool()
+        self._scratch, self._pool = Scratch(), pool or MessagePool()
         self._of: dict[int, Shards] = {}
         self._side: SideStream | None = None
 
@@ -172,11 +173,18 @@ class ParamGather(Technique):
         """Bytes that this rank sends in a gather of all parameters."""
         return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
-    def add_bucket(self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups) -> Shards:
-        """Take over the gather of one more of Megatron's buckets; `Shards` has the arguments."""
+    def add_bucket(
+        self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups, record: object = None
+    ) -> Shards:
+        """Take over the gather of one more of Megatron's buckets; `Shards` has the arguments.
+
+        Args:
+            record: the bucket's record, if its gradients may be reduced in blocks, with the same memory for messages.
+        """
         assert self.codec is not None, "parameters are gathered dense"
         shards = Shards(
-            plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch, pool=self._pool
+            plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch,
+            pool=self._pool if record is None else self._pool.of_bucket(record),
         )  # fmt: skip
         self._of[id(bucket)] = shards
         return shards

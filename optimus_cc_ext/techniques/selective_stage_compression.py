@@ -18,7 +18,7 @@ from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
-from optimus_cc_ext.techniques.collective import start_all_to_all
+from optimus_cc_ext.techniques.collective import connect
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -137,7 +137,8 @@ class BucketGroup:
         for bucket, plan, flat in zip(self.plan.buckets, plans, self._flats, strict=True):
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
-                self._made[plan] = self._technique.make_reducer(plan, flat, self.groups, fused=fused)
+                pool = self._technique.pool.of_bucket(bucket.record)
+                self._made[plan] = self._technique.make_reducer(plan, flat, self.groups, fused=fused, pool=pool)
         return [self._made[plan] for plan in plans if plan is not None]
 
 
@@ -147,6 +148,7 @@ class SelectiveStageCompression(Technique):
     Args:
         codecs: the codecs of a block format; None: low rank, with P and Q.
         wire: encodes P and Q; None: they are not in blocks.
+        pool: memory for messages, shared with the parameter gathers of the same buckets.
     """
 
     def __init__(
@@ -158,8 +160,9 @@ class SelectiveStageCompression(Technique):
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
         wire: Codec | None = None,
+        pool: MessagePool | None = None,
     ) -> None:
-        self._scratch, self._pool = Scratch(), MessagePool()
+        self._scratch, self.pool = Scratch(), pool or MessagePool()
         super().__init__(
             "dp_compression",
             on=config.gradients_remember,
@@ -284,24 +287,16 @@ class SelectiveStageCompression(Technique):
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         if (self.codecs or self.wire) is not None and self.reduces(plan) and plan.compresses:
-            self._connect(groups.rail or groups.whole, flats[0].device)
+            group = groups.rail or groups.whole
+            if group not in self._connected:
+                self._connected.append(group)
+                connect(group, flats[0].device)
         side = self.side_stream(flats[0].device) if overlapped else None
         buckets = BucketGroup(self, plan, flats, groups, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
         if self.compresses_this_stage:
             buckets.compress()
         return buckets
-
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make one small all-to-all of a group. Collective over its ranks.
-
-        NCCL takes the memory for the connections between all pairs at the first one. In the middle of training PyTorch
-        would hold nearly all memory.
-        """
-        if group not in self._connected:
-            self._connected.append(group)
-            out, tensor = torch.zeros(2, 16 * group.size(), dtype=torch.uint8, device=device)
-            start_all_to_all(out, tensor, group, "first all-to-all of gradients").wait()
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -316,20 +311,35 @@ class SelectiveStageCompression(Technique):
     @property
     def needed_bytes(self) -> int:
         """Memory for state, messages and the kernels' tables of all buckets on this rank if its stage is compressed."""
-        plans = {plan for group in self.buckets for bucket in group.plan.buckets if (plan := bucket.compressed)}
+        buckets = [bucket for group in self.buckets for bucket in group.plan.buckets]
+        plans = {plan: bucket.record for bucket in buckets if (plan := bucket.compressed)}
         made = {reducer.plan for reducer in self.reducers}
         exchanges = (plan.across if isinstance(plan, TwoLevelPlan) else plan for plan in plans)
         tables = sum(plan.table_bytes for plan in exchanges if isinstance(plan, ExchangePlan))
-        return self.state_bytes + sum(plan.wire_bytes for plan in plans - made) + tables
+        wires = sum(plan.wire_bytes for plan in plans.keys() - made)
+        # The messages of the parameter gather are memory that gradients in blocks can use.
+        there = sum(
+            min(self.pool.of_bucket(record).nbytes, plan.wire_bytes)
+            for plan, record in plans.items()
+            if plan not in made and not isinstance(plan, LowRankPlan)
+        )
+        return self.state_bytes + wires - there + tables
 
     def make_reducer(
-        self, plan: ReductionPlan, flat: torch.Tensor, groups: Groups, *, fused: FusedEmbeddingSync | None = None
+        self,
+        plan: ReductionPlan,
+        flat: torch.Tensor,
+        groups: Groups,
+        *,
+        fused: FusedEmbeddingSync | None = None,
+        pool: MessagePool | None = None,
     ) -> Reducer:
         """Make the reducer of one more bucket.
 
         Args:
             flat: the bucket, one dimension.
             fused: fused embedding synchronisation with its codecs and gauge, if the bucket is a tied embedding's own.
+            pool: memory for its messages, if they are of blocks.
         """
         reducer: Reducer
         if isinstance(plan, DensePlan):
@@ -337,7 +347,7 @@ class SelectiveStageCompression(Technique):
         elif isinstance(plan, ExchangePlan | TwoLevelPlan):
             codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
             assert codecs is not None, "a plan in blocks of few bits needs codecs"
-            reducer = block_reducer(plan, flat, groups, codecs, pool=self._pool, gauge=gauge)
+            reducer = block_reducer(plan, flat, groups, codecs, pool=pool or self.pool, gauge=gauge)
         elif isinstance(plan, LowRankPlan):
             number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
             reducer = LowRankReducer(
@@ -345,7 +355,7 @@ class SelectiveStageCompression(Technique):
                 compressor=self.compressor, config=self._config, seed=self._seed,
                 salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
                 # All buckets share the scratch memory, and so one stream.
-                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge, wire=self.wire, pool=self._pool,
+                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge, wire=self.wire, pool=self.pool,
             )  # fmt: skip
         self.reducers.append(reducer)
         return reducer

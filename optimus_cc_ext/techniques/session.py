@@ -27,7 +27,7 @@ from optimus_cc_ext.techniques.agreement import agree, agree_on_messages
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.crossing import adds_up_in_two_levels, classes_inside, crossing_lines, leaving_roles
-from optimus_cc_ext.techniques.exchange import BlockCodecs
+from optimus_cc_ext.techniques.exchange import BlockCodecs, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
@@ -117,11 +117,13 @@ class Session:
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
+        self._pool = MessagePool()
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
             codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
+            pool=self._pool,
         )  # fmt: skip
-        self.parameters = ParamGather(self.new_codec(config.param_gather_format))
+        self.parameters = ParamGather(self.new_codec(config.param_gather_format), self._pool)
         self.embedding = FusedEmbeddingSync(
             wanted=config.fused_embedding_sync,
             codecs=self.new_codecs(config.fused_embedding_sync_format),
@@ -252,7 +254,7 @@ class Session:
     @property
     def message_bytes(self) -> int:
         """Bytes of memory on this rank for messages of gradients, of the tied embedding and of parameters."""
-        return sum(technique.message_bytes for technique in self.techniques)
+        return sum(technique.message_bytes for technique in self.techniques) - self._pool.shared_bytes
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 

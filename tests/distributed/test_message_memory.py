@@ -1,0 +1,87 @@
+"""Memory for messages: gradients and parameters of a bucket share it."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool, ParameterRecord
+from optimus_cc_ext.techniques.param_gather import ParamGather
+from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
+from tests.forked_ranks import run_ranks
+
+
+class Shared(NamedTuple):
+    """Results of `_one_memory`."""
+
+    parameters: torch.Tensor
+    gradients: torch.Tensor
+    gather_bytes: int
+    needed: tuple[int, int]
+    announced: int
+    apart: int
+
+
+def _one_memory(*, shared: bool) -> Shared:
+    """Encode a step's change of a bucket, let `auto` choose its stage, gather the parameters, reduce the gradients, and
+    gather once more.
+
+    `shared`: messages of gradients and of parameters use one memory.
+    """
+    dist.init_process_group("gloo")
+    config = DataParallelCompressionConfig(
+        dp_compression=True, dp_compression_format="int8", dp_compression_stages="auto"
+    )  # fmt: skip
+    codecs = BlockCodecs.of("int8", lambda name: fast_codec(name, seed=1, rotated=True))
+    assert codecs is not None
+    pools = [MessagePool()] * 2 if shared else [MessagePool(), MessagePool()]
+    technique = SelectiveStageCompression(
+        config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs, pool=pools[0]
+    )  # fmt: skip
+    gathers = ParamGather(codecs.gradients, pools[1])
+    technique.take_stage(0, 2)
+    record = BucketRecord(
+        numel=4096, dtype=torch.float32, parameters=[ParameterRecord(shape=(60, 64), start=0)],
+        parameter_dtype=torch.bfloat16,
+    )  # fmt: skip
+    plan = GroupPlan.of([record], BucketRules(ranks=2, sharded=True, format="int8", gathered="int8"))
+    [bucket] = plan.buckets
+    assert bucket.gather is not None and bucket.compressed is not None
+    assert bucket.gather.layout is bucket.compressed.layout, "one layout, so that kernels have one table"
+    seeded = torch.Generator().manual_seed(dist.get_rank())
+    gradients, weights = torch.randn(4096, generator=seeded), torch.ones(4096, dtype=torch.bfloat16)
+    groups = Groups(dist.group.WORLD)
+    group = technique.add_group(plan, [gradients], groups, overlapped=False, fused=None)
+    shards = gathers.add_bucket("bucket", bucket.gather, weights, groups, record)
+    gathered, before = pools[1].nbytes, technique.needed_bytes
+    own = weights.view(2, -1)[dist.get_rank()]
+    with gathers.updating(["bucket"]):
+        own.add_(0.5)
+    technique.choose_stages({0})  # needs more memory, while there is a message of parameters in it
+    gathers.gather([shards]).wait()
+    group.start(group.reducers, whole=False).wait()
+    with gathers.updating(["bucket"]):
+        own.add_(gradients.view(2, -1)[dist.get_rank()])
+    gathers.gather([shards]).wait()
+    apart = technique.message_bytes + gathers.message_bytes
+    return Shared(
+        weights, gradients.view(2, -1)[dist.get_rank()].clone(), gathered, (before, technique.needed_bytes),
+        apart - pools[0].shared_bytes, apart,
+    )  # fmt: skip
+
+
+def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages() -> None:
+    for one, two in zip(
+        run_ranks(2, partial(_one_memory, shared=True)),
+        run_ranks(2, partial(_one_memory, shared=False)),
+        strict=True,
+    ):
+        assert torch.equal(one.parameters, two.parameters) and torch.equal(one.gradients, two.gradients)
+        assert two.announced == two.apart == one.apart == one.announced + one.gather_bytes
+        # The memory check does not ask for what is there; messages that are there are not needed once more.
+        assert one.needed[0] == two.needed[0] - one.gather_bytes and one.needed[1] == two.needed[1]
