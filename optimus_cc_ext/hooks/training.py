@@ -9,6 +9,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.metrics.report import ErrorAlarm
+from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.session import Session
@@ -97,6 +98,8 @@ class _Reporter:
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
+            if report.fallback is not None:
+                writer.add_text(FALLBACK, report.fallback, iteration)
         if wandb := get_wandb_writer():
             wandb.log(scalars, iteration)
 

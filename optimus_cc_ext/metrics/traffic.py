@@ -9,6 +9,7 @@ from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 
 __all__ = [
     "BETWEEN_NODES",
+    "FALLBACK",
     "Traffic",
     "all_reduce_bytes",
     "exchanged_bytes",
@@ -20,6 +21,9 @@ __all__ = [
 
 BETWEEN_NODES = "between nodes"
 """The name of the bytes of all classes that leave a node."""
+
+FALLBACK = "optimus-cc/compressed by torch"
+"""Tag of the text that says why torch compresses in place of Triton's kernels."""
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:

@@ -101,6 +101,11 @@ class Comparison:
             if not record.scalars.keys() & set(tags)
         ]
 
+    def fallbacks(self) -> list[str]:
+        """Return one line for each run that was compressed by torch in place of Triton's kernels, with the reason."""
+        found = ((name, record.fallback) for name, record in self.runs.items())
+        return [f"{name}: compressed by torch, which takes longer: {reason}" for name, reason in found if reason]
+
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
         return [table for table in (self.losses(), self.times(), self.traffic(), self.compression()) if table.rows]
@@ -189,6 +194,7 @@ class Comparison:
         parts = [
             *before,
             *([alarm] if complaints else []),
+            *([Box("Not compressed by Triton's kernels", [Points.of(self.fallbacks())])] if self.fallbacks() else []),
             *(picture for picture in drawn if picture.name == "gain"),
             Box("", [picture for picture in drawn if picture.name != "gain"], "grid wide"),
             Box("", self.tables(), "grid wide"),
@@ -291,7 +297,7 @@ def write_report(folders: list[Path], output: Path) -> None:
         comparison.document(title, lead).write(partial, page="index.html")
         replace(partial, output)
     print(printed(comparison.tables(), "table"), end="")
-    for said in [*comparison.complaints(), *comparison.missing()]:
+    for said in [*comparison.complaints(), *comparison.fallbacks(), *comparison.missing()]:
         print(f"note: {said}")
     print(f"written: {output / 'index.html'}")
 

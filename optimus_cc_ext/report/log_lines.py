@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from optimus_cc_ext.config.classes import CLASSES
 
-__all__ = ["Progress", "failure_reason", "parse_left_dense", "parse_progress", "parse_scalars", "parse_techniques"]
+__all__ = [
+    "Progress", "failure_reason", "parse_fallback", "parse_left_dense", "parse_progress", "parse_scalars",
+    "parse_techniques",
+]  # fmt: skip
 
 _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
@@ -15,6 +18,7 @@ _ITERATION = re.compile(
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^(?:\d+: )?optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
 _LEFT_DENSE = re.compile(r"^(?:\d+: )?optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
+_FALLBACK = re.compile(r"optimus-cc compressed by torch \| (?P<reason>.+)$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
 # begin in the middle of another one.
@@ -71,6 +75,12 @@ def parse_left_dense(line: str) -> str | None:
     """Read the classes that are left dense because nothing of them leaves a node; None for any other line."""
     match = _LEFT_DENSE.match(line)
     return match["classes"] if match else None
+
+
+def parse_fallback(line: str) -> str | None:
+    """Read the reason why torch compresses in place of Triton's kernels from one line; None for any other line."""
+    match = _FALLBACK.search(line)
+    return match["reason"] if match else None
 
 
 def parse_scalars(line: str) -> dict[str, float]:

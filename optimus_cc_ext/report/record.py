@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import mean, quantiles
 
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.report import ReportError
-from optimus_cc_ext.report.log_lines import parse_progress, parse_scalars
+from optimus_cc_ext.report.log_lines import parse_fallback, parse_progress, parse_scalars
 
 __all__ = [
     "SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "Share", "read_events", "read_logs", "read_run", "shares",
@@ -66,6 +67,9 @@ class Record:
     source: Path
     scalars: dict[str, dict[int, float]]
     """The value at each iteration, by tag."""
+
+    fallback: str | None = None
+    """The reason why torch compressed in place of Triton's kernels; None: the run logged none."""
 
     def curve(self, tag: str) -> Curve:
         """Return the curve of this tag; empty if the run did not log it."""
@@ -136,8 +140,10 @@ def read_events(folder: Path) -> Record:
         )
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     earlier: tuple[Path, int] | None = None
+    fallback: str | None = None
     for file in files:
-        found = _read_events(file)
+        found, said = _read_events(file)
+        fallback = said or fallback
         if not found:  # the run ended before its first iteration
             continue
         begins = min(step for steps in found.values() for step in steps)
@@ -152,16 +158,17 @@ def read_events(folder: Path) -> Record:
             scalars[tag] |= values
     if not scalars:
         raise ReportError(f"{files[0]}: no scalars; the run may have ended before its first iteration. See its log")
-    return Record(folder, {tag: dict(sorted(values.items())) for tag, values in scalars.items()})
+    return Record(folder, {tag: dict(sorted(values.items())) for tag, values in scalars.items()}, fallback)
 
 
-def _read_events(file: Path) -> dict[str, dict[int, float]]:
-    """Return the scalars of one event file: the value at each step, by tag."""
+def _read_events(file: Path) -> tuple[dict[str, dict[int, float]], str | None]:
+    """Return the scalars of one event file, the value at each step by tag, and the fallback that it names."""
     # tensorboard is imported here because it takes a second, which bad input should not wait for.
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    fallback: str | None = None
     loader = EventFileLoader(str(file))
     for event in loader.Load():
         for value in event.summary.value:
@@ -170,12 +177,14 @@ def _read_events(file: Path) -> dict[str, dict[int, float]]:
                 # flush, so the file may or may not have that value. The validation within training is always in the
                 # file, and first.
                 scalars[value.tag].setdefault(event.step, float(make_ndarray(value.tensor).item()))
+            elif value.tag.startswith(FALLBACK):  # a text, to whose tag TensorBoard adds a word
+                fallback = make_ndarray(value.tensor).item().decode()
     if (read := _whole_records(file)) is not None:
         raise ReportError(
             f"{file}: the file ends in the middle of a record, at byte {read}: it is cut off or incompletely copied. "
             "Copy it again, or give another run"
         )
-    return scalars
+    return scalars, fallback
 
 
 def _whole_records(file: Path) -> int | None:
@@ -199,6 +208,7 @@ def read_logs(folder: Path) -> Record:
     counts.
     """
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    fallback: str | None = None
     for log in sorted(folder.glob("log*.txt"), key=lambda path: path.stat().st_mtime):
         iteration = 0
         with log.open(encoding="utf-8", errors="replace") as lines:
@@ -212,7 +222,8 @@ def read_logs(folder: Path) -> Record:
                         scalars[VALIDATION].setdefault(progress.iteration, progress.loss)
                 for tag, value in parse_scalars(line).items():
                     scalars[tag][iteration] = value
-    return Record(folder, dict(scalars))
+                fallback = parse_fallback(line) or fallback
+    return Record(folder, dict(scalars), fallback)
 
 
 @dataclass(frozen=True)

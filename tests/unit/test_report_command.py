@@ -2,12 +2,15 @@
 
 import csv
 import os
+from html import escape
 from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from optimus_cc_ext import cli
+from optimus_cc_ext.metrics.report import Report
+from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.report.comparison import FILES
 from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, read_events
 
@@ -35,6 +38,33 @@ def write_run(folder: Path, *, ours: bool = True, first: int = 1, last: int = 6,
 
 def report(*words: Path | str) -> int:
     return cli.main(["report", *map(str, words)])
+
+
+LOGGED = (
+    " [2026-11-25 12:00:00] iteration        1/      10 | consumed samples:            8 | elapsed time per iteration "
+    "(ms): 500.0 | learning rate: 1.0E-03 | global batch size:     8 | lm loss: 8.0E+00 | grad norm: 1.0 |"
+)
+WHERE = "Triton's kernels do not work on rank 9 on node3 (Triton is not installed) and on 2 more"
+
+
+def test_the_page_of_a_run_says_that_torch_compressed_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "events")
+    assert report(tmp_path / "events", "--output", tmp_path / "with kernels") == 0
+    assert "compressed by torch" not in (tmp_path / "with kernels" / "index.html").read_text()
+    with SummaryWriter(str(tmp_path / "events")) as writer:  # as the hook does, beside the scalars of a later file
+        writer.add_scalar(TRAINING, 7.0, 7)
+        writer.add_text(FALLBACK, WHERE, 7)
+    (tmp_path / "log").mkdir()
+    line = next(line for line in Report({}, (), fallback=WHERE).lines() if "torch" in line)
+    (tmp_path / "log" / "log.txt").write_text(f"{LOGGED}\n  optimus-cc {line}\n")
+    capsys.readouterr()
+    for run in ("events", "log"):
+        assert report(tmp_path / run, "--output", tmp_path / f"{run} page") == 0
+        said = f"{run}: compressed by torch, which takes longer: {WHERE}"
+        assert f"note: {said}" in capsys.readouterr().out
+        assert escape(said) in (tmp_path / f"{run} page" / "index.html").read_text()
 
 
 def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
