@@ -7,7 +7,6 @@ Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection
 import argparse
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +26,7 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions, layers_of
 from optimus_cc_ext.patching import Patches, around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
+from optimus_cc_ext.techniques.nodes import ranks_per_node
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = [
@@ -86,9 +86,9 @@ def place(session: Session, model: Any) -> None:
     if session.config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
         raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     lines = session.place(grid, layout)
-    placement = grid.placement(int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) if session.config.any_technique else None
-    if placement is not None:
-        lines.append(placement)
+    if session.new_groups is not None:
+        nodes = [place.node for place in session.new_groups.places]
+        lines += filter(None, [grid.placement(ranks_per_node(nodes))])
     for line in lines if grid.is_first else ():
         say(f"optimus-cc: {line}")
 

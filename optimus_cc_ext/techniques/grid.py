@@ -90,10 +90,7 @@ class Grid:
         return all(group.rank() == 0 for group in self.groups)
 
     def placement(self, ranks_per_node: int) -> str | None:
-        """Return the line that says which groups stay inside nodes; None for one rank, or ranks per node unknown (0).
-
-        A node is what one torchrun agent starts.
-        """
+        """Return the line that says which groups stay inside nodes; None for one rank, or unknown nodes (0)."""
         if not self.groups or not ranks_per_node:
             return None
         tensor = 1 if self.tensor_group is None else self.tensor_group.size()

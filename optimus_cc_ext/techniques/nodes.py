@@ -7,11 +7,12 @@ levels.
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ONE_LEVEL", "VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "this_node"]
+__all__ = ["ONE_LEVEL", "VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "ranks_per_node", "this_node"]
 
 VARIABLE = "OPTIMUS_CC_NODE"
 """Environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a domain
@@ -43,6 +44,16 @@ def this_node(rank: int, environment: Mapping[str, str] = os.environ) -> Node:
     kind, _, size = chosen.partition(":")
     by_rank = kind == "ranks" and size.isdecimal() and int(size) > 0
     return Node(f"ranks:{rank // int(size)}" if by_rank else chosen, machine, chosen=True)
+
+
+def ranks_per_node(nodes: Sequence[Node], environment: Mapping[str, str] = os.environ) -> int:
+    """Return the largest number of ranks on a node, given the node of each rank; 0 if it is unknown.
+
+    Unless the user names nodes, a node is what one torchrun agent starts (LOCAL_WORLD_SIZE).
+    """
+    if nodes and nodes[0].chosen:
+        return max(Counter(node.name for node in nodes).values())
+    return int(environment.get("LOCAL_WORLD_SIZE", "0"))
 
 
 def nodes_line(nodes: Sequence[Node]) -> str | None:

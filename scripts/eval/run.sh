@@ -10,7 +10,7 @@ run_module() { # ROOT MODULE ARGUMENTS...
   # shellcheck source=scripts/find_python.sh
   source "$root/scripts/find_python.sh"
   python="$(find_python "$root")"
-  if [[ "$module" == harness && -f "$root/requirements-eval.lock" ]]; then
+  if [[ "$module" == harness && -f "$root/requirements-eval.lock" && ! " $* " =~ " "(-h|--help)" " ]]; then
     # The folder's name is the lock's hash, given once all is installed: a folder of this name is complete and fits.
     folder="$root/.eval/$(sha256sum "$root/requirements-eval.lock" | cut -c1-12)"
     if [[ ! -d "$folder" ]]; then

@@ -13,6 +13,7 @@ from optimus_cc_ext.errors import FlagError, OptimusError
 from scripts.eval import convert, harness
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 from scripts.eval.merge import join_stages, merge_tensor_ranks, unstack_layers, with_local_names
+from tests.shell_scripts import ROOT, run_script
 
 SAVED = {
     "num_layers": 2,
@@ -245,3 +246,12 @@ def test_bad_input_ends_with_status_2_and_one_line(
     printed = capsys.readouterr().err.strip()
     assert printed.startswith("error: " + said.format(tmp_path)) and "\n" not in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", ["perplexity.sh", "tasks.sh"])
+def test_help_fetches_nothing(script: str) -> None:
+    installed = {path.name for path in (ROOT / ".eval").glob("*")}
+    # In a job the environment is there already, as it is here.
+    shown = run_script(f"eval/{script}", "--help", env={"SLURM_JOB_ID": "1"}, limit=120)
+    assert (shown.code, shown.errors) == (0, "") and "usage: harness" in shown.output
+    assert {path.name for path in (ROOT / ".eval").glob("*")} == installed

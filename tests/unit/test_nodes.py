@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from optimus_cc_ext.techniques.nodes import Levels, Node, levels_of, nodes_line, this_node
+from optimus_cc_ext.techniques.nodes import Levels, Node, levels_of, nodes_line, ranks_per_node, this_node
 
 
 def test_a_node_is_a_host_since_its_last_boot_or_what_nccl_takes_for_one_or_what_the_user_says() -> None:
@@ -20,6 +20,15 @@ def test_a_node_is_a_host_since_its_last_boot_or_what_nccl_takes_for_one_or_what
 def test_one_variable_for_all_ranks_makes_nodes_of_consecutive_ranks(size: int, nodes: list[int]) -> None:
     names = [this_node(rank, {"OPTIMUS_CC_NODE": f"ranks:{size}"}).name for rank in range(5)]
     assert names == [f"ranks:{node}" for node in nodes]
+
+
+def test_ranks_of_a_node_are_counted_by_its_name_or_are_those_that_one_agent_starts() -> None:
+    agent = {"LOCAL_WORLD_SIZE": "4"}
+    for chosen, expected in (("ranks:1", 1), ("ranks:3", 3), ("here", 4), (None, 4)):
+        environment = agent | ({} if chosen is None else {"OPTIMUS_CC_NODE": chosen})
+        nodes = [this_node(rank, environment) for rank in range(4)]
+        assert ranks_per_node(nodes, environment) == expected, chosen
+    assert ranks_per_node([this_node(0, {})], {}) == 0
 
 
 @pytest.mark.parametrize("name", ["ranks", "ranks:", "ranks:0", "ranks:-1", "ranks:two"])
