@@ -213,10 +213,10 @@ def _estimated(
         state_bytes,
         without_gain,
     )
-    from optimus_cc_ext.doctor.verdict import megatron_bytes, schedule_from
+    from optimus_cc_ext.doctor.verdict import memory_bytes, schedule_from
 
     micro_batches, found = _micro_batches(args), []
-    numbers: dict[str, Any] = {"memory_per_rank": megatron_bytes(args, micro_batches)}
+    numbers: dict[str, Any] = {"memory_per_rank": memory_bytes(args, micro_batches)}
     memory = [f"{name} {_size(nbytes)}" for name, nbytes in numbers["memory_per_rank"].items()]
     if (gpt := gpt_from(args)) is None:
         found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
@@ -236,7 +236,7 @@ def _estimated(
     if args.distributed_backend == "nccl" and (nbytes := new_communicator_bytes(layout, config)):
         numbers["new_communicator_bytes"] = nbytes
         memory.append(f"one more NCCL communicator {_size(nbytes)}")
-    said = f"at most {', '.join(memory)} (estimates: Megatron's, and ours for compression)"
+    said = f"at most {', '.join(memory)} (estimates: Megatron's, for activations the planner's, for compression ours)"
     return numbers, [*found, Finding("memory per rank", said)]
 
 

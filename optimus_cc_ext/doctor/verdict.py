@@ -14,9 +14,12 @@ from typing import Any
 from optimus_cc_ext.doctor.command_line import CommandLine
 from optimus_cc_ext.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.model import Job, Model
+from optimus_cc_ext.plan.traffic import activation_bytes
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 
-__all__ = ["Verdict", "megatron_bytes", "schedule_from", "validate"]
+__all__ = ["Verdict", "memory_bytes", "schedule_from", "validate"]
 
 _OURS = "optimus-cc: "
 
@@ -209,24 +212,42 @@ def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
     return interleaved_schedule(stages, chunks, micro_batches, args.microbatch_group_size_per_vp_stage or stages)
 
 
-def megatron_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
-    """Return Megatron's theoretical memory of the rank that needs most, in bytes; empty if Megatron has no formula."""
+def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
+    """Return the memory of the rank that needs most, in bytes: Megatron's theory of weights and optimizer, and the
+    planner's activations.
+
+    Megatron's theory of activations knows neither sequence parallelism without selective recomputation nor full
+    recomputation. The result is empty where Megatron has no formula.
+    """
     from megatron.training import theoretical_memory_usage as theory
 
-    activations = (
-        theory.compute_activation_memory
-        if args.sequence_parallel and args.recompute_granularity == "selective"
-        else getattr(theory, "compute_activation_memory_without_sp", theory.compute_activation_memory)
-    )
     copy = argparse.Namespace(**vars(args))  # Megatron's estimate changes the arguments
     if copy.padded_vocab_size is None:
         copy.padded_vocab_size = copy.vocab_size or 0
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            found = {
-                "weights and optimizer": theory.compute_weight_and_optimizer_memory(copy),
-                "activations": activations(copy, num_microbatches=micro_batches),
-            }
+            weights = theory.compute_weight_and_optimizer_memory(copy)
     except Exception:
         return {}  # Megatron has no formula for hybrid and some other models
-    return {name: float(nbytes) for name, nbytes in found.items()}
+    found = {"weights and optimizer": float(weights)}
+    with contextlib.suppress(PlanError):  # heads or micro-batches that the planner does not divide
+        found["activations"] = activation_bytes(_job_of(copy, micro_batches))
+    return found
+
+
+def _job_of(args: argparse.Namespace, micro_batches: int) -> Job:
+    """Return one replica of the run for the planner. Each stage has as many layers as the largest one."""
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    model = Model(
+        layers=-(-args.num_layers // (stages * chunks)) * stages * chunks, hidden=args.hidden_size,
+        heads=args.num_attention_heads, sequence=args.seq_length // args.context_parallel_size,
+        vocabulary=args.padded_vocab_size,
+    )  # fmt: skip
+    recompute = {"full": "full", "selective": "sel"}.get(args.recompute_granularity, "none")
+    backend = getattr(args.attention_backend, "name", str(args.attention_backend))
+    return Job(
+        model=model, gpus=args.tensor_model_parallel_size * stages, tp=args.tensor_model_parallel_size, pp=stages,
+        vpp=chunks, micro_batch=args.micro_batch_size, batch=args.micro_batch_size * micro_batches,
+        recompute=recompute, sequence_parallel=args.sequence_parallel,  # type: ignore[arg-type]
+        precision="fp8" if args.fp8 else "bf16", flash=backend not in ("unfused", "local"),
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, gemm, moved, reduce_scatter
 
 __all__ = [
-    "DENSE", "LAUNCH", "activation_message", "check_memory", "embedding_sum", "gradient_message",
+    "DENSE", "LAUNCH", "activation_bytes", "activation_message", "check_memory", "embedding_sum", "gradient_message",
     "gradient_reduction", "low_rank_values", "memory", "parameter_gather",
 ]  # fmt: skip
 
@@ -244,13 +244,13 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         "gradients": float(job.gradient_bytes * parameters),
         # Master weights and Adam's two moments are in fp32.
         "optimizer": 12.0 * parameters / (job.dp if job.distributed_optimizer else 1),
-        "activations": _activations(job),
+        "activations": activation_bytes(job),
         "compression": ours,
         "context": CONTEXT,
     }
 
 
-def _activations(job: Job) -> float:
+def activation_bytes(job: Job) -> float:
     """Return a rank's bytes of activations, after Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t))
     per layer.
 

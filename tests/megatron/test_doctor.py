@@ -13,9 +13,13 @@ from typing import Any, NoReturn
 
 import pytest
 
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.plan.model import job_of
+from optimus_cc_ext.plan.traffic import memory
+from scripts.compat import cpu_attention
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, _Accepted, _captured, call
-from tests.megatron import cpu_attention, interventions
+from tests.megatron import interventions
 from tests.megatron.runs import BLOCKS, MIXTURE, PP2_DP2, SHARDED
 from tests.megatron.specs import RunSpec, full, uses
 from tests.megatron_runs import TINY_GPT
@@ -317,6 +321,14 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
     counted = {name: both for name, both in counted.items() if both[0]}
     assert foreseen.keys() == counted.keys()
     assert all(both == pytest.approx(counted[name], rel=few, abs=0) for name, both in foreseen.items())
+
+
+@pytest.mark.parametrize("more", ["", "--sequence-parallel --num-layers-per-virtual-pipeline-stage 2"])
+def test_activations_take_the_memory_that_a_plan_gives_them(more: str) -> None:
+    flags = f"{GPT_8_3B} {more} --recompute-granularity selective --bf16 --vocab-size 51200"
+    answer = json.loads(ask_doctor(flags, 128, "--json").output)
+    job, _ = job_of(shlex.split(flags), 128)
+    assert answer["memory_per_rank"]["activations"] == pytest.approx(memory(job, OptimusConfig())["activations"])
 
 
 def no_megatron() -> int:

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.megatron import cpu_attention
+from scripts.compat import cpu_attention
 from tests.megatron.runs import BF16_BUCKETS, EXACT_BLOCKS, GATHER, INTERLEAVED, OVERLAPPED, PP2, TOLERANCE, Limit
 from tests.megatron.specs import Run, RunSpec, full, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
