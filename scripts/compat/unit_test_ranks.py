@@ -1,0 +1,190 @@
+"""A rank of Megatron-LM's unit tests: pytest, with our settings around each test and, on a CPU, stand-ins for a GPU."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+
+from optimus_cc_ext import OptimusConfig, api
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.patching import Patches
+
+__all__ = ["MODES", "VANILLA", "go_on", "run", "stand_in_for_a_gpu"]
+
+VANILLA = "vanilla"
+MODES: Mapping[str, OptimusConfig | None] = {
+    VANILLA: None,
+    "off": OptimusConfig(),
+    "lossless": OptimusConfig(
+        dp_compression=True, dp_compression_format="int8", param_gather_format="int8", _exact_blocks=True
+    ),
+}
+"""Ways to run the tests; lossless messages take the way of int8 and carry the values as they are."""
+
+_BETWEEN_STAGES = {
+    "pipeline_forward_format": "int8", "compressed_backprop": True, "compressed_backprop_format": "int8",
+    "fused_embedding_sync": True, "fused_embedding_sync_format": "int8",
+}  # fmt: skip
+"""Settings that lossless has in addition where the tests are about pipeline stages."""
+
+_SPEC = "get_gpt_layer_with_transformer_engine_"
+
+
+class _Around:
+    """Plugin of pytest: skips what is done, installs this package around each test, and writes down each outcome.
+
+    A test whose layout leaves a class of traffic nothing to send, or does not support the class, is repeated without
+    this class, as a preset would leave it out.
+    """
+
+    def __init__(self, mode: str, todo: frozenset[str] | None, done: frozenset[str], notes: TextIO) -> None:
+        self._mode, self._todo, self._done, self._notes = mode, todo, done, notes
+        self._refused: FlagError | None = None
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [
+            item
+            for item in items
+            if item.nodeid not in self._done and (self._todo is None or item.nodeid in self._todo)
+        ]
+
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        self._note(start=item.nodeid)
+        config, sent = MODES[self._mode], 0
+        if config is not None and config.any_technique and "pipeline_parallel/" in item.nodeid:
+            config = dataclasses.replace(config, **_BETWEEN_STAGES)
+        while True:
+            self._refused = None
+            if config is not None:
+                api.install(config, train_iters=100)
+            if (session := api.current_session()) is not None:
+                session.follows_zeroing = True  # tests of one stage reduce gradients without a schedule
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
+            if config is not None:
+                if config.any_technique and (session := api.current_session()) is not None:
+                    sent = sum(sent for _, sent in session.traffic.total().values())
+                api.uninstall()
+            refused = _class_of(self._refused)
+            if config is None or refused is None or not config.is_on(refused):
+                break
+            config = _without(config, refused)
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        failed = [_last_words(report) for report in reports if report.failed]
+        outcome = "failed" if failed else "skipped" if any(report.skipped for report in reports) else "passed"
+        self._note(end=item.nodeid, outcome=outcome, reason=" | ".join(failed), sent=sent)
+        while failed and not os.path.exists(go_on(self._notes.name, item.nodeid)):
+            time.sleep(0.05)
+        return True
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        if call.excinfo is not None and isinstance(call.excinfo.value, FlagError):
+            self._refused = call.excinfo.value
+
+    def _note(self, **values: Any) -> None:
+        self._notes.write(json.dumps(values) + "\n")
+        self._notes.flush()
+
+
+def go_on(notes: str, test: str) -> str:
+    """Return the name of the file that lets a rank go on after it failed in a test."""
+    return f"{notes}-{hashlib.sha256(test.encode()).hexdigest()}"
+
+
+def _class_of(error: FlagError | None) -> TrafficClass | None:
+    return next((each for each in CLASSES if error and error.flag in (each.flag, each.format_flag)), None)
+
+
+def _without(config: OptimusConfig, traffic: TrafficClass) -> OptimusConfig:
+    off = {traffic.format_field: "dense"} | ({} if traffic.switch == traffic.format_field else {traffic.switch: False})
+    return dataclasses.replace(config, **off)  # type: ignore[arg-type]
+
+
+def _last_words(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = str(report.longrepr) if crash is None else crash.message
+    return " ".join(said.split())[:300]
+
+
+def run(file: str, mode: str, todo: frozenset[str] | None, done: frozenset[str], notes: str) -> None:
+    """Run the tests of `file` in this rank; write their outcomes to the file `notes`."""
+    torch.set_num_threads(1)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    with open(notes, "w") as stream:
+        words = [file, "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+        words += ["-p", "pytest_mock"] if importlib.util.find_spec("pytest_mock") else []
+        status = pytest.main(words, plugins=[_Around(mode, todo, done, stream)])
+        stream.write(json.dumps({"status": int(status)}) + "\n")
+
+
+def stand_in_for_a_gpu() -> None:
+    """Let tests that were written for GPUs run on a CPU, in every mode alike.
+
+    gloo stands in for NCCL, Megatron's local layers for Transformer Engine's. Each layout destroys the groups of the
+    one before, because gloo keeps threads for each, and seeds the random generators, which Transformer Engine's layers
+    would not need.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    patches = Patches()  # never closed: this process and its forks only run these tests
+    c10d = torch.distributed.distributed_c10d
+    for name in ("init_process_group", "new_group"):
+        for owner in (torch.distributed, c10d):
+            patches.wrap(owner, name, _over_gloo)
+    for kind in ("spec", "submodules"):
+        if local := getattr(gpt_layer_specs, f"get_gpt_layer_local_{kind}", None):
+            patches.replace(gpt_layer_specs, _SPEC + kind, functools.partial(_call_with_known, local))
+    for name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
+        patches.wrap(gpt_layer_specs, name, _of_local_layers)
+
+    def seeded(original: Any, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+    def thorough(original: Any) -> None:
+        original()
+        for group in [group for group in c10d._world.pg_map if group is not c10d._world.default_pg]:
+            torch.distributed.destroy_process_group(group)
+
+    patches.wrap(parallel_state, "initialize_model_parallel", seeded)
+    patches.wrap(parallel_state, "destroy_model_parallel", thorough)
+    # The fixtures would download data, which none of these tests reads.
+    download = types.ModuleType("download_unit_tests_dataset")
+    download.download_and_extract_asset = lambda **_: True  # type: ignore[attr-defined]
+    sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = download
+
+
+def _over_gloo(original: Any, *args: Any, **kwargs: Any) -> Any:
+    words = ["gloo" if isinstance(value, str) and "nccl" in value else value for value in args]
+    if "nccl" in str(kwargs.get("backend")):
+        kwargs["backend"] = "gloo"
+    kwargs.pop("pg_options", None)  # NCCL's
+    return original(*words, **kwargs)
+
+
+def _call_with_known(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a maker of local layers with the arguments that it knows of those of Transformer Engine's maker."""
+    names = list(inspect.signature(function).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return function(**{name: value for name, value in given.items() if name in names})
+
+
+def _of_local_layers(original: Any, *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["use_transformer_engine"] = False
+    return original(*bound.args, **bound.kwargs)

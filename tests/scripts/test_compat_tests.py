@@ -1,0 +1,86 @@
+"""scripts/compat_tests.sh on a small folder of tests in the place of Megatron-LM's."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TESTS = """
+import os
+import time
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+def test_passes():
+    pass
+
+def test_fails_on_one_rank():
+    assert os.environ["RANK"] == "0"
+
+def test_hangs_on_one_rank():
+    time.sleep(1000 * int(os.environ["RANK"]))
+
+def test_fails_everywhere():
+    assert False, "no such luck"
+
+def test_sums_gradients():
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, num_attention_heads=1, hidden_size=128)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), torch.nn.Linear(128, 128).cuda())
+    weight = model.module.weight
+    weight.main_grad.fill_(torch.distributed.get_rank() + 1)
+    model.finish_grad_sync()
+    assert weight.main_grad.eq(1.5).all()
+    parallel_state.destroy_model_parallel()
+"""
+
+
+@pytest.mark.full
+def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_messages_are_sent(tmp_path):
+    checkout, results = tmp_path / "checkout", tmp_path / "results"
+    (checkout / "tests" / "unit_tests").mkdir(parents=True)
+    (checkout / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (checkout / "tests" / "unit_tests" / "test_optimizer.py").write_text(TESTS)
+    command = [ROOT / "scripts" / "compat_tests.sh", checkout, "--only", "test_optimizer", "--ranks", "2"]
+    command += ["--limit", "40", "--results", results]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OPTIMUS_CC_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+    found = [json.loads(line) for line in (results / "outcomes.jsonl").read_text().splitlines()]
+    by_name = {(each["mode"], each["test"].partition("::test_")[2]): each for each in found}
+    vanilla = {name: (each["outcome"], each["reason"]) for (mode, name), each in by_name.items() if mode == "vanilla"}
+    assert vanilla["passes"] == vanilla["sums_gradients"] == ("passed", "")
+    assert vanilla["fails_on_one_rank"][0] == "failed" and vanilla["fails_on_one_rank"][1].startswith("rank 1: ")
+    assert vanilla["hangs_on_one_rank"] == ("failed", "no answer, or a rank died")
+    assert vanilla["fails_everywhere"][0] == "failed" and "no such luck" in vanilla["fails_everywhere"][1]
+    for mode in ("off", "lossless"):  # what fails in vanilla is not repeated
+        passed = {name for (where, name), each in by_name.items() if where == mode and each["outcome"] == "passed"}
+        assert passed == {"passes", "sums_gradients"}
+    assert by_name["lossless", "sums_gradients"]["sent"] > 0 == by_name["off", "sums_gradients"]["sent"]
+    assert "| all | 2 | 2 | 2 | 1 |" in done.stdout
+
+    again = subprocess.run(
+        command,
+        env={**os.environ, "OPTIMUS_CC_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert again.stdout == done.stdout and len((results / "outcomes.jsonl").read_text().splitlines()) == len(found)
