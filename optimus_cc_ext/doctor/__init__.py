@@ -147,7 +147,8 @@ def _layout(args: argparse.Namespace) -> str:
     sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size,
              "context": args.context_parallel_size, "data": args.data_parallel_size}  # fmt: skip
     grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
-    return f"{args.world_size} ranks: {grid}; {_micro_batches(args)} micro-batches an iteration"
+    experts = f", expert {args.expert_model_parallel_size}" if args.expert_model_parallel_size > 1 else ""
+    return f"{args.world_size} ranks: {grid}{experts}; {_micro_batches(args)} micro-batches an iteration"
 
 
 def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
@@ -203,6 +204,8 @@ def _estimated(
     args: argparse.Namespace, layout: Layout, config: OptimusConfig, placement: Placement
 ) -> tuple[dict[str, Any], Sequence[Finding]]:
     """Return the estimates twice: as numbers of bytes for JSON, and as findings, with warnings."""
+    import torch
+
     from optimus_cc_ext.doctor.estimate import (
         OnNodes,
         bytes_between_nodes,
@@ -236,6 +239,10 @@ def _estimated(
     if args.distributed_backend == "nccl" and (nbytes := new_communicator_bytes(layout, config)):
         numbers["new_communicator_bytes"] = nbytes
         memory.append(f"one more NCCL communicator {_size(nbytes)}")
+    needed = sum(numbers["memory_per_rank"].values()) + numbers.get("compressor_state_bytes", 0)
+    there = torch.cuda.get_device_properties(0).total_memory
+    if needed > there:
+        found.append(Finding("memory", f"{_size(needed)} a rank is more than the {_size(there)} of the target", "warn"))
     said = f"at most {', '.join(memory)} (estimates: Megatron's, for activations the planner's, for compression ours)"
     return numbers, [*found, Finding("memory per rank", said)]
 

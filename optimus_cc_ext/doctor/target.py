@@ -15,6 +15,7 @@ __all__ = ["HERE", "KNOWN_VARIABLES", "NEWEST", "TARGETS", "check_target", "defa
 
 HERE = "here"
 _CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0)}
+_MEMORY = {"a100": 80e9, "h100": 80e9, "b200": 180e9}
 TARGETS = (HERE, *_CAPABILITIES)
 """The values of `--target`: this machine, with or without a GPU, or a kind of GPU."""
 
@@ -74,7 +75,8 @@ def emulate(target: str) -> None:
         torch_cuda.install(patches)
     capability = _CAPABILITIES[target]
     properties = torch.cuda.get_device_properties(0)
-    answers = {name: getattr(properties, name) for name in ("name", "total_memory", "multi_processor_count")}
+    answers = {name: getattr(properties, name) for name in ("name", "multi_processor_count")}
+    answers["total_memory"] = _MEMORY[target]
     of_target = type("_Properties", (), answers | dict(zip(("major", "minor"), capability, strict=True)))()
     patches.replace(torch.cuda, "get_device_capability", lambda device=None: capability)
     patches.replace(torch.cuda, "get_device_properties", lambda device=None: of_target)

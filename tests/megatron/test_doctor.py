@@ -331,6 +331,18 @@ def test_activations_take_the_memory_that_a_plan_gives_them(more: str) -> None:
     assert answer["memory_per_rank"]["activations"] == pytest.approx(memory(job, OptimusConfig())["activations"])
 
 
+def test_of_many_experts_it_gives_bytes_layout_and_a_warning_where_memory_does_not_suffice() -> None:
+    """Each of 8 ranks holds one expert, and Megatron asks for other options of a router with one expert."""
+    flags = f"{GPT_8_3B} --tensor-model-parallel-size 1 --num-experts 8 --expert-model-parallel-size 8 --bf16"
+    flags += " --num-layers 8 --pipeline-model-parallel-size 2 --hidden-size 12288 --num-attention-heads 96"
+    flags += " --moe-router-topk 2 --disable-bias-linear --moe-token-dispatcher-type alltoall --optimus-cc balanced"
+    answer = json.loads(ask_doctor(flags, 16, "--json").output)
+    found = {finding["subject"]: finding for finding in answer["findings"]}
+    assert answer["ok"] and answer["bytes_per_iteration"]["DP gradients"]["sent"] > 0
+    assert "pipeline 2 x data 8, expert 8; " in found["layout"]["state"]
+    assert found["memory"]["mark"] == "warn" and "GB a rank is more than the 80.00 GB" in found["memory"]["state"]
+
+
 def no_megatron() -> int:
     import importlib.util
     import sys
