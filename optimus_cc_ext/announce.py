@@ -15,7 +15,7 @@ def say(line: str) -> None:
 
 
 class _StandardOutput(logging.Handler):
-    """Prints each line as it is, to what `sys.stdout` is at that moment."""
+    """Log handler that prints each line as it is, to the current `sys.stdout`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage(), flush=True)

@@ -25,7 +25,7 @@ class Resumption:
     """The techniques that are off, or keep no state in their format, but have state in the checkpoint."""
 
     def without(self, reasons: Mapping[str, str]) -> "Resumption":
-        """Return the same decision with further techniques reset: the keys of `reasons`, each with its reason."""
+        """Return this decision with further techniques reset: the keys of `reasons`, each with its reason."""
         kept = tuple(technique for technique in self.restored if technique not in reasons)
         return Resumption(restored=kept, reset={**self.reset, **reasons}, ignored=self.ignored)
 

@@ -68,7 +68,7 @@ class RankFile:
     """Size and hash of one rank's file as it was written."""
 
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
 
     sha256: str
 

@@ -115,7 +115,7 @@ class BlockLayout:
 
     @property
     def messages(self) -> int:
-        """Number of messages, N."""
+        """Number N of messages in the layout."""
         return len(self.pieces)
 
     def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:

@@ -67,13 +67,13 @@ class Needed:
     """The variants of kernels that a run launches."""
 
     ranks: Sequence[int]
-    """Compression ranks of low rank."""
+    """Compression ranks of low-rank messages and gradients."""
 
     formats: Sequence[str]
-    """Block formats."""
+    """Names of the block formats that the run uses."""
 
     dtypes: Collection[torch.dtype]
-    """Dtypes of messages and gradients."""
+    """Dtypes of the run's messages and gradients."""
 
     state_dtype: torch.dtype = torch.float32
     """Dtype of residuals and factors between steps."""

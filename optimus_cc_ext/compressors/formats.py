@@ -25,7 +25,7 @@ counts bytes.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """Block format, described by data."""
+    """Record of one block format."""
 
     name: str
     """Name of the format in flags, logs and checkpoints."""
@@ -34,7 +34,7 @@ class Format:
     """Packing of codes into bytes; the module's docstring describes each packing."""
 
     bits: int
-    """Bits of a code."""
+    """Number of bits of a value's code."""
 
     largest: float | None
     """Largest code; None: values are not scaled."""
@@ -78,7 +78,7 @@ _ROWS = (
 )
 
 FORMATS: Mapping[str, Format] = {row.name: row for row in _ROWS}
-"""Formats by name."""
+"""Block formats by name."""
 
 SUM_FORMAT = "int8"
 """Format of sums of gradients on their way back to the replicas: in 4 bits, the sums would have twice the error."""
@@ -88,7 +88,7 @@ _WITHOUT_BLOCKS = ("dense", "low-rank")
 
 
 def format_named(name: str) -> Format:
-    """Look up a format.
+    """Return the block format of this name.
 
     Raises:
         ValueError: there is no format of this name; the message lists the names.

@@ -75,7 +75,7 @@ class TrafficClass:
     """The collective that vanilla Megatron uses for this traffic."""
 
     group: str
-    """The ranks that take part in the collective, with a preposition."""
+    """Words for the ranks of the collective, with a preposition, such as "over the replicas"."""
 
     needs: tuple[Need, ...]
     """The needs of the class, in the order in which a refusal checks them."""

@@ -48,10 +48,10 @@ class Follows(NamedTuple):
     """The name of the field of the format."""
 
     low_rank: Any
-    """The default if the format is low-rank."""
+    """The field's default if the format is low-rank."""
 
     others: Any
-    """The default for every other format."""
+    """The field's default for every format but low-rank."""
 
 
 def option[T](

@@ -35,7 +35,7 @@ class CommandLine:
     """The words that Megatron's parser gets."""
 
     script: str | None = None
-    """The training script; None: the package's own."""
+    """The training script; None: the package's own entry."""
 
     world_size: int | None = None
     """Number of processes that the line starts; None: the line does not give it."""

@@ -91,7 +91,7 @@ class OnNodes:
     """Facts about a run's nodes on which estimates depend; the defaults stand for unknown nodes."""
 
     levels: Levels = ONE_LEVEL
-    """Levels of the first group of replicas."""
+    """Levels in which the first group of replicas adds up gradients."""
 
     beside: int = 1
     """Number of ranks of the first group of replicas on one node."""

@@ -87,10 +87,10 @@ class Sent:
     """
 
     encode: float = 0.0
-    """Seconds that the sender computes before the message leaves."""
+    """Seconds that the sender encodes before the message leaves."""
 
     decode: float = 0.0
-    """Seconds that the receiver computes before the message is of use."""
+    """Seconds that the receiver decodes before it can use the message."""
 
     remember: float = 0.0
     """Seconds that the sender needs for its residual, after the message has left."""
@@ -207,7 +207,7 @@ class IterationTimes:
 
     @property
     def reduced(self) -> float:
-        """Seconds until all gradients are reduced."""
+        """Seconds from the iteration's beginning until all gradients are reduced."""
         return reduced_after(self.ends, self.reductions, self.embedding)
 
 

@@ -68,7 +68,7 @@ class StageMetrics:
 
     @classmethod
     def from_list(cls, values: Iterable[float]) -> Self:
-        """Read the sums of `as_list` from the beginning of `values`."""
+        """Read sums, as `as_list` returns them, from the beginning of `values`."""
         row = iter(values)
         ranks, width = int(next(row)), len(fields(TechniqueMetrics))
         techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}

@@ -47,7 +47,7 @@ class Stopwatch:
         return sum(self._read(name))
 
     def clear(self) -> None:
-        """Remove all durations."""
+        """Remove all recorded durations."""
         self._seconds.clear()
         self._events.clear()
 

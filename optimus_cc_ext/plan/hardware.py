@@ -49,7 +49,7 @@ class Gpu:
     """Share of the peak that a GEMM reaches if its tiles fill all processors."""
 
     memory_efficiency: float
-    """Share of `memory_rate` that kernels reach."""
+    """Share of the memory's peak rate (`memory_rate`) that kernels reach."""
 
     layer_overhead: float
     """Further seconds of a forward pass through one layer: launches, gaps, casts of weights; a backward pass has twice

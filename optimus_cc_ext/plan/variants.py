@@ -50,7 +50,7 @@ VARIANTS = dict(_each_alone()) | {
 """Flags of each variant by name: each technique and format alone, then combinations."""
 
 WORTH = 0.01
-"""Smallest gain that counts as one."""
+"""Smallest share of vanilla's seconds that counts as a gain."""
 
 LINE, CODING = 0.75, 2.0
 """Factors by which a link's rate and the cost of compression may be wrong; assumed."""
@@ -192,7 +192,7 @@ def _numbers(text: str) -> tuple[int, ...]:
                 found.append(found[-1] * 2)
             found += [int(last)] if int(last) > found[-1] else []
     except ValueError:
-        raise PlanError(f"--sweep: nodes={text}: give 8..1250, or 8+64+512") from None
+        raise PlanError(f"--sweep: nodes={text}: not a range or a list of numbers. Give 8..1250, or 8+64+512") from None
     if min(found, default=1) < 1:
         raise PlanError(f"--sweep: nodes={text}: give positive numbers of nodes")
     return tuple(found)

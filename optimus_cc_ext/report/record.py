@@ -31,12 +31,12 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The value at the end of training."""
+        """The curve's value at the end of training."""
         return self.values[-1] if self.values else nan
 
     @property
     def mean(self) -> float:
-        """The mean over all iterations."""
+        """The curve's mean over all iterations."""
         return mean(self.values) if self.values else nan
 
     @property
@@ -66,7 +66,7 @@ class Record:
 
     source: Path
     scalars: dict[str, dict[int, float]]
-    """The value at each iteration, by tag."""
+    """The value of each scalar at each iteration, by tag."""
 
     fallback: str | None = None
     """The reason why torch compressed in place of Triton's kernels; None: the run logged none."""

@@ -99,7 +99,7 @@ class BucketRules:
     """Block format of sums of blocks, on their way to all ranks."""
 
     rank: int = 128
-    """Compression rank of the low-rank approximation."""
+    """Compression rank of low-rank gradients."""
 
     wire: str | None = None
     """Block format of P and Q; None: P and Q are not sent in blocks."""
@@ -117,7 +117,7 @@ class BucketRules:
     """The place of this rank in its node, among the ranks of the group."""
 
     beside: int = 1
-    """Number of ranks of the group on this rank's node, with this rank."""
+    """Number of replicas on this rank's node, this rank included."""
 
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
@@ -212,7 +212,7 @@ class GroupPlan:
 
     @classmethod
     def of(cls, records: Sequence[BucketRecord], rules: BucketRules) -> "GroupPlan":
-        """Plan all buckets of a group."""
+        """Plan all buckets of one of Megatron's bucket groups."""
         compresses = any(rules.compresses(parameter) for record in records for parameter in record.parameters)
         tied = any(record.tied_numel for record in records)
         # With fused embedding synchronisation the tied embedding is left out of its bucket's sum. With the distributed
@@ -230,7 +230,7 @@ class GroupPlan:
 
     @property
     def compresses(self) -> bool:
-        """True if any gradient can be compressed."""
+        """True if any gradient of the bucket group can be compressed."""
         return any(bucket.compressed is not None for bucket in self.buckets)
 
     @property
@@ -363,7 +363,7 @@ class GroupPlan:
 def _bucket_plan(
     record: BucketRecord, rules: BucketRules, *, ours: bool, compresses: bool, gathers: bool
 ) -> BucketPlan:
-    """Plan one bucket.
+    """Plan the reductions and the gather of one bucket.
 
     Args:
         ours: True if the group's tied embedding needs our reduction at all times.

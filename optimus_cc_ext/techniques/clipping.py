@@ -49,12 +49,12 @@ class UsualClipping:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State for checkpoints."""
+        """Running mean in the form in which checkpoints store it."""
         return {"log": self._log}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "UsualClipping":
-        """Rebuild the mean from a checkpointed `state`."""
+        """Rebuild the running mean from a checkpointed `state`."""
         usual = cls()
         usual._log = state["log"]
         return usual

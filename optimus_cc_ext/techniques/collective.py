@@ -32,7 +32,7 @@ class PendingCollective:
         self._work: Any = self._named(start)
 
     def wait(self) -> None:
-        """Wait until the result is there.
+        """Wait until the collective's result is there.
 
         Raises:
             OptimusError: the collective failed, or ran into the group's timeout; the message names the purpose and the

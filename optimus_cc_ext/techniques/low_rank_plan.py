@@ -111,7 +111,7 @@ class LowRankPlan:
 
     @property
     def matrices(self) -> int:
-        """Number of gradients that are compressed."""
+        """Number of the bucket's gradients that are compressed."""
         return len(self.low_rank)
 
     @property
@@ -121,7 +121,7 @@ class LowRankPlan:
 
     @cached_property
     def shapes(self) -> list[EqualMatrices]:
-        """Matrices by shape."""
+        """The bucket's compressed matrices, grouped by shape."""
         alike: dict[tuple[int, int, str], list[int]] = defaultdict(list)
         for matrix in self.low_rank:
             alike[matrix.rows, matrix.columns, matrix.norm_group].append(matrix.start)

@@ -157,7 +157,7 @@ class BlockMessages(DenseMessages):
         """Residuals of each model chunk: one flat tensor for each length and dtype."""
 
     def begin(self) -> None:
-        """Zero the residuals."""
+        """Zero the residuals at the beginning of an iteration."""
         for residuals in self._residuals.values():
             for residual in residuals.values():
                 residual.zero_()

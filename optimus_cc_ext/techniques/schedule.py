@@ -33,7 +33,7 @@ class Pass:
 
 
 class Schedule(Protocol):
-    """Schedule of an iteration."""
+    """Order of the passes of one iteration on all stages."""
 
     @property
     def stages(self) -> int:

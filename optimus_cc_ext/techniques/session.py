@@ -291,7 +291,7 @@ class Session:
             self.step.iteration = iteration
 
     def end_step(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
-        """End the step.
+        """End the training step.
 
         Args:
             applied: False if the optimizer skipped its update.

@@ -42,11 +42,11 @@ class _Part:
     """
 
     def matrices_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return these matrices, with all rows, of a batch (matrices, ...)."""
+        """Return this part's matrices, with all rows, of a batch (matrices, ...)."""
         return batch if self.everything else batch[self.matrices]
 
     def rows_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return these rows of a batch (matrices, rows, ...)."""
+        """Return this part's rows of a batch (matrices, rows, ...)."""
         return batch if self.everything else batch[self.matrices, self.rows]
 
     def asked(self, rows: torch.Tensor) -> torch.Tensor:

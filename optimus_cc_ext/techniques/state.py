@@ -55,7 +55,7 @@ class SteppedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
+        """Bytes of the committed and the pending value."""
         return self.committed.nbytes + self._pending.nbytes
 
     @property

@@ -18,7 +18,7 @@ __all__ = ["Iteration", "Planned", "Technique"]
 
 
 Planned = dict[str, tuple[int, ...]]
-"""Bytes of messages in their order, by a name of them that is the same on all ranks which send or receive them."""
+"""Bytes of a pass's messages in order, by a name that is the same on all ranks which send or receive them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Iteration:
 
 
 class Technique:
-    """Technique on this rank.
+    """Base class of the techniques on this rank.
 
     Args:
         name: its name in checkpoints.

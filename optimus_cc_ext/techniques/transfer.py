@@ -37,7 +37,7 @@ class Transfer:
     """
 
     def then(self, after_wait: Callable[[], None]) -> "Transfer":
-        """Return the same transfer with `after_wait` after its own."""
+        """Return this transfer with `after_wait` called after the transfer's own `after_wait`."""
 
         def both() -> None:
             self.after_wait()

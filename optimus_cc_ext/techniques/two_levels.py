@@ -104,7 +104,7 @@ class TwoLevelPlan:
 
     @property
     def matrices(self) -> int:
-        """Number of encoded parameters."""
+        """Number of the bucket's encoded parameters."""
         return len(self.coded)
 
     @property

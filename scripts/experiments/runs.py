@@ -42,7 +42,7 @@ class Runs:
     """True if failed runs are to be repeated."""
 
     device: Device = "cpu"
-    """Device of the ranks."""
+    """Device on which the ranks train."""
 
     def known(self, name: str, flags: Sequence[str]) -> dict[str, Any] | None:
         """Return the row of an earlier run with the same flags on the same text; None if there is none."""

@@ -110,8 +110,8 @@ def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device,
     # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
     # command in front of torchrun and of each rank, all of them end with this process even if it is killed by SIGKILL.
     tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else ["env"]
-    # --standalone: a rendezvous on a free port, so that several runs can share one machine. --log-dir: otherwise each
-    # run leaves an empty folder in the temporary directory.
+    # --standalone makes a rendezvous on a free port, so that several runs can share one machine. Without --log-dir each
+    # run would leave an empty folder in the temporary directory.
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", f"--log-dir={os.devnull}"]
     process = psutil.Popen(
         [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],

@@ -154,7 +154,7 @@ def figure12(runs: Sequence[Run]) -> Table:
 
 
 def _peak(run: Run) -> tuple[float, str]:
-    """Return (MB, source): memory of the GPU if there is one."""
+    """Return the peak memory in MB and its source: the GPU if there is one, else the process."""
     allocated, resident = (run.record.largest(f"max {kind} MB") for kind in ("allocated", "resident"))
     if allocated > 0:  # without a GPU Megatron reports zeros
         return allocated, "GPU memory allocated"

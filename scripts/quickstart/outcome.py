@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Seconds of everything together."""
+        """Seconds of the whole quickstart."""
         return self.preparation_seconds + sum(run.seconds for run in self.runs.values())
 
     @cached_property

@@ -60,7 +60,7 @@ class Settings(Training):
 
     @property
     def described(self) -> str:
-        """Description of the model."""
+        """Description of the trained model, for people."""
         model = self.model
         return (
             f"{self.layers} layers, hidden {model.hidden}, {model.heads} heads, sequence {model.sequence}, vocabulary"
@@ -69,7 +69,7 @@ class Settings(Training):
 
     @property
     def arranged(self) -> str:
-        """Description of the layout."""
+        """Description of the layout, for people."""
         return (
             f"{self.layout.stages} pipeline stages x {self.layout.replicas} data-parallel replicas = {self.processes}"
             f" processes, {self.model.micro_batches} micro-batches of {self.model.micro_batch} sequences per replica"
@@ -77,7 +77,7 @@ class Settings(Training):
 
     @property
     def hosts(self) -> str:
-        """Description of the hosts."""
+        """Description of the ranks' hosts, for people."""
         return (
             f"{self.processes} network namespaces of this machine, whose links the kernel holds at {self.rate} both"
             f" ways for the first {self.shaping_ends} iterations, and not at all for the others"

@@ -169,8 +169,8 @@ def load(folder: Path) -> Gradients:
 
 
 def compare(ours: Gradients, dense: Gradients) -> dict[str, Any]:
-    """Compare gradients stage by stage: relative error and cosine, as means over the iterations, the relative error of
-    their sum over the iterations, and of the steps that Adam would make of them.
+    """Compare gradients stage by stage: mean relative error and cosine of an iteration's gradients, relative error of
+    their sum over the iterations, and relative error of the steps that Adam would make.
     """
     if ours.keys() != dense.keys() or not ours:
         raise ValueError("the two runs have not made gradients of the same iterations and stages")

@@ -28,7 +28,7 @@ pytestmark = needs_root
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Make 2 D hosts."""
+    """Make a network of 2 D hosts, one for each rank."""
     with namespaces(2 * D) as names:
         yield names
 

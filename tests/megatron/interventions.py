@@ -169,7 +169,7 @@ def poison() -> None:
 
 
 def outlier(iteration: int, factor: float) -> None:
-    """Multiply one iteration's loss."""
+    """Multiply the loss of one iteration by `factor`, so that its gradients are outliers."""
     from megatron.training import get_args
 
     from optimus_cc_ext import pretrain_gpt

@@ -29,7 +29,7 @@ TWENTY = "--train-iters 20"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
-SMALL_BUCKETS = "--ddp-bucket-size 40000"  # Megatron splits the first stage only; it gets several buckets
+SMALL_BUCKETS = "--ddp-bucket-size 40000"  # of the first stage's gradients, Megatron makes several buckets of this size
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 OFF = ""

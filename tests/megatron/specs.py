@@ -44,7 +44,7 @@ class RunSpec:
     """Run whose folder is copied to make this one's."""
 
     spoil: Callable[[Path], None] | None = None
-    """Change of the copied folder."""
+    """Function that changes the copied folder."""
 
     ends: bool = False
     """True if the run ends early, and a test asks why."""
@@ -67,7 +67,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """Run that was made."""
+    """Finished run: its specification and the records of its ranks."""
 
     spec: RunSpec
     ranks: list[MegatronRun]

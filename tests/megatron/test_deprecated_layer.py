@@ -59,7 +59,8 @@ def test_the_launcher_and_bridge_use_nothing_that_is_deprecated(tmp_path: Any) -
 
 
 def states_of_an_installation() -> tuple[str, bool, str]:
-    """Return the refusal of a state that only rank 1 cannot take, whether it changed nothing, and an early call's."""
+    """Return the refusal of a state that does not fit on rank 1 alone, whether all state stayed, and an early call's
+    refusal."""
     own_loops.start(1)
     with warnings.catch_warnings(action="ignore"):
         optimus_cc_ext.install(LOW_RANK)

@@ -91,7 +91,7 @@ def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
 
 
 def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
-    """Return the same bytes from the plans, as doctor computes them."""
+    """Return the bytes of all ranks in one iteration by class, from the plans of training, as doctor computes them."""
     layout = Layout(
         stages=job.pp,
         data_parallel=job.dp,

@@ -104,7 +104,7 @@ def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
     _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
     assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
     assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)
-    # If nothing is exposed, or everything, the step is bounded.
+    # If no communication is exposed, or nearly all, the search changes the rate by a factor of 4 at most.
     assert next_guess(80e6, seconds=1.9, unshaped=2) == 20e6
     assert next_guess(80e6, seconds=50, unshaped=2) == 320e6
 

@@ -46,7 +46,7 @@ COMPLETE = (
 
 @dataclass(frozen=True)
 class Techniques:
-    """Techniques of an experiment."""
+    """Techniques that an experiment of the paper switches on."""
 
     cb: bool = False
     lep: bool = True

@@ -7,7 +7,7 @@ import pytest
 from tests.shell_scripts import ROOT
 from tests.slurm.test_requeue import ON_CPUS, Slurm, pytestmark, slurm, wait_until
 
-__all__ = ["pytestmark", "slurm"]  # a fixture, and the condition under which it can be used
+__all__ = ["pytestmark", "slurm"]  # the tests use this fixture, `slurm`, and this mark, which skips them without Slurm
 
 ORDERS = {
     "": "tp-cp-dp-pp, 2 ranks a node: data-parallel groups stay inside nodes, 1 of 1 pipeline hops cross nodes",

@@ -132,7 +132,7 @@ NO_FILE_OF_MEGATRONS = ("__init__", "attaching", "handle", "installation", "regi
 
 
 def test_every_hook_names_the_megatron_file_that_it_wraps() -> None:
-    """A reader who knows Megatron's file finds ours by its name."""
+    """A reader who knows Megatron's file finds our hook by the file's name."""
     for name, path in SOURCES.items():
         if name.startswith("hooks/") and path.stem not in NO_FILE_OF_MEGATRONS:
             assert f"/{path.name}" in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0], name

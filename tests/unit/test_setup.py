@@ -21,7 +21,7 @@ TOOLS = "awk bash cat chmod cp cut df dirname env flock mkdir mv rm sha256sum sl
 READ = "scripts/setup_env.sh pyproject.toml setup.py requirements.lock optimus_cc_ext/_version.py"
 CONDA_ROOTS = ("/opt/conda", "/opt/miniforge3", "/opt/miniconda3", "/opt/anaconda3")
 
-# Answers setup_env.sh's questions, makes a "virtual environment" that holds itself, logs installations.
+# This Python answers setup_env.sh's questions, makes a "virtual environment" that holds itself, and logs installations.
 RECORDER = """#!/usr/bin/env bash
 case "$1 $2" in
   "-I -c") echo "{answer}" ;;

@@ -165,7 +165,7 @@ def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatc
 
 
 class Counted:
-    """Kernel whose launches are noted."""
+    """Stand-in for a kernel that notes each launch."""
 
     def __init__(self, launched: list[str], name: str, kernel: Any) -> None:
         self.launched, self.name, self.kernel = launched, name, kernel

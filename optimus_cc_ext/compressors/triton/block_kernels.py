@@ -172,7 +172,7 @@ def _quarter(start, length, WHICH: tl.constexpr):
 
 @triton.jit
 def _codes_of(codes, message, rows, stride, BITS: tl.constexpr):
-    """Point to the codes of the blocks `rows`, of one message or each of its own."""
+    """Return pointers to the codes of the blocks `rows` of a message."""
     return codes + message.to(tl.int64) * stride + rows.to(tl.int64) * (BLOCK // 8 * BITS)
 
 

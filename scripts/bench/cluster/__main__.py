@@ -40,8 +40,8 @@ TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wi
 """Names of the models with the paper's proportions."""
 
 _SCHEDULE = 200
-"""Iterations of the learning rate's schedule, equal for all runs, because runs differ in length and their losses must
-not differ by that.
+"""Iterations of the learning rate's schedule, equal for all runs, so that their different lengths do not change their
+losses.
 """
 
 
@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark.
+    """Run the cluster benchmark; return the exit status.
 
     Returns the exit status: 0; 1: a run failed; 2: bad input, or a machine that cannot make hosts; 130: interrupted.
     """

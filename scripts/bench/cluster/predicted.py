@@ -61,7 +61,7 @@ class Ratio:
 
     @property
     def error(self) -> float:
-        """Relative error of the planned ratio."""
+        """Relative error of the planned ratio against the measured one."""
         return self.planned / self.measured - 1
 
     @property
