@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -219,6 +220,33 @@ class Training:
             flags += """ --bf16 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
                 --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion"""
         return shlex.split(flags)
+
+    def check(self, text: PreparedData) -> None:
+        """Refuse a layout that cannot divide the model, or a text with fewer tokens than the training reads.
+
+        Raises:
+            ExperimentError: names what does not fit, and the cure.
+        """
+        model, layout = self.model, self.layout
+        words = shlex.split(model.flags)
+        given = dict(pairwise(words))
+        parts = {
+            "attention heads": (model.heads, layout.tensor),
+            "query groups": (int(given.get("--num-query-groups", model.heads)), layout.tensor),
+            "replicas": (layout.replicas, int(given.get("--expert-model-parallel-size", 1))),
+        }
+        for name, (number, by) in parts.items():
+            if number % by:
+                raise ExperimentError(
+                    f"layout {layout}: {number} {name} cannot be divided by {by}. Give another layout"
+                )
+        tokens = self.iterations * self.global_batch * model.sequence
+        available = text.tokens * (100 - VALIDATION_SHARE) // 100
+        if available < tokens:
+            raise ExperimentError(
+                f"{tokens:,} tokens are needed, and the text has {available:,} for training. Give a longer text, a"
+                " larger --max-mb, or fewer --iterations"
+            )
 
     def megatron_flags(self, data: PreparedData, tensorboard: Path | None = None) -> list[str]:
         """Return `flags` and the paths of the text and of the TensorBoard events."""

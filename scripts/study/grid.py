@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import shlex
 import shutil
@@ -23,12 +24,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import Table, printed
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, claimed
-from scripts.experiments.texts import TEXTS, hash_of
+from scripts.experiments.texts import TEXTS, hash_of, text_of
 from scripts.experiments.variants import STUDY, VANILLA
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
@@ -52,13 +54,14 @@ Row = Mapping[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of this study's command line."""
+    """Build the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--models", default="gpt,llama,moe", help="models, of gpt, llama, moe, moe-ep2 (%(default)s)")
-    add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)} (%(default)s)")
+    add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)}, or files and folders (%(default)s)")
+    add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of each text (%(default)g)")
     add("--variants", default="vanilla,balanced", help=f"variants, of {', '.join(NAMES)} (%(default)s)")
     add("--seeds", default="1,2,3", help="seeds of the trainings (%(default)s)")
     add("--layout", type=Layout.parsed, default=Layout(), help="[tpT]ppPdpD[z1][nL], such as pp1dp4n2 (%(default)s)")
@@ -78,11 +81,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the study; return the exit status of `scripts.study`."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    known = {"--models": MODELS, "--texts": TEXTS, "--variants": NAMES}
+    known = {"--models": MODELS, "--variants": NAMES}
     for flag, names in known.items():
         for name in getattr(options, flag[2:]).split(","):
             if name not in names:
                 parser.error(f"{flag}: {name!r} is none of {', '.join(names)}")
+    for text in options.texts.split(","):
+        if text not in TEXTS and not Path(text).exists():
+            parser.error(f"--texts: {text!r} is none of {', '.join(TEXTS)}, and no file or folder")
     if not all(seed.isdecimal() for seed in options.seeds.split(",")):
         parser.error("--seeds: give whole numbers")
     if options.interval < 1 or options.iterations < LAST * options.interval or options.evaluations < 1:
@@ -105,49 +111,84 @@ def study(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One run of the grid."""
+
+    model: str
+    text: str
+    variant: str
+    training: Training
+    data: PreparedData
+    interval: int
+    """Iterations between validations."""
+
+    @property
+    def ours(self) -> list[str]:
+        """Our flags."""
+        return words_of(self.variant, self.training)
+
+    @property
+    def flags(self) -> list[str]:
+        """The training script, if it is not the package's own entry point, Megatron's flags, and ours."""
+        script = [SCRIPTS[self.variant]] if self.variant in SCRIPTS else []
+        return [*script, *self.training.megatron_flags(self.data), "--eval-interval", str(self.interval), *self.ours]
+
+    def key(self, text_hash: str, cpu: str) -> dict[str, str]:
+        """Return the columns of the file that tell this run from others, as text."""
+        settings = shlex.join([*self.training.flags(), "--eval-interval", str(self.interval)])
+        return {
+            "model": self.model, "layout": str(self.training.layout), "text": self.text,
+            "iterations": str(self.training.iterations), "seed": str(self.training.seed), "variant": self.variant,
+            "cpu": cpu, "text_hash": text_hash[:12], "flags": shlex.join(self.ours),
+            "settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
+        }  # fmt: skip
+
+
+def wanted_runs(options: argparse.Namespace) -> list[Wanted]:
+    """Return all runs of the grid, seed by seed, so that pairs are complete as early as possible.
+
+    Raises:
+        ExperimentError, DataError, FlagError: a text, a layout or a variant's flags cannot work. Nothing was trained.
+    """
+    runs = []
+    for seed, text, model in itertools.product(
+        map(int, options.seeds.split(",")), options.texts.split(","), options.models.split(",")
+    ):
+        training = Training(
+            model=shrunk(MODELS[model]) if options.tiny else MODELS[model], layout=options.layout,
+            iterations=options.iterations, evaluation_iterations=options.evaluations, seed=seed,
+        )  # fmt: skip
+        source, name = TEXTS.get(text) or text_of(Path(text)), Path(text).stem
+        data = source.prepared(options.output / f"text-{name}", training.model.vocabulary, options.max_mb)
+        training.check(data)
+        for variant in options.variants.split(","):
+            runs.append(Wanted(model, name, variant, training, data, options.interval))
+            if variant in STUDY:
+                training.config_of(runs[-1].ours)
+    return runs
+
+
 def make_runs(options: argparse.Namespace) -> int:
-    """Train seed by seed, so that pairs are complete as early as possible; return the number of failed runs."""
+    """Train the runs that the file lacks; return the number of runs that failed."""
     failed, cpu = 0, kind_of_cpu()
-    for seed in map(int, options.seeds.split(",")):
-        for text in options.texts.split(","):
-            for model in options.models.split(","):
-                training = Training(
-                    model=shrunk(MODELS[model]) if options.tiny else MODELS[model], layout=options.layout,
-                    iterations=options.iterations, evaluation_iterations=options.evaluations, seed=seed,
-                )  # fmt: skip
-                data = TEXTS[text].prepared(options.output / f"text-{text}", training.model.vocabulary, max_mb=10.0)
-                runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)
-                common = [*training.flags(), "--eval-interval", str(options.interval)]
-                for variant in options.variants.split(","):
-                    ours = words_of(variant, training)
-                    if variant in STUDY:
-                        training.config_of(ours)  # a flag that cannot work is refused before anything is trained
-                    key = {
-                        "model": model, "layout": str(options.layout), "text": text, "iterations": options.iterations,
-                        "seed": seed, "variant": variant, "cpu": cpu, "text_hash": runs.text[:12],
-                        "settings": hashlib.sha256(shlex.join(common).encode()).hexdigest()[:12],
-                        "flags": shlex.join(ours),
-                    }  # fmt: skip
-                    if any(
-                        all(row[name] == str(value) for name, value in key.items()) for row in read_rows(options.rows)
-                    ):
-                        continue
-                    name = "-".join(
-                        str(key[part]) for part in ("model", "text", "layout", "iterations", "variant", "seed")
-                    )
-                    flags = [*([SCRIPTS[variant]] if variant in SCRIPTS else []), *training.megatron_flags(data)]
-                    flags += ["--eval-interval", str(options.interval), *ours]
-                    beside = options.layout.beside
-                    try:
-                        row = runs.made(name, training.processes, flags, seed, measured, beside=beside)
-                    except RunFailed as failure:
-                        failed += 1
-                        print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
-                        continue
-                    add_row(
-                        options.rows, key | {each: row[each] for each in row if each in COLUMNS and each not in key}
-                    )
-                    shutil.rmtree(runs.folder / name)
+    for wanted in wanted_runs(options):
+        runs = Runs(options.output / "runs", hash_of(wanted.data), options.timeout, options.retry)
+        key = wanted.key(runs.text, cpu)
+        if any(key.items() <= row.items() for row in read_rows(options.rows)):
+            continue
+        name = "-".join(key[part] for part in ("model", "text", "layout", "iterations", "variant", "seed"))
+        training = wanted.training
+        try:
+            row = runs.made(
+                name, training.processes, wanted.flags, training.seed, measured, beside=training.layout.beside
+            )
+        except RunFailed as failure:
+            failed += 1
+            print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
+            continue
+        add_row(options.rows, key | {each: row[each] for each in COLUMNS if each not in key})
+        shutil.rmtree(runs.folder / name)
     return failed
 
 
@@ -256,7 +297,7 @@ def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
 @functools.cache
 def student(freedom: int) -> float:
     """Return the 95 % quantile of Student's t distribution."""
-    # mpmath is installed with torch, which needs sympy.
+    # mpmath comes with torch, which needs sympy.
     from mpmath import betainc, findroot
 
     def beyond(t: float) -> Any:

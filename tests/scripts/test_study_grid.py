@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors.formats import FORMATS
-from optimus_cc_ext.data import DataError
-from scripts.experiments.models import MODELS, Layout, Training
+from optimus_cc_ext.data import DataError, PreparedData
+from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.texts import Text
 from scripts.study.grid import COLUMNS, Cell, add_row, compared, main, pooled, read_rows, student, upper_bound, verdicts
 from scripts.study.noise import block_noise, relative_noise
@@ -30,7 +30,7 @@ def cell(variant: str, *differences: float, text: str = "python") -> Cell:
     ("arguments", "reason"),
     [
         (["--models", "bert"], "--models: 'bert' is none of"),
-        (["--texts", "latin"], "--texts: 'latin' is none of"),
+        (["--texts", "latin"], "--texts: 'latin' is none of python, prose, and no file or folder"),
         (["--variants", "magic"], "--variants: 'magic' is none of"),
         (["--seeds", "one"], "give whole numbers"),
         (["--iterations", "60"], "a run needs 4 validations"),
@@ -85,6 +85,24 @@ def test_the_architectures_of_the_study_are_what_their_names_say() -> None:
     assert Training(model=MODELS["llama"], layout=Layout(replicas=4)).config_of(["--optimus-cc", "balanced"])
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "iterations", "reason"),
+    [
+        ("gpt", "tp8pp1dp2", 1, "layout tp8pp1dp2: 4 attention heads cannot be divided by 8"),
+        ("llama", "tp4pp1dp2", 1, "2 query groups cannot be divided by 4"),
+        ("moe-ep2", "pp2dp1", 1, "1 replicas cannot be divided by 2"),
+        ("gpt", "pp2dp2", 100, "204,800 tokens are needed, and the text has 90,000 for training"),
+    ],
+)
+def test_what_a_model_or_a_text_cannot_do_is_refused_before_anything_is_trained(
+    model: str, layout: str, iterations: int, reason: str
+) -> None:
+    training = Training(model=MODELS[model], layout=Layout.parsed(layout), iterations=iterations)
+    text = PreparedData(Path(), Path(), 4096, documents=9, tokens=100_000, text_bytes=400_000, up_to_date=True)
+    with pytest.raises(ExperimentError, match=reason):
+        training.check(text)
+
+
 def test_noise_has_the_size_that_it_promises() -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(100_003, generator=generator)
@@ -108,6 +126,7 @@ def test_a_text_of_a_package_that_is_not_installed_names_the_package(tmp_path: P
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # six trainings, each of which starts four ranks
 def test_the_grid_trains_every_cell_once_and_goes_on_where_it_was(tmp_path: Path) -> None:
     rows = tmp_path / "runs.csv"
     words = ["--tiny", "--models", "llama,moe-ep2", "--texts", "python", "--seeds", "1", "--iterations", "8"]
@@ -116,6 +135,7 @@ def test_the_grid_trains_every_cell_once_and_goes_on_where_it_was(tmp_path: Path
     before = rows.read_text()
     assert main([*words, "--variants", "vanilla,balanced,noise-1e-6"]) == 0
     assert rows.read_text().startswith(before) and len(read_rows(rows)) == 6
+    assert len({row["settings"] for row in read_rows(rows)}) == 2, "one for each model"
     for each in read_rows(rows):
         assert math.isfinite(float(each["loss"])) and len(each["validations"].split()) == 4
         assert (float(each["bytes"]) < 0.6) == (each["variant"] == "balanced")
