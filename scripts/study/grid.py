@@ -54,7 +54,7 @@ Row = Mapping[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
+    """Build the parser of this study's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -297,7 +297,7 @@ def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
 @functools.cache
 def student(freedom: int) -> float:
     """Return the 95 % quantile of Student's t distribution."""
-    # mpmath comes with torch, which needs sympy.
+    # mpmath is installed with torch, which needs sympy.
     from mpmath import betainc, findroot
 
     def beyond(t: float) -> Any:
