@@ -23,7 +23,7 @@ __all__ = ["PreparedData", "prepare"]
 
 _MANIFEST = "manifest.json"
 _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
-# Megatron writes its dataset index beside the dataset, by default into a folder of the dataset's name.
+# By default Megatron writes its dataset index into a folder of the dataset's name beside it.
 _REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
 # Bytes of text that are tokenized at once: enough to keep all threads busy, little enough for the progress bar to move.
 _BATCH_BYTES = 4 * 1024 * 1024
@@ -184,7 +184,7 @@ def _write_indexed(
     documents: Iterator[Document], tokenizer: Any, prefix: Path, advance: Callable[[int], Any]
 ) -> dict[str, int]:
     """Write one sequence per document, ended by _END_OF_DOCUMENT, as uint16 if the vocabulary fits, else as int32."""
-    # Imported here because Megatron takes seconds to import, which neither bad input nor finished data should wait for.
+    # Megatron is imported here, which takes seconds that neither bad input nor finished data should wait for.
     with warnings.catch_warnings():
         # Megatron warns about kernels that are not installed; writing files does not use them.
         warnings.simplefilter("ignore")

@@ -133,7 +133,7 @@ def _install(patches: Patches) -> None:
     # variable.
     patches.setenv("TORCHDYNAMO_DISABLE", "1")
     patches.replace(torch, "compile", _not_compiled)
-    # Megatron insists on this variable for tensor parallelism, although it only has a meaning on a GPU.
+    # For tensor parallelism Megatron insists on CUDA_DEVICE_MAX_CONNECTIONS, although it only has a meaning on a GPU.
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

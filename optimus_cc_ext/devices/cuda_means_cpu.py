@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 # (core/transformer/module.py) and x.type() == "torch.cuda.FloatTensor" (core/optimizer).
 TENSOR_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
-# The methods that `torch.distributed._coalescing_manager` calls; PyTorch before 2.12 has the older names.
+# torch.distributed._coalescing_manager calls these methods, under their older names before torch 2.12.
 COALESCED = {"all_gather_single_coalesced": "all_gather_single", "allgather_into_tensor_coalesced": "_allgather_base"}
 
 

@@ -187,7 +187,7 @@ class StagedGloo(dist.ProcessGroup):
             _from_host(written, hosts[: len(written)])
 
         message = _Work([work], finish)
-        # Kept even if nobody waits for the operation, because the tensor that is being sent must stay allocated.
+        # The operation is kept even if nobody waits for it, because the tensor that is being sent must stay allocated.
         self._messages.add(message)
         return message
 

@@ -19,7 +19,8 @@ __all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
-"""Modules that import these functions by name: in 0.17, `pretrain()` initializes Megatron and parses by itself."""
+"""Modules that import Megatron's parsing functions by name: in 0.17, `pretrain()` initializes Megatron and parses by
+itself."""
 
 
 def wraps(

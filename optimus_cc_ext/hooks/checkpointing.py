@@ -41,7 +41,7 @@ _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """Return the seams of this file, with their wraps."""
     saving, loading = _Saving(session), _Loading(session)
-    # Megatron's training loop has imported both functions by name.
+    # Megatron's training loop imports `save_checkpoint` and `load_checkpoint` by name.
     return [
         (Seam(f"{_MODULE}:save_checkpoint", _SAVE), around(saving.save)),
         (Seam(f"{_CALLERS}:save_checkpoint", _SAVE), around(saving.save)),

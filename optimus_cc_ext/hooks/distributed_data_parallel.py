@@ -231,7 +231,7 @@ def _group(model: Any, attribute: str, default: Callable[[], Any]) -> Any:
 
 
 def _only(group: Any) -> dist.ProcessGroup | None:
-    """Return the group itself, or the only one in Megatron's list of pipeline groups; None if the list has several."""
+    """Return a pipeline group, which Megatron gives by itself or in a list; None if the list has several."""
     if isinstance(group, list):
         return group[0] if len(group) == 1 else None
     return group  # type: ignore[no-any-return]

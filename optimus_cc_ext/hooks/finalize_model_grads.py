@@ -92,7 +92,8 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
 
 
 def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) -> None:
-    """Count the embedding's bytes: over the replicas, in its bucket or with ours, and over the pair of stages."""
+    """Count the embedding's bytes: over the replicas, in its bucket or in our own collective, and over the pair of
+    stages."""
     assert session.grid is not None
     nbytes, replicas = gradient.nbytes, session.grid.data_parallel
     raw = unfused_bytes(nbytes, replicas, sharded=sharded)

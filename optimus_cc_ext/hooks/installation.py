@@ -32,7 +32,7 @@ class Installation:
         self.session: Session | None = None
 
     def start(self, config: OptimusConfig | None, train_iters: int | None = None) -> None:
-        """Check Megatron, and wrap what is needed first.
+        """Check Megatron's version, and apply the wraps that are needed before the configuration is known.
 
         Args:
             config: the configuration; None: read it from Megatron's command line.

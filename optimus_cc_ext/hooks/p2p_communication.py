@@ -35,7 +35,7 @@ class _Request(Protocol):
 
 
 class _Then:
-    """Request whose first wait runs these steps; without steps, Megatron has nothing to wait for."""
+    """Request whose first wait runs a list of steps; without steps, Megatron has nothing to wait for."""
 
     def __init__(self, *steps: Callable[[], Any]) -> None:
         self._steps = steps

@@ -59,8 +59,8 @@ class Seam:
         module_name, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         try:
-            # The module is imported by its full name, because an attribute of the package can be another object:
-            # megatron.core.distributed.finalize_model_grads is a function there.
+            # The module is imported by its full name: as an attribute of the package,
+            # megatron.core.distributed.finalize_model_grads is a function.
             owner: Any = importlib.import_module(module_name)
             for attribute in outer:
                 owner = getattr(owner, attribute)

@@ -122,8 +122,7 @@ def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
     """
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     _, unread = parser.parse_known_args(list(others))
-    # Both lists are in the order of the command line, so the parser took exactly the words that are missing from its
-    # leftovers.
+    # Words left over come in the order of the command line, so the parser took all words that are missing among them.
     own, rest = [], deque(unread)
     for word in others:
         if rest and word == rest[0]:

@@ -33,7 +33,7 @@ rows.
 """
 
 CALCULON = {"Nar-T2": "8.9 / 11.0", "vTrain": "8.2 / 192", "BLOOM": "29 / 35 and 26 / 35", "MT-NLG": "29 / 31"}
-"""Calculon's median and largest error in % on the same rows, as shipped."""
+"""Calculon's median and largest error in %, on the rows of the shipped file."""
 
 DEEPSPEED = ("BLOOM", "MT-NLG")
 """Beginnings of the names of campaigns that ran forks of Megatron; one scale from three rows stands for the fork's

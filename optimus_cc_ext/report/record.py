@@ -177,7 +177,7 @@ def _read_events(file: Path) -> tuple[dict[str, dict[int, float]], str | None]:
                 # flush, so the file may or may not have that value. The validation within training is always in the
                 # file, and first.
                 scalars[value.tag].setdefault(event.step, float(make_ndarray(value.tensor).item()))
-            elif value.tag.startswith(FALLBACK):  # a text, to whose tag TensorBoard adds a word
+            elif value.tag.startswith(FALLBACK):  # the value is a text, to whose tag TensorBoard adds a word
                 fallback = make_ndarray(value.tensor).item().decode()
     if (read := _whole_records(file)) is not None:
         raise ReportError(

@@ -54,7 +54,7 @@ _STEPS = {"send_prev": -1, "send_next": 1}
 
 
 def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels:
-    """Return the levels of a group of ranks.
+    """Return the levels in which a group of ranks adds up gradients.
 
     A data-parallel group has one level if the groups of its tensor-parallel neighbours have other levels, because these
     groups hold some parameters alike.

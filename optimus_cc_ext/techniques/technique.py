@@ -109,7 +109,7 @@ class Technique:
         return {"states": self.states.state_dict()}
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Return why `load_state_dict` would refuse; None if it would not."""
+        """Return why `load_state_dict` would refuse a state; None if it would not."""
         if not isinstance(state_dict.get("states"), Mapping):
             return "it was saved by a version that did not name its states: leave it out, and residuals start empty"
         return self.states.mismatch(state_dict["states"])

@@ -153,7 +153,7 @@ def _poisoned(sharded: bool) -> list[bool]:
     bucket = gradients(dist.get_rank(), 0)
     reducer = reducer_of(bucket, codecs("int4"), sharded)
     found = []
-    for place in (0, bucket.views[2].storage_offset()):  # a NaN as the first value of a matrix, then as one of a vector
+    for place in (0, bucket.views[2].storage_offset()):  # NaN is the first value of a matrix, then that of a vector
         bucket.flat.copy_(gradients(dist.get_rank(), 0).flat)
         if dist.get_rank() == 1:
             bucket.flat[place] = float("nan")

@@ -250,7 +250,7 @@ def _nan_on_one_rank() -> list[bool]:
     reduce(reducer)
     seen = bool(torch.isnan(flat).any())
     after = (*reducer.states.residuals(), *warm_starts(reducer))
-    # Only the group of the poisoned matrix is held back; no kept tensor has a NaN.
+    # Only the shape group of the poisoned matrix is held back; no kept tensor has a NaN.
     kept = [bool(torch.isfinite(t).all()) for t in after]
     poisoned_unchanged = torch.equal(before[0], after[0])
     return [seen, all(kept), poisoned_unchanged]

@@ -69,7 +69,7 @@ def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_mes
     assert vanilla["fails_on_one_rank"][0] == "failed" and vanilla["fails_on_one_rank"][1].startswith("rank 1: ")
     assert vanilla["hangs_on_one_rank"] == ("failed", "no answer, or a rank died")
     assert vanilla["fails_everywhere"][0] == "failed" and "no such luck" in vanilla["fails_everywhere"][1]
-    for mode in ("off", "lossless"):  # what fails in vanilla is not repeated
+    for mode in ("off", "lossless"):  # a test that fails in vanilla is not run in the other modes
         passed = {name for (where, name), each in by_name.items() if where == mode and each["outcome"] == "passed"}
         assert passed == {"passes", "sums_gradients"}
     assert by_name["lossless", "sums_gradients"]["sent"] > 0 == by_name["off", "sums_gradients"]["sent"]

@@ -101,7 +101,7 @@ def test_a_dry_run_leaves_the_queue_as_it_was_and_prints_the_step_that_a_job_sta
     assert slurm.run("squeue", "--noheader", "--states=all") == before
     assert (sbatch[0], srun[0], torchrun[0]) == ("sbatch", "srun", "env")
     assert list(tmp_path.iterdir()) == []
-    # The same command line in a job of two nodes.
+    # A job of two nodes accepts the printed options of srun.
     done = subprocess.run(
         [*("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1G", "--oversubscribe"), *srun[:1], *srun[2:7], "true"],
         env=slurm.environment, capture_output=True, text=True, timeout=100,

@@ -17,7 +17,7 @@ PROGRAMS = {
     "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
     "podman": 'echo podman "$@"', "jq": "exit 0", "mksquashfs": "exit 0",
     "apptainer": 'test "$1" != build || { cat "$3"; echo new > "$2"; }; echo apptainer "$@"',
-    # Enroot refuses in the same way.
+    # Like the real enroot, this one refuses to write over a file.
     "enroot": 'test ! -e "$3" || { echo "File already exists: $3" >&2; exit 1; }; echo new > "$3"; echo enroot "$@"',
 }  # fmt: skip
 JOB = {

@@ -68,7 +68,7 @@ def test_the_defaults_are_the_artifacts() -> None:
         ("--grad_comp_warm_up 0.0", {"dp_compression_warmup": 0.0}),
         ("--selective_grad_comp", {"dp_compression_stages": 2}),
         ("--selective_grad_comp --selective_grad_comp_way 3", {"dp_compression_stages": 3}),
-        ("--selective_grad_comp_way 3", {}),  # in the artifact the number has no effect without the switch
+        ("--selective_grad_comp_way 3", {}),  # the artifact ignores this number without its switch
         ("--comp_seed 5", {"compression_seed": 5}),
         ("--inter_grad_comp_warm_up 0.2", {"compressed_backprop_warmup": 0.2}),
         (

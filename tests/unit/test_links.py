@@ -130,7 +130,8 @@ def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradien
     sender, receiver = link(compressed_backprop_rank=rank, wire=wire)
     sent = gradient(1, dtype, shape)
     (arrived,) = run_iteration(sender, receiver, [sent])
-    # Both are the same fp32 subtraction of values that are rounded to the wire's dtype, so all bits are equal.
+    # The residual and the test's error are the same fp32 subtraction of values rounded to the wire's dtype, so all bits
+    # are equal.
     assert torch.equal(residual_of(sender).view(shape), sent.float() - arrived.float())
     assert arrived.dtype == dtype
     assert torch.equal(sent, gradient(1, dtype, shape))

@@ -103,7 +103,7 @@ def test_wraps_are_on_after_applying_even_twice_and_off_after_removing(module: t
     assert module.function("a", "b") == "a b all!!"
     applied.close()
     assert module.function is function and module.Class.method is method
-    applied.close()  # a second call does nothing
+    applied.close()  # closing a second time does nothing
 
 
 def test_if_one_seam_does_not_hold_none_is_wrapped(module: types.ModuleType) -> None:

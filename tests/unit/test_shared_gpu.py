@@ -50,7 +50,7 @@ def test_a_rank_takes_its_gpu_and_its_share_and_two_machines_are_refused(monkeyp
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     assert cpu_runtime.device_choice() == "shared-gpu"
-    for _ in range(2):  # a second call changes nothing
+    for _ in range(2):  # activating the device a second time changes nothing
         said = shared_gpu.activate()
         assert took == [1, pytest.approx(19.5 / 40)] and os.environ["LOCAL_RANK"] == "1"
         assert "4 ranks on 2 GPU(s), 19.5 GiB for each" in said and "times mean nothing" in said
