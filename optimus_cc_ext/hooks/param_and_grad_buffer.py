@@ -218,7 +218,13 @@ def _start_param_sync(
         return
     # The first gather, and one after a skipped step, carry no update: leave them to Megatron.
     ours = bool(shards) and all(shard.updated for shard in shards)
-    if ours:
+    # Without overlap, each optimizer of a model gathers all buckets: the routed experts' also those of the others.
+    at_once = not bucket_group.ddp_config.overlap_param_gather
+    again = at_once and bool(shards) and all(shard.gathered and not shard.updated for shard in shards)
+    if again:
+        with _single_rank_group(session, bucket_group, plan):
+            original(force_sync)
+    elif ours:
         with _single_rank_group(session, bucket_group, plan):
             original(force_sync)
         gather = session.parameters.gather(shards)
@@ -230,7 +236,7 @@ def _start_param_sync(
     else:
         original(force_sync)
     if session.grid is not None:
-        sent = sum(shard.sent_bytes for shard in shards) if ours else plan.gather_bytes
+        sent = sum(shard.sent_bytes for shard in shards) if ours else 0 if again else plan.gather_bytes
         session.traffic.add(PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
         raw, left = (leaving_ring(nbytes, plan.rules.ranks, plan.rules.beside) for nbytes in (plan.gather_bytes, sent))
         _count_leaving(session, raw, left)

@@ -29,7 +29,7 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.reducers import SideStream
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.technique import Technique
+from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 __all__ = ["Gather", "ParamGather", "Shards"]
 
@@ -69,8 +69,12 @@ class Shards:
         self.updated = False
         """True if there is an encoded message that has not been sent."""
 
+        self.gathered = False
+        """True if all replicas have the parameters of this rank's shard since the last pass began."""
+
     def keep(self) -> None:
         """Keep a copy of the own shard before the optimizer writes it."""
+        self.gathered = False
         self._before.copy_(self._own)
 
     def encode(self) -> None:
@@ -94,6 +98,7 @@ class Shards:
         # The padding of a bucket is in no message, and keeps its values.
         with self._gauge.timed(self.flat.device):
             self._codec.decode_onto(self._gather.messages, self._layout, self.flat, self._scratch)
+        self.gathered = True
 
 
 class Gather:
@@ -152,6 +157,12 @@ class ParamGather(Technique):
         if self._side is None:
             self._side = SideStream(buckets[0].flat.device)
         return Gather(buckets, self._side)
+
+    def begin(self, this: Iteration) -> None:
+        """Begin a pass. What happens to parameters between two passes is known only as far as a step writes them."""
+        super().begin(this)
+        for shards in self.buckets:
+            shards.gathered = False
 
     @property
     def buckets(self) -> list[Shards]:

@@ -91,7 +91,9 @@ def test_experts_are_gathered_over_their_own_replicas(runs):
         assert count == (2 if ".experts." in name else 4), name
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]
-        assert sent < 0.7 * raw, "all messages are as long as that of the shard that has most of the few vectors"
+        # Each of the two optimizers gathers all buckets, of which it has changed its own. All messages are as long as
+        # that of the shard that has most of the few vectors.
+        assert sent < 0.5 * 0.7 * raw, "a bucket is gathered once a step"
 
 
 @uses(table.GATHER_TP2)
