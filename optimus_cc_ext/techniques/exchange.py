@@ -190,7 +190,7 @@ class _BucketMessages(MessagePool):
         if not self.nbytes:
             self._memory = self._pool.take(nbytes, device)
         elif nbytes > self.nbytes:
-            # In place, so that memory which was given out before, and its content, stays the same memory.
+            # The memory grows in place, so that tensors that were given out before keep it, with its content.
             self._memory.untyped_storage().resize_(nbytes)
             self._memory.set_(self._memory.untyped_storage())
             self._memory[self.nbytes :].zero_()

@@ -71,7 +71,7 @@ class _Around:
             if config is not None:
                 api.install(config, train_iters=100)
             if (session := api.current_session()) is not None:
-                session.follows_zeroing = True  # tests of one stage reduce gradients without a schedule
+                session.follows_zeroing = True  # tests with one stage reduce gradients without a schedule
             reports = runtestprotocol(item, nextitem=nextitem, log=False)
             if config is not None:
                 if config.any_technique and (session := api.current_session()) is not None:
@@ -141,7 +141,7 @@ def stand_in_for_a_gpu() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    patches = Patches()  # never closed: this process and its forks only run these tests
+    patches = Patches()  # the patches are never undone: this process and its forks only run these tests
     c10d = torch.distributed.distributed_c10d
     for name in ("init_process_group", "new_group"):
         for owner in (torch.distributed, c10d):

@@ -155,7 +155,7 @@ def _prepare(checkout: Path) -> int:
     os.chdir(checkout)
     from optimus_cc_ext.devices import cpu_runtime
 
-    warnings.simplefilter("ignore")  # Megatron warns once per missing GPU library that it falls back
+    warnings.simplefilter("ignore")  # Megatron warns once for each missing GPU library
     on_gpus = cpu_runtime.device_choice() == "cuda"
     if not on_gpus:
         cpu_runtime.activate()

@@ -41,7 +41,7 @@ Errors = dict[tuple[float, int, str], float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reduce on all ranks, and print the table."""
+    """Reduce gradients on real ranks, and print the table of errors."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.levels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

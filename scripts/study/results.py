@@ -48,7 +48,8 @@ def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def traffic(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> Table:
-    """Make the table of bytes over vanilla's, by class, and the median iteration, from the first seed with a run."""
+    """Make the table of each variant's bytes over vanilla's, by class, and its median iteration, from the first seed
+    with a run."""
     runs = {variant: _first(results, variant, seeds) for variant in variants}
     names = list(dict.fromkeys(name for run in runs.values() if run for name in run["bytes"]))
     rows: list[tuple[Any, ...]] = []

@@ -62,7 +62,8 @@ def _one_memory(*, shared: bool) -> Shared:
     own = weights.view(2, -1)[dist.get_rank()]
     with gathers.updating(["bucket"]):
         own.add_(0.5)
-    technique.choose_stages({0})  # needs more memory, while there is a message of parameters in it
+    # The stage's messages need more memory, while the old memory holds a message of parameters.
+    technique.choose_stages({0})
     gathers.gather([shards]).wait()
     group.start(group.reducers, whole=False).wait()
     with gathers.updating(["bucket"]):
@@ -83,5 +84,5 @@ def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages(
     ):
         assert torch.equal(one.parameters, two.parameters) and torch.equal(one.gradients, two.gradients)
         assert two.announced == two.apart == one.apart == one.announced + one.gather_bytes
-        # The memory check does not ask for what is there; messages that are there are not needed once more.
+        # The memory check counts no memory that exists already, so messages that exist are not needed once more.
         assert one.needed[0] == two.needed[0] - one.gather_bytes and one.needed[1] == two.needed[1]

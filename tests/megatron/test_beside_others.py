@@ -65,7 +65,7 @@ def with_a_thread_that_generates(busy: bool) -> list[str]:
             with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(reference, "forward", functools.partial(held, reference.forward, inside, trained))
                 own_loops.pass_of(reference, groups, forward_only=True)
-        except BaseException as error:  # the thread's, for the test to see
+        except BaseException as error:  # the test sees every error of the thread
             failed.append(repr(error))
             inside.set()
 
@@ -164,7 +164,7 @@ def an_encoder_beside_a_policy_that_compresses_on_one_stage() -> tuple[float, fl
 
 def test_a_policy_that_compresses_on_one_stage_leaves_an_encoder_over_all_ranks_alone() -> None:
     for encoder, policy, metrics in run_ranks(4, an_encoder_beside_a_policy_that_compresses_on_one_stage, timeout=90):
-        assert 0 < encoder < 0.05 and 0 < policy < 0.1  # the rounding of eight bits, in one message and in two
+        assert 0 < encoder < 0.05 and 0 < policy < 0.1  # one message rounds to eight bits, two messages twice
         assert metrics["optimus-cc/DP gradients sent bytes"] < metrics["optimus-cc/DP gradients raw bytes"]
 
 
@@ -174,7 +174,7 @@ def groups_of_ones_own_alone() -> dict[str, float]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     dist.init_process_group("gloo")
-    parallel_state._set_global_memory_buffer()  # Megatron's linear layers take it from there
+    parallel_state._set_global_memory_buffer()  # Megatron's linear layers take their workspace from this global buffer
     get_cuda_rng_tracker().add("model-parallel-rng", 1)
     groups = own_loops.groups_of_ones_own(2)
     model = own_loops.build(2, groups)
@@ -215,7 +215,7 @@ def test_ranks_without_the_model_are_not_waited_for() -> None:
 def many_handles() -> tuple[list[int], list[str]]:
     """Return the number of process groups after each handle, and the gradients' hash with each."""
     own_loops.start(2)
-    for _ in range(dist.get_rank()):  # ranks that hold unequal numbers of groups
+    for _ in range(dist.get_rank()):  # ranks get unequal numbers of groups
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     config = INT8.replace(fused_embedding_sync=True)
     numbers, digests = [], []
