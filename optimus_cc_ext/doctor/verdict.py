@@ -26,7 +26,7 @@ _OURS = "optimus-cc: "
 
 @dataclass
 class Verdict:
-    """The way in which training would begin or end."""
+    """The way in which training would begin, or end before its first iteration."""
 
     exit_code: int = 0
     """Exit status with which training would end before its first iteration; 0: training would begin."""

@@ -53,7 +53,7 @@ class TechniqueMetrics:
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """Sums over the ranks of one stage."""
+    """Sums of measurements over the ranks of one stage."""
 
     ranks: int
     techniques: Mapping[str, TechniqueMetrics]

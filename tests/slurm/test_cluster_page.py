@@ -88,7 +88,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
             values = {flag.upper().replace("-", "_"): value for flag, value in flags}
 
     assert (site / "optimus-cc.sqsh").exists()
-    # One step each for the data, preflight, training and the experiment, three for the evaluation.
+    # The page's jobs start one step each for the data, preflight, training and the experiment, three for evaluation.
     programs_of_steps = (
         "optimus_cc_ext.data",
         "preflight.py",
