@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, Need, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, Need, TrafficClass
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
@@ -243,6 +244,26 @@ def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:
     return (
         f"{flag_of(name)} {getattr(config, name)}: saves nothing on this model: low rank would send more bytes, so "
         f"{traffic.tag} traffic is sent uncompressed. Lower the rank"
+    )
+
+
+def cost_of_shards(config: OptimusConfig, replicas: int) -> str | None:
+    """Return the cost to the kernels of shards in buckets that are not padded; None: there is no cost.
+
+    Args:
+        replicas: the number of shards of a bucket.
+    """
+    if not any(block_format(config.format_of(each)) for each in (DP_GRADIENTS, PARAM_GATHER)):
+        return None
+    # Megatron pads a bucket to a multiple of 128 and of the replicas, and cuts it into as many shards.
+    multiple = 128 // math.gcd(replicas, 128)
+    if multiple >= 8:  # a load of 16 bytes takes 4 values in fp32, 8 in bf16
+        return None
+    return (
+        f"{replicas} replicas' shards begin at multiples of {multiple} values: kernels need {8 // multiple} times as "
+        f"many loads and stores in bf16, and {max(1, 4 // multiple)} in fp32, as with "
+        "--ddp-pad-buckets-for-high-nccl-busbw (optimus_cc_ext.pad_buckets), which adds up to 65,535 values to a "
+        "bucket; checkpoints saved without it still load"
     )
 
 

@@ -6,15 +6,13 @@ runs Megatron's own validation, `estimate.py` computes bytes.
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER
-from optimus_cc_ext.config.presets import Layout, describe
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe
 from optimus_cc_ext.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.doctor.machine import find_checkout, kernels, packages, seams
@@ -178,22 +176,10 @@ def _lines_about_nodes(config: OptimusConfig, placement: Placement) -> list[str]
 
 def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:
     """Return the finding about shards that begin where kernels cannot load 16 bytes at once; empty: there are none."""
-    in_blocks = any(block_format(config.format_of(each)) for each in (DP_GRADIENTS, PARAM_GATHER))
-    padded = args.ddp_pad_buckets_for_high_nccl_busbw
-    if not args.use_distributed_optimizer or not in_blocks or padded:
+    if not args.use_distributed_optimizer or args.ddp_pad_buckets_for_high_nccl_busbw:
         return []
-    replicas = args.data_parallel_size * args.context_parallel_size
-    # Megatron pads a bucket to a multiple of 128 and of the replicas, and cuts it into as many shards.
-    multiple = 128 // math.gcd(replicas, 128)
-    if multiple >= 8:  # a load of 16 bytes takes 4 values in fp32, 8 in bf16
-        return []
-    state = (
-        f"{replicas} replicas' shards begin at multiples of {multiple} values: kernels need {8 // multiple} times as "
-        f"many loads and stores in bf16, and {max(1, 4 // multiple)} in fp32, as with "
-        "--ddp-pad-buckets-for-high-nccl-busbw, which adds up to 65,535 values to a bucket; checkpoints saved without "
-        "it still load"
-    )
-    return [Finding("shards", state)]
+    cost = cost_of_shards(config, args.data_parallel_size * args.context_parallel_size)
+    return [] if cost is None else [Finding("shards", cost)]
 
 
 def _micro_batches(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
-from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.presets import Layout, cost_of_shards
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
@@ -89,6 +89,9 @@ def place(session: Session, model: Any) -> None:
     if session.new_groups is not None:
         nodes = [place.node for place in session.new_groups.places]
         lines += filter(None, [grid.placement(ranks_per_node(nodes))])
+    padded = getattr(getattr(model, "ddp_config", None), "pad_buckets_for_high_nccl_busbw", False)
+    if layout.distributed_optimizer and not padded:
+        lines += filter(None, [cost_of_shards(session.config, grid.data_parallel)])
     for line in lines if grid.is_first else ():
         say(f"optimus-cc: {line}")
 
