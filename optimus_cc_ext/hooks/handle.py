@@ -88,6 +88,8 @@ class Handle:
 
         Collective over all ranks of the model if it is the first one.
         """
+        if self._removed:  # under `install`: other code has wrapped DDP's constructor around our wrap, which stays
+            return
         join(self._sessions, self._compressing, model, self._patches)
         self._models.append(model)
 

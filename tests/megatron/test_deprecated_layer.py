@@ -12,6 +12,7 @@ from optimus_cc_ext.errors import OptimusError, UnfitState
 from tests.forked_ranks import run_ranks
 from tests.launches import launch
 from tests.megatron import own_loops
+from tests.megatron.test_beside_others import tap
 from tests.megatron.test_bridge import run_like_bridge
 
 STEPS = 4
@@ -56,6 +57,27 @@ def bridge_without_warnings(save: str) -> int:
 def test_the_launcher_and_bridge_use_nothing_that_is_deprecated(tmp_path: Any) -> None:
     assert launch(["--optimus-cc", "balanced"], before=warnings_are_errors).accepted
     assert run_ranks(4, bridge_without_warnings, str(tmp_path)) == [1] * 4
+
+
+def uninstalled_under_a_profiler() -> bool:
+    """Return whether a model that is built after `uninstall` is vanilla, though other code wraps our wraps."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.pipeline_parallel import schedules
+
+    own_loops.start(1)
+    vanilla = own_loops.build(1)
+    own_loops.pass_of(vanilla)
+    optimus_cc_ext.install(LOW_RANK)
+    for owner, name in ((DistributedDataParallel, "__init__"), (schedules, "forward_backward_no_pipelining")):
+        tap(owner, name)
+    optimus_cc_ext.uninstall()
+    model = own_loops.build(1)
+    own_loops.pass_of(model)
+    return own_loops.digest(model) == own_loops.digest(vanilla)
+
+
+def test_a_model_is_vanilla_after_uninstall_though_other_code_wraps_our_wraps() -> None:
+    assert run_ranks(2, uninstalled_under_a_profiler, timeout=90) == [True] * 2
 
 
 def states_of_an_installation() -> tuple[str, bool, str]:
