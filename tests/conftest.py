@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if record := config.getoption("--record"):
         os.environ["OPTIMUS_CC_TEST_RECORD"] = os.path.abspath(record)
     if not os.environ.keys().isdisjoint(("OPTIMUS_CC_TEST_MEGATRON", "OPTIMUS_CC_TEST_TORCH")):
-        # Through NVML: CUDA itself does not survive a fork.
+        # GPUs are counted through NVML, because CUDA itself does not survive a fork.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         import torch
 

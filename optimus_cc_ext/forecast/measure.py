@@ -161,8 +161,8 @@ class _Rates:
         )  # fmt: skip
 
 
-# One function for each class of traffic. Compressors that are timed here have scratch memory of their own, because the
-# scratch memory of the buckets' compressors is used on the buckets' stream.
+# Each class of traffic has a function of its own. Compressors that are timed here have scratch memory of their own,
+# because that of the buckets' compressors is used on the buckets' stream.
 
 
 def _forward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassCost:

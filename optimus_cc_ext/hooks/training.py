@@ -23,7 +23,7 @@ exit.
 """
 
 _GRADIENT_NORM = 5
-"""Index of the norm before clipping in the same tuple, a number on the host; None if there was no update."""
+"""Index of the norm before clipping in `train_step`'s return tuple: a number on the host; None without an update."""
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:

@@ -15,7 +15,7 @@ MICRO_BATCHES = 2
 
 
 def new_session(train_iters=8, **changes):
-    """Make the session of the sending stage of two."""
+    """Make the session of the stage that sends gradients, the second of two."""
     config = OptimusConfig(
         compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
         residual_across_iterations="carry", dp_compression=True, dp_compression_warmup=0.5,
