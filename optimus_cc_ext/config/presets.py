@@ -44,6 +44,9 @@ class Layout:
     distributed_optimizer: bool = False
     """True if each replica's optimizer reads only its own shard of the gradients."""
 
+    instances: int = 1
+    """The number of instances of the distributed optimizer: runs of replicas, each with all of its shards."""
+
     optimizer: str = "adam"
     """Megatron's `--optimizer`."""
 
@@ -53,6 +56,11 @@ class Layout:
     train_iters: int | None = None
     seed: int = 1234
     """Megatron's seed."""
+
+    @property
+    def owners(self) -> int:
+        """Number of replicas among which the distributed optimizer's shards are dealt."""
+        return self.data_parallel // self.instances
 
     @property
     def scales_errors(self) -> bool:

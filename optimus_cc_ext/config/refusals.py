@@ -63,6 +63,9 @@ def _above_one(name: str) -> Callable[[argparse.Namespace], Any]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
+_instances = _above_one("num_distributed_optimizer_instances")
+
+
 def _graph_of_everything(args: argparse.Namespace) -> bool:
     # Megatron 0.17 has full_iteration as a scope (a member of an enumeration) of the implementation "local"; later
     # versions have made it an implementation of its own.
@@ -81,9 +84,10 @@ REFUSALS = (
     Refusal("--use-megatron-fsdp", _BUFFERS, _FSDP),
     Refusal("--use-torch-fsdp2", _BUFFERS, _FSDP),
     Refusal(
-        "--num-distributed-optimizer-instances", _BUFFERS,
-        "gradients are reduced in two steps, inside each distributed-optimizer instance and between instances",
-        given=_above_one("num_distributed_optimizer_instances"),
+        "--save-wgrads-interval", _GRADIENTS,
+        "with several distributed-optimizer instances Megatron sums whole gradients over the replicas of one instance "
+        "only",
+        given=lambda args: _instances(args) and getattr(args, "save_wgrads_interval", None) is not None,
     ),
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation", _GRADIENTS,

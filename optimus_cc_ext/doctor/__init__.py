@@ -112,7 +112,7 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
     config, layout = session.config, session.layout
     placement = _placement(args, ranks_per_node)
     try:
-        lines = _lines_about_nodes(config, placement)
+        lines = _lines_about_nodes(config, placement, layout.instances)
     except FlagError as error:
         return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
     numbers, estimates = _estimated(args, layout, config, placement)
@@ -157,7 +157,7 @@ def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
     )  # fmt: skip
 
 
-def _lines_about_nodes(config: OptimusConfig, placement: Placement) -> list[str]:
+def _lines_about_nodes(config: OptimusConfig, placement: Placement, instances: int) -> list[str]:
     """Return the lines that the run would log about traffic inside nodes and about levels.
 
     Raises:
@@ -171,7 +171,7 @@ def _lines_about_nodes(config: OptimusConfig, placement: Placement) -> list[str]
     places = places_of(placement)
     whole = len({place.node for place in places}) == 1 and len(places) > 1
     lines = ["the whole job fits one node: nothing leaves it"] if whole else []
-    return lines + list(crossing_lines(config, places))
+    return lines + list(crossing_lines(config, places, instances))
 
 
 def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:
@@ -211,7 +211,7 @@ def _estimated(
         found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
-        on = OnNodes.of(config, places_of(placement))
+        on = OnNodes.of(config, places_of(placement), layout.instances)
         traffic, state = bytes_by_class(*asked, on), state_bytes(*asked)
         traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}

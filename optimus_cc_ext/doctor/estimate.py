@@ -106,21 +106,28 @@ class OnNodes:
     """True if the first and the last stage of the first pipeline are on different nodes."""
 
     @classmethod
-    def of(cls, config: OptimusConfig, places: Sequence[RankPlace]) -> "OnNodes":
-        """Return the facts that follow from the places of all ranks."""
+    def of(cls, config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> "OnNodes":
+        """Return the facts that follow from the places of all ranks; `instances` is the number of instances of the
+        distributed optimizer.
+        """
         nodes = {place.rank: place.node.name for place in places}
         first = next(place for place in places if place.rank == 0)
         alike = [p.rank for p in places if (p.stage, p.tensor_rank) == (first.stage, first.tensor_rank)]
-        levels = levels_of_group(places, sorted(alike))
-        two = config.sums_in_blocks and config.dp_compression_levels != "one"
+        levels = _instance_levels(len(alike), instances) or levels_of_group(places, sorted(alike))
+        two = levels.instances or (config.sums_in_blocks and config.dp_compression_levels != "one")
         hops = [hop for place in places for hop in pairwise(place.pipeline)]
         return cls(
             levels=levels if two else dataclasses.replace(levels, members=1),
             beside=sum(nodes[rank] == nodes[0] for rank in alike),
-            left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places))),
+            left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places, instances))),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
             pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
         )
+
+
+def _instance_levels(replicas: int, instances: int) -> Levels | None:
+    """Return the levels of several instances of the distributed optimizer; None with one instance."""
+    return Levels(nodes=instances, members=replicas // instances, instances=True) if instances > 1 else None
 
 
 UNKNOWN = OnNodes()
@@ -167,7 +174,7 @@ def bytes_between_nodes(
         raw, sent = raw + before * on.crossing, sent + after * on.crossing
     for stage in range(layout.stages):
         gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
-        dense, coded = (leaving_ring(nbytes, layout.data_parallel, on.beside) for nbytes in gathered)
+        dense, coded = (leaving_ring(nbytes, layout.owners, min(on.beside, layout.owners)) for nbytes in gathered)
         raw, sent = raw + dense, sent + coded
         for plan in _plans(gpt, layout, config, stage, on):
             raw += plan.dense_leaving_bytes
@@ -186,9 +193,9 @@ def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -
     formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
     numel = plan.tied_bytes // dtype.itemsize
     if layout.distributed_optimizer:
-        shard = BlockLayout.of_one(numel // replicas)
+        shard = BlockLayout.of_one(numel // layout.owners)
         if formats is None:
-            return all_reduce_bytes(plan.tied_bytes // replicas, 2)
+            return all_reduce_bytes(plan.tied_bytes // layout.owners, 2)
         return Codec(formats.gradients).message_bytes(shard, dtype)
     if formats is None:
         return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside)
@@ -249,7 +256,8 @@ def _of_stage(
         sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
         gradients.append((plan.dense_bytes, sent))
         if plan.tied_bytes:
-            raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded)
+            instances = layout.instances
+            raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, instances=instances)
             embedding = raw, raw - saved
             if config.fused_embedding_sync:
                 formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
@@ -260,6 +268,7 @@ def _of_stage(
                     formats=formats,
                     dtype=gpt.gradient_dtype,
                     levels=on.levels,
+                    instances=instances,
                 )
                 embedding = raw, fused
         coded = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
@@ -300,7 +309,9 @@ def _plans(
         buckets = [_bucket(gpt, layout, ranks, kinds[name]) for name in names if kinds[name]]
         if not buckets:
             continue
-        nodes = on if ranks == layout.data_parallel else UNKNOWN
+        nodes = on if ranks == layout.data_parallel else OnNodes(
+            levels=_instance_levels(ranks, layout.instances) or ONE_LEVEL
+        )  # fmt: skip
         rules = BucketRules.of(
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
             fused=config.fused_embedding_sync and bool(kinds["tied"]) and "tied" in names,
@@ -369,7 +380,7 @@ def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> t
     buckets = [bucket for plan in _plans(gpt, layout, config, stage) for bucket in plan.buckets]
     values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)
     messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
-    return messages, 2 * values // layout.data_parallel * gpt.parameter_dtype.itemsize
+    return messages, 2 * values // layout.owners * gpt.parameter_dtype.itemsize
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

@@ -14,12 +14,13 @@ from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_li
 from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, sharded_bytes
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs
-from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes
 from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL
 from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.session import Session
 
@@ -70,27 +71,31 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     gradients = session.gradients
     assert session.grid is not None, "the session has no place in the grid yet"
     sharded = session.layout is not None and session.layout.distributed_optimizer
+    several = session.layout is not None and session.layout.instances > 1
     grid, everyone = session.grid, session.grid.groups
     link = probe_link(grid.pipeline_group, device, everyone, batched=grid.batched_messages)
     blocks = _sums_in_blocks(session.config)
     # A stage without parameters, which has no replicas to sum with, takes part as well, because the other ranks wait
     # for it.
+    groups = gradients.buckets[0].groups if gradients.buckets else None
+    whole, node, rail = (None, None, None) if groups is None else (groups.whole, groups.node, groups.rail)
     found = {
-        collective: probe_collective(gradients.replicas, device, everyone, collective)
-        for collective, used in (
-            (Collective.ALL_REDUCE, True), (Collective.REDUCE_SCATTER, sharded),
-            (Collective.ALL_TO_ALL, blocks), (Collective.ALL_GATHER, blocks or sharded),
+        collective: probe_collective(node if inside and several else whole, device, everyone, collective)
+        for collective, used, inside in (
+            (Collective.ALL_REDUCE, True, False), (Collective.REDUCE_SCATTER, sharded, True),
+            (Collective.ALL_TO_ALL, blocks and not several, False), (Collective.ALL_GATHER, blocks or sharded, True),
         ) if used
     }  # fmt: skip
     replicas = found[Collective.ALL_REDUCE]
     rates = _Rates.of({collective: rate or FREE for collective, rate in found.items()})
     inside = across = None
-    if session.two_levels:
-        groups = gradients.buckets[0].groups if gradients.buckets else None
-        node, rail = (None, None) if groups is None else (groups.node, groups.rail)
+    if session.two_levels or several:
         inside = probe_collective(node, device, everyone, Collective.REDUCE_SCATTER)
         across = probe_collective(rail, device, everyone, Collective.ALL_TO_ALL)
         rates = replace(rates, inside=inside or FREE, across=across or FREE)
+    if several:
+        between = probe_collective(rail, device, everyone, Collective.ALL_REDUCE)
+        rates = replace(rates, dense=between or FREE, blocks=across or FREE)
     coding = _coding(session, sharded)
     plans = [buckets.plan for buckets in gradients.buckets]
     cost = RankCost(
@@ -134,7 +139,9 @@ class _Rates:
     """Rates of the collectives over the replicas, named by their contents."""
 
     dense: Rate
-    """The rate of Megatron's own sums: a reduce-scatter with the distributed optimizer, else an all-reduce."""
+    """The rate of Megatron's own sums: a reduce-scatter with the distributed optimizer, else an all-reduce; with
+    several instances of that optimizer, the all-reduce between them.
+    """
 
     factors: Rate
     """The rate of sums of uncompressed factors P and Q: an all-reduce."""
@@ -209,7 +216,8 @@ def _gradients(
 ) -> ClassCost:  # fmt: skip
     """Return the cost of the gradients that `plans` reduce, which `coding` seconds encode and decode (`_coding`)."""
     gradients = session.gradients
-    share = _second_phase(gradients.codecs, sharded)
+    several = any(plan.rules.instances > 1 for plan in plans)
+    share = _second_phase(gradients.codecs, sharded and not several)
     inside = sum(plan.inside_bytes for plan in plans)
     if inside:
         # In two levels each rank encodes only its own part of the node's sum.
@@ -221,7 +229,7 @@ def _gradients(
         # The sums of P and the sums of Q are gathered in the format in which the parts arrived.
         first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
     # Bucket groups in which nothing can be compressed are reduced by Megatron.
-    others = rates.dense.sent(sum(plan.dense_bytes for plan in plans if not plan.compresses))
+    others = _dense([plan for plan in plans if not plan.compresses], rates)
     sent = sum(plan.compressed_bytes() for plan in plans if plan.compresses)
     coded = reduction(first, sent - inside, coding, share, later)
     summed = rates.inside.sent(inside)
@@ -229,13 +237,19 @@ def _gradients(
         GRADIENTS,
         When.AFTER_BACKWARD,
         Link.REPLICAS,
-        rates.dense.sent(sum(plan.dense_bytes for plan in plans)),
+        _dense(plans, rates),
         Sent(
             nbytes=coded.nbytes + others.nbytes + summed.nbytes,
             transfer=coded.transfer + others.transfer + summed.transfer,
             second_phase=coded.second_phase,
         ),
     )
+
+
+def _dense(plans: Sequence[GroupPlan], rates: _Rates) -> Sent:
+    """Return the cost of Megatron's own sums of the gradients in these plans."""
+    nbytes, inside = (sum(getattr(plan, name) for plan in plans) for name in ("dense_bytes", "dense_inside_bytes"))
+    return Sent(nbytes=nbytes, transfer=rates.dense.seconds(nbytes - inside) + rates.inside.seconds(inside))
 
 
 def _second_phase(codecs: BlockCodecs | None, sharded: bool) -> float:
@@ -256,7 +270,10 @@ def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tu
     """Return the tied embedding's cost twice: over the replicas, and between the first and the last stage."""
     assert session.grid is not None
     nbytes, replicas = sum(buckets.plan.tied_bytes for buckets in session.gradients.buckets), session.grid.data_parallel
-    with_replicas = fused_with_replicas = (reduce_scatter_bytes if sharded else all_reduce_bytes)(nbytes, replicas)
+    instances = 1 if session.layout is None else session.layout.instances
+    with_replicas = fused_with_replicas = (
+        sum(sharded_bytes(nbytes, replicas, instances)) if sharded else all_reduce_bytes(nbytes, replicas)
+    )
     with_pair = fused_with_pair = 0
     codecs, formats = session.embedding.codecs, session.embedding.formats
     # In block formats, one reduction goes over the replicas of a stage and then between two ranks, or over the replicas
@@ -265,11 +282,15 @@ def _embedding(session: Session, rates: _Rates, pair: Rate, sharded: bool) -> tu
     if codecs is not None and not sharded:
         pair_rate = rates.blocks.then(rates.gather, _share_of_sums(codecs))
     if nbytes and session.grid.stages > 1:
-        fused = fused_with_pair = fused_bytes(nbytes, replicas, sharded=sharded, formats=formats)
+        rules = (buckets.plan.rules for buckets in session.gradients.buckets)
+        levels = next((each.levels for each in rules if each.instances > 1), ONE_LEVEL)
+        fused = fused_with_pair = fused_bytes(
+            nbytes, replicas, sharded=sharded, formats=formats, instances=instances, levels=levels
+        )  # fmt: skip
         if sharded:
             # After the replicas have reduced, the pair of ranks sums only its shard.
-            fused_with_pair = fused_bytes(nbytes // replicas, 1, sharded=True, formats=formats)
-        with_pair = unfused_bytes(nbytes, replicas, sharded=sharded) - with_replicas
+            fused_with_pair = fused_bytes(nbytes // (replicas // instances), 1, sharded=True, formats=formats)
+        with_pair = all_reduce_bytes(nbytes, 2)
         fused_with_replicas = fused - fused_with_pair
     return (
         ClassCost(

@@ -129,6 +129,7 @@ def layout_from(args: argparse.Namespace) -> Layout:
         tied_embeddings=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
         one_pair=not _mtp_apart(args),
         distributed_optimizer=args.use_distributed_optimizer or _layer_wise(args),
+        instances=getattr(args, "num_distributed_optimizer_instances", None) or 1,
         optimizer=args.optimizer,
         master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),

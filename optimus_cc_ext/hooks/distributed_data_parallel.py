@@ -66,8 +66,11 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     refuse_unsupported(facts_of(model), session.config)
     place(session, model)
     experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
-    for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-        attach(session, bucket_group, patches, experts, routers)
+    for bucket_groups, replicas in (
+        (model.bucket_groups, "dp_cp_group"), (model.expert_parallel_bucket_groups, "expt_dp_group")
+    ):  # fmt: skip
+        for bucket_group in bucket_groups:
+            attach(session, bucket_group, patches, experts, routers, replicas=getattr(model, replicas, None))
     sessions.add(model, session)
 
 
@@ -141,6 +144,7 @@ def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, pr
         data_parallel=grid.data_parallel,
         tied_embeddings=tied,
         distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
+        instances=getattr(ddp_config, "num_distributed_optimizer_instances", 1),
         master_copies=grid.dtype != torch.float32 and not precision_aware,
         train_iters=train_iters,
     )

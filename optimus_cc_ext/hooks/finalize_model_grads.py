@@ -96,12 +96,13 @@ def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) 
     stages."""
     assert session.grid is not None
     nbytes, replicas = gradient.nbytes, session.grid.data_parallel
-    raw = unfused_bytes(nbytes, replicas, sharded=sharded)
+    instances = 1 if session.layout is None else session.layout.instances
+    raw = unfused_bytes(nbytes, replicas, sharded=sharded, instances=instances)
     if ours:
         fused = session.embedding
         sent = fused_bytes(
             nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype,
-            levels=_levels(session, sharded),
+            levels=_levels(session, sharded), instances=instances,
         )  # fmt: skip
     else:
         sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)

@@ -9,6 +9,7 @@ Our reduction is always a sum. Megatron scales by 1/D before it, except that wit
 the division to the collective, and with --calculate-per-token-loss divides by the number of tokens at the end.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,11 +21,11 @@ import torch.distributed as dist
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.metrics.traffic import leaving_ring
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
+from optimus_cc_ext.techniques.nodes import Levels
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
 from optimus_cc_ext.techniques.reducers import Reduction
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
@@ -34,7 +35,13 @@ __all__ = ["attach", "finish", "own_shard"]
 
 
 def attach(
-    session: Session, bucket_group: Any, patches: Patches, experts: Collection[Any] = (), routers: Collection[Any] = ()
+    session: Session,
+    bucket_group: Any,
+    patches: Patches,
+    experts: Collection[Any] = (),
+    routers: Collection[Any] = (),
+    *,
+    replicas: dist.ProcessGroup | None = None,
 ) -> None:
     """Take over, or at least count, the reductions and gathers of one `_ParamAndGradBucketGroup`.
 
@@ -42,13 +49,16 @@ def attach(
         patches: holds the replaced attributes of the bucket group.
         experts: the weights of routed experts, whose gradients low rank does not compress.
         routers: the weights of routers, which stay dense in block formats.
+        replicas: the ranks that hold the same parameters, in all instances of the distributed optimizer.
     """
     config, gradients = bucket_group.ddp_config, session.gradients
     sharded: bool = config.use_distributed_optimizer
-    replicas = getattr(bucket_group, replaced_group(sharded))
+    owners = getattr(bucket_group, replaced_group(sharded))
+    instances = _instances(bucket_group)
+    replicas = owners if replicas is None or instances == 1 else replicas
     records = [_record(bucket, experts, routers) for bucket in bucket_group.buckets]
     fused = None if session.embedding.group is None else session.embedding
-    groups, left_dense = _groups(session, replicas)
+    groups, left_dense = _groups(session, replicas, bucket_group)
     rules = BucketRules.of(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
         levels=groups.levels, place=groups.place, beside=groups.beside, left_dense=left_dense,
@@ -69,10 +79,12 @@ def attach(
     if line is not None and dist.get_rank() == 0:
         say(f"optimus-cc: {line}")
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
+    if instances > 1 and config.overlap_grad_reduce:
+        patches.wrap(bucket_group, "finish_grad_sync", partial(_finish_grad_sync, bucket_group))
     if plan.gather_bytes:
         shards = [
             session.parameters.add_bucket(
-                bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(replicas), bucket_plan.record
+                bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(owners), bucket_plan.record
             )
             for bucket, bucket_plan in zip(bucket_group.buckets, plan.buckets, strict=True)
             if bucket_plan.gather is not None
@@ -103,7 +115,8 @@ def finish(session: Session, bucket_group: Any) -> None:
     """
     if isinstance(bucket_group.grad_reduce_handle, Reduction):
         bucket_group.grad_reduce_handle.wait()
-        bucket_group.grad_reduce_handle = _Done()
+        # With several instances Megatron waits for its stream, and never for a handle.
+        bucket_group.grad_reduce_handle = _Done() if _instances(bucket_group) == 1 else None
     finish_gather(session, bucket_group)
 
 
@@ -123,19 +136,34 @@ class _Done:
         pass
 
 
-def _groups(session: Session, replicas: dist.ProcessGroup) -> tuple[Groups, frozenset[TrafficClass]]:
+def _instances(bucket_group: Any) -> int:
+    """Return the number of instances of the distributed optimizer."""
+    return int(getattr(bucket_group.ddp_config, "num_distributed_optimizer_instances", 1))
+
+
+def _groups(session: Session, replicas: dist.ProcessGroup, bucket_group: Any) -> tuple[Groups, frozenset[TrafficClass]]:
     """Return the groups whose ranks exchange gradients in blocks, and the classes that are left dense inside a node."""
-    config = session.config
-    if session.new_groups is None:
+    config, new_groups, instances = session.config, session.new_groups, _instances(bucket_group)
+    if instances > 1:
+        node, rail = (
+            getattr(bucket_group, name)
+            for name in (replaced_group(sharded=True), "inter_distributed_optimizer_instance_group")
+        )
+        levels = Levels(nodes=instances, members=node.size(), instances=True)
+        beside = 1 if new_groups is None else new_groups.beside(replicas)
+        groups = Groups(replicas, levels, node, rail, beside)
+    elif new_groups is None:
         return Groups(replicas), frozenset()
-    two = config.sums_in_blocks and config.dp_compression_levels != "one"
-    groups = session.new_groups.in_levels(replicas, two=two)
+    else:
+        two = config.sums_in_blocks and config.dp_compression_levels != "one"
+        groups = new_groups.in_levels(replicas, two=two)
     own = None if session.grid is None else session.grid.replica_group
     if own is not None and dist.get_process_group_ranks(replicas) == dist.get_process_group_ranks(own):
         return groups, session.left_dense
     # The parameters of experts have replicas of their own.
-    inside = filter(config.is_dense_inside, (DP_GRADIENTS, PARAM_GATHER) if groups.levels.inside else ())
-    return groups, frozenset(inside)
+    inside = [DP_GRADIENTS] if groups.beside == replicas.size() else []
+    inside += [PARAM_GATHER] if groups.beside >= groups.owners.size() else []
+    return groups, frozenset(filter(config.is_dense_inside, inside))
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:
@@ -175,6 +203,8 @@ def _start_grad_sync(
     reducers = buckets.reducers
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.plan.dense_bytes
+    if force_all_reduce and buckets.plan.rules.instances > 1:
+        reducers = []  # Megatron sums whole gradients inside one instance only, and so has no sum that we could replace
     if buckets.plan.tied_bytes and not started_already:
         session.embedding.left_out = session.in_step and buckets.plan.leaves_out
     if not session.in_step or not reducers or started_already:
@@ -199,6 +229,16 @@ def _start_grad_sync(
     sent = buckets.sent_bytes(reducers, whole=whole)
     session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=sent)
     _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.leaving_bytes(reducers, whole=whole))
+
+
+def _finish_grad_sync(
+    bucket_group: Any, original: Callable[..., None], force_all_reduce: bool | None = False
+) -> None:  # fmt: skip
+    """Wait for our reduction: with several instances Megatron's `finish_grad_sync` waits for its stream alone."""
+    original(force_all_reduce)
+    if isinstance(bucket_group.grad_reduce_handle, Reduction):
+        bucket_group.grad_reduce_handle.wait()
+        bucket_group.grad_reduce_handle = None
 
 
 def _start_param_sync(
@@ -238,7 +278,7 @@ def _start_param_sync(
     if session.grid is not None:
         sent = sum(shard.sent_bytes for shard in shards) if ours else 0 if again else plan.gather_bytes
         session.traffic.add(PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
-        raw, left = (leaving_ring(nbytes, plan.rules.ranks, plan.rules.beside) for nbytes in (plan.gather_bytes, sent))
+        raw, left = map(plan.gather_leaving_bytes, (plan.gather_bytes, sent))
         _count_leaving(session, raw, left)
 
 
@@ -259,6 +299,10 @@ def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> 
             "cached_grad_buffer_shard_list": [None] * len(bucket_group.buckets),
             "cached_param_buffer_shard_list": [None] * len(bucket_group.buckets),
         }
+    if plan.rules.instances > 1:
+        # One instance: without the all-reduce between instances, and with a handle instead of a stream of its own.
+        lent["ddp_config"] = copy.copy(bucket_group.ddp_config)
+        lent["ddp_config"].num_distributed_optimizer_instances = 1
     own = {name: getattr(bucket_group, name) for name in lent}
     scales = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
     vars(bucket_group).update(lent)

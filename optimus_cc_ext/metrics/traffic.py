@@ -14,8 +14,10 @@ __all__ = [
     "all_reduce_bytes",
     "exchanged_bytes",
     "leaving_exchange",
+    "leaving_instances",
     "leaving_ring",
     "reduce_scatter_bytes",
+    "sharded_bytes",
 ]
 
 
@@ -36,6 +38,14 @@ def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
+def sharded_bytes(nbytes: int, ranks: int, instances: int = 1) -> tuple[int, int]:
+    """Return the bytes that one rank sends while `ranks` ranks with a distributed optimizer sum `nbytes`: in the
+    reduce-scatter inside an instance of the optimizer, and in the all-reduce of its shard between instances.
+    """
+    owners = ranks // instances
+    return reduce_scatter_bytes(nbytes, owners), all_reduce_bytes(nbytes // owners, instances)
+
+
 def exchanged_bytes(message: int, ranks: int) -> int:
     """Return the bytes that one rank sends if every other rank gets one message of `message` bytes: all-to-all,
     all-gather.
@@ -52,6 +62,21 @@ def leaving_ring(sent: float, ranks: int, beside: int) -> float:
         beside: the number of ranks of the group on this rank's node, with this rank.
     """
     return sent / beside if beside < ranks else 0.0
+
+
+def leaving_instances(sent: tuple[float, float], ranks: int, instances: int, beside: int) -> float:
+    """Return one rank's share of the bytes that leave its node in rings inside the instances of the distributed
+    optimizer, and between instances.
+
+    Args:
+        sent: the bytes that one rank sends inside its instance, and between instances.
+        beside: the number of ranks, of all `ranks` that hold the same parameters, on this rank's node.
+    """
+    owners = ranks // instances
+    inside, between = sent
+    return leaving_ring(inside, owners, min(beside, owners)) + leaving_ring(
+        between, instances, max(1, beside // owners)
+    )  # fmt: skip
 
 
 def leaving_exchange(message: int, ranks: int, beside: int) -> int:

@@ -10,20 +10,22 @@ A plan knows shapes, ranges of the flat bucket and names of formats; it holds no
 hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
-from optimus_cc_ext.compressors.low_rank import pays
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import (
+    all_reduce_bytes,
+    leaving_instances,
+    leaving_ring,
+    reduce_scatter_bytes,
+    sharded_bytes,
+)
+from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, replaced_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import DensePlan
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan, sent_alone
 
@@ -42,145 +44,6 @@ ReductionPlan = DensePlan | ExchangePlan | TwoLevelPlan | LowRankPlan
 
 NOT_BLOCKS = ("dense", "low-rank")
 """Formats of gradients that are not block formats."""
-
-
-def replaced_group(sharded: bool) -> str:
-    """Return the attribute of Megatron's bucket group that holds the group of the replicas.
-
-    While Megatron's own collective runs, the attribute holds a single-rank group instead; then our collective follows.
-
-    Args:
-        sharded: True if the distributed optimizer is used.
-    """
-    return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketRecord:
-    """Record of one of Megatron's buckets: one flat buffer of gradients, and one of parameters."""
-
-    numel: int
-    dtype: torch.dtype
-    """Dtype of the gradients."""
-
-    parameters: Sequence[ParameterRecord]
-    """Records of the bucket's parameters, in the order in which Megatron lists them."""
-
-    parameter_dtype: torch.dtype = torch.float32
-
-    @property
-    def tied_numel(self) -> int:
-        """Number of a tied embedding's values in the bucket; 0 if it holds none."""
-        return sum(record.range[1] for record in self.parameters if record.tied)
-
-    @property
-    def is_all_tied(self) -> bool:
-        """True if the bucket holds nothing but a tied embedding."""
-        return all(record.tied for record in self.parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketRules:
-    """Rules for the buckets of one group of replicas: how they are reduced and gathered.
-
-    Formats are "dense", "low-rank" or the name of a block format.
-    """
-
-    ranks: int
-    """Number of replicas: ranks of the group over which the messages are sent."""
-
-    sharded: bool = False
-    """True if each replica's optimizer reads only an equal part of the bucket (the distributed optimizer)."""
-
-    format: str = "dense"
-    """Format of gradients; "dense": none are compressed on any stage."""
-
-    sums: str = SUM_FORMAT
-    """Block format of sums of blocks, on their way to all ranks."""
-
-    rank: int = 128
-    """Compression rank of low-rank gradients."""
-
-    wire: str | None = None
-    """Block format of P and Q; None: P and Q are not sent in blocks."""
-
-    fused: str | None = None
-    """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
-
-    gathered: str | None = None
-    """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
-
-    levels: Levels = ONE_LEVEL
-    """The levels in which the group adds up blocks: one, or two if its nodes allow that."""
-
-    place: int = 0
-    """The place of this rank in its node, among the ranks of the group."""
-
-    beside: int = 1
-    """Number of replicas on this rank's node, this rank included."""
-
-    force: bool = False
-    """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
-
-    @classmethod
-    def of(
-        cls,
-        config: OptimusConfig,
-        *,
-        ranks: int,
-        sharded: bool,
-        fused: bool,
-        levels: Levels = ONE_LEVEL,
-        place: int = 0,
-        beside: int = 1,
-        left_dense: Collection[TrafficClass] = (),
-    ) -> "BucketRules":
-        """Return the rules of a run.
-
-        Args:
-            fused: True if this stage takes part in fused embedding synchronisation.
-            left_dense: the classes of traffic that are dense because nothing of them leaves a node.
-        """
-
-        def format_of(traffic: TrafficClass) -> str:
-            return "dense" if traffic in left_dense else config.format_of(traffic)
-
-        def blocks(chosen: str) -> str | None:
-            """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
-            format.
-            """
-            return None if block_format(chosen) is None else "exact" if config._exact_blocks else chosen
-
-        gradients = format_of(DP_GRADIENTS)
-        return cls(
-            ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside,
-            rank=config.dp_compression_rank, force=config._force_compression,
-            format=blocks(gradients) or gradients,
-            sums=blocks(SUM_FORMAT) or SUM_FORMAT,
-            wire=blocks(config.low_rank_wire),
-            fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
-            gathered=blocks(format_of(PARAM_GATHER)),
-        )  # fmt: skip
-
-    @property
-    def encodes(self) -> bool:
-        """True if anything is compressed in this group, which a single rank is not, because it sends nothing.
-
-        Encoding would change its gradients and save no byte. Routed experts have such a group if every expert has one
-        replica (EP x ETP = TP x CP x DP, with the expert-parallel size EP and the experts' tensor-parallel size ETP).
-        """
-        return self.ranks > 1 or self.force
-
-    def compresses(self, record: ParameterRecord) -> bool:
-        """Return whether a parameter's gradient can be compressed in the format of gradients."""
-        if not self.encodes or self.format == "dense" or (self.fused is not None and record.tied):
-            return False
-        if self.format != "low-rank":
-            return record.takes_blocks
-        # Word embeddings and output layers stay dense, and so do experts, which see few tokens.
-        if record.expert or record.embedding or len(record.shape) < 2:
-            return False
-        return self.force or pays(record.rows, record.columns, self.rank)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -219,7 +82,7 @@ class GroupPlan:
         # optimizer it is reduced over the replicas as usual, in the technique's format if that is not dense.
         ours = rules.encodes and rules.fused is not None and tied and not (rules.sharded and rules.fused == "dense")
         # Megatron's optimizer updates fp32 parameters in place, so that their change would be unknown afterwards.
-        gathers = rules.gathered is not None and rules.sharded and rules.ranks > 1
+        gathers = rules.gathered is not None and rules.sharded and rules.owners > 1
         gathers &= all(record.parameter_dtype != torch.float32 for record in records)
         return cls(
             rules=rules,
@@ -290,7 +153,22 @@ class GroupPlan:
         if not self.rules.sharded:
             return 0
         sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
-        return sum(reduce_scatter_bytes(nbytes, self.rules.ranks) for nbytes in sizes)
+        return sum(reduce_scatter_bytes(nbytes, self.rules.owners) for nbytes in sizes)
+
+    def gather_leaving_bytes(self, sent: float) -> float:
+        """Return the bytes of one rank that leave its node if it sends `sent` bytes in a gather of the parameters."""
+        return leaving_ring(sent, self.rules.owners, min(self.rules.beside, self.rules.owners))
+
+    @property
+    def dense_inside_bytes(self) -> int:
+        """Bytes, of `dense_bytes`, that are sent inside an instance of the distributed optimizer; 0 with one
+        instance.
+        """
+        rules = self.rules
+        if rules.instances == 1:
+            return 0
+        numel = sum(bucket.record.numel - bucket.record.tied_numel for bucket in self.buckets)
+        return reduce_scatter_bytes(numel * self.buckets[0].record.dtype.itemsize, rules.owners)
 
     @property
     def inside_bytes(self) -> int:
@@ -300,7 +178,9 @@ class GroupPlan:
 
     @property
     def in_one_level(self) -> "GroupPlan":
-        """This plan with gradients in one level; a tied embedding's own bucket keeps its levels."""
+        """This plan with gradients in one level; a tied embedding's own bucket keeps its levels, as instances do."""
+        if self.rules.levels.instances:
+            return self
         levels = replace(self.rules.levels, members=1)
         one = GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, levels=levels))
         buckets = (
@@ -344,7 +224,11 @@ class GroupPlan:
     def dense_leaving_bytes(self) -> float:
         """Bytes of one rank that leave its node in vanilla Megatron's reduction, with the tied embedding's."""
         nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
-        return leaving_ring(self._dense(nbytes), self.rules.ranks, self.rules.beside)
+        rules = self.rules
+        if not rules.sharded:
+            return leaving_ring(all_reduce_bytes(nbytes, rules.ranks), rules.ranks, rules.beside)
+        sent = sharded_bytes(nbytes, rules.ranks, rules.instances)
+        return leaving_instances(sent, rules.ranks, rules.instances, rules.beside)
 
     def _part_of_tied(self, whole: bool) -> int:
         """Return the bytes of a tied embedding that are sent with the bucket that it shares with other parameters."""
@@ -357,7 +241,10 @@ class GroupPlan:
         )
 
     def _dense(self, nbytes: int) -> int:
-        return (reduce_scatter_bytes if self.rules.sharded else all_reduce_bytes)(nbytes, self.rules.ranks)
+        rules = self.rules
+        if rules.sharded:
+            return sum(sharded_bytes(nbytes, rules.ranks, rules.instances))
+        return all_reduce_bytes(nbytes, rules.ranks)
 
 
 def _bucket_plan(
@@ -386,7 +273,7 @@ def _bucket_plan(
     if gathers:
         assert rules.gathered is not None
         like = compressed if isinstance(compressed, ExchangePlan) else None
-        gather = gather_plan(record, rules.gathered, rules.ranks, like)
+        gather = gather_plan(record, rules.gathered, rules.owners, like)
     return BucketPlan(record=record, warmup=warmup, compressed=compressed, fused=fused, gather=gather)
 
 
@@ -401,7 +288,8 @@ def _reduction(
     dense = [parameter.range for parameter in others]
     if not coded:
         return DensePlan(
-            numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded
+            numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded,
+            instances=rules.instances,
         )  # fmt: skip
     if format == "low-rank":
         return LowRankPlan(

@@ -80,14 +80,21 @@ def _levels_of_replicas(places: Sequence[RankPlace]) -> dict[tuple[int, ...], Le
 _UNLIKE = "the groups of its tensor-parallel ranks lie on nodes in different ways"
 
 
-def classes_inside(places: Sequence[RankPlace]) -> frozenset[TrafficClass]:
-    """Return the classes of traffic of which nothing leaves a node, on any rank of the model."""
+def classes_inside(places: Sequence[RankPlace], instances: int = 1) -> frozenset[TrafficClass]:
+    """Return the classes of traffic of which nothing leaves a node, on any rank of the model.
+
+    Args:
+        instances: number of the distributed optimizer's instances, runs of consecutive replicas, inside of which
+            parameters are gathered.
+    """
     nodes, replicas, hops = _nodes(places), _replicas(places), list(_hops(places))
     found: set[TrafficClass] = set()
     if hops and all(nodes[one] == nodes[other] for one, other in hops):
         found |= {PIPELINE_FORWARD, PIPELINE_BACKWARD}
     if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in replicas.values()):
-        found |= {DP_GRADIENTS, PARAM_GATHER}
+        found.add(DP_GRADIENTS)
+    if all(len({nodes[rank] for rank in run}) == 1 for ranks in replicas.values() for run in _runs(ranks, instances)):
+        found.add(PARAM_GATHER)
     last = max(stage for stage, _ in replicas)
     unions = ([*replicas[0, tensor], *replicas[last, tensor]] for stage, tensor in replicas if stage == 0)
     if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in unions):
@@ -95,13 +102,14 @@ def classes_inside(places: Sequence[RankPlace]) -> frozenset[TrafficClass]:
     return frozenset(found)
 
 
-def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterator[str]:
-    """Yield the log lines about traffic that stays inside nodes, and about levels.
+def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> Iterator[str]:
+    """Yield the log lines about traffic that stays inside nodes, and about levels; `instances` is the number of
+    instances of the distributed optimizer.
 
     Raises:
         FlagError: the flag asks for two levels, and no group of replicas has nodes of two replicas or more.
     """
-    inside = classes_inside(places)
+    inside = classes_inside(places, instances)
     for dense, line in (
         (True, "left dense, because nothing of it leaves a node"),
         (False, "compressed as asked for, although nothing of it leaves a node"),
@@ -114,6 +122,9 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
     pipelines = [t for t in (PIPELINE_FORWARD, PIPELINE_BACKWARD) if config.is_dense_inside(t)]
     if pipelines and 0 < staying < len(hops):
         yield f"{staying} of {len(hops)} hops between stages stay inside a node, and are left dense"
+    if instances > 1 and config.sums_in_blocks:
+        yield from _instance_lines(config, places, instances)
+        return
     if config.dp_compression_levels == "one" or not config.sums_in_blocks:
         return
     levels = list(dict.fromkeys(_levels_of_replicas(places).values()))
@@ -125,10 +136,43 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace]) -> Iterat
             yield f"data-parallel gradients in {each.line}"
 
 
+def _instance_lines(config: OptimusConfig, places: Sequence[RankPlace], instances: int) -> Iterator[str]:
+    """Yield the log lines about the levels of several instances of the distributed optimizer."""
+    nodes, (ranks, *_) = _nodes(places), _replicas(places).values()
+    first, *_ = _runs(ranks, instances)
+    yield (
+        f"data-parallel gradients in the levels of {instances} distributed-optimizer instances: {len(first)} replicas "
+        "of an instance are summed dense, and the sums of instances are sent compressed"
+    )
+    if config.dp_compression_levels != "auto":
+        yield f"--dp-compression-levels: no effect: {_INSTANCES} sets the levels"
+    beside = sum(nodes[rank] == nodes[ranks[0]] for rank in ranks)
+    if len({nodes[rank] for rank in first}) > 1:
+        cure = f". {_INSTANCES} {len(ranks) // beside} makes each node an instance" if len(ranks) % beside == 0 else ""
+        yield (
+            f"the dense sums of an instance cross nodes: it has {len(first)} replicas, and a node holds {beside} of "
+            f"them{cure}"
+        )
+    elif beside > len(first):
+        yield (
+            f"instances share nodes: a node holds {beside} replicas and sends {beside // len(first)} sums to each of "
+            f"the others. {_INSTANCES} {len(ranks) // beside} makes each node an instance, which sends one"
+        )
+
+
+_INSTANCES = "--num-distributed-optimizer-instances"
+
+
 def adds_up_in_two_levels(config: OptimusConfig, places: Sequence[RankPlace]) -> bool:
     """Return whether some data-parallel group can add up gradients in two levels, and the flags allow it."""
     may = config.sums_in_blocks and config.dp_compression_levels != "one"
     return may and any(levels.two for levels in _levels_of_replicas(places).values())
+
+
+def _runs(ranks: Sequence[int], instances: int) -> list[Sequence[int]]:
+    """Return the ranks of each instance of the distributed optimizer, of which Megatron makes runs of equal length."""
+    size = len(ranks) // instances
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def _nodes(places: Sequence[RankPlace]) -> dict[int, str]:

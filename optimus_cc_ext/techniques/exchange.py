@@ -134,7 +134,7 @@ class Groups:
     whole: dist.ProcessGroup
     levels: Levels = ONE_LEVEL
     node: dist.ProcessGroup | None = None
-    """The ranks of the group on this rank's node; None: one level."""
+    """The ranks of the group on this rank's node, or in its distributed-optimizer instance; None: one level."""
 
     rail: dist.ProcessGroup | None = None
     """The ranks of the group that have this rank's place in their nodes; None: one level."""
@@ -146,6 +146,16 @@ class Groups:
     def place(self) -> int:
         """The place of this rank in its node, among the ranks of the group."""
         return self.whole.rank() % self.levels.members
+
+    @property
+    def owners(self) -> dist.ProcessGroup:
+        """The ranks among which the distributed optimizer's shards are dealt: one instance of it, or all replicas."""
+        return self.node if self.levels.instances and self.node is not None else self.whole
+
+    def own_shard(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of a flat bucket that this rank's distributed optimizer reads."""
+        shard: torch.Tensor = flat.view(self.owners.size(), -1)[self.owners.rank()]
+        return shard
 
 
 class MessagePool:

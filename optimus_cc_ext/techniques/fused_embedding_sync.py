@@ -23,7 +23,7 @@ from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, sharded_bytes
 from optimus_cc_ext.techniques.collective import all_reduce_sum, connect
 from optimus_cc_ext.techniques.crossing import classes_inside
 from optimus_cc_ext.techniques.exchange import (
@@ -91,6 +91,7 @@ class FusedEmbeddingSync(Technique):
         self.sharded = False
         """True if the group sums the distributed optimizer's shards."""
 
+        self._instances = 1
         self.left_out = False
         """True if the last reduction over the replicas left the embedding out, so that it has still to be reduced."""
 
@@ -114,8 +115,9 @@ class FusedEmbeddingSync(Technique):
         if not self._wanted:
             return
         self.alone = groups.alone()
-        if self._dense_inside and EMBEDDING in classes_inside(groups.places):
+        if self._dense_inside and EMBEDDING in classes_inside(groups.places, layout.instances):
             self.codecs = None
+        self._instances = layout.instances
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
             return
@@ -156,7 +158,7 @@ class FusedEmbeddingSync(Technique):
             return self.pair_leaving_bytes(nbytes)
         formats = self.formats
         if self.sharded:
-            shard = nbytes // replicas
+            shard = nbytes // (replicas // self._instances)
             if formats is not None:
                 shard = message_bytes(BlockLayout.of_one(shard // dtype.itemsize), formats.gradients, dtype)
             return self.pair_leaving_bytes(shard)
@@ -217,10 +219,11 @@ class FusedEmbeddingSync(Technique):
             all_reduce_sum(gradient, self._joined.whole, _PURPOSE)
 
 
-def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False) -> int:
-    """Return the bytes per rank of Megatron's two collectives: over D replicas, then over the pair of stages."""
-    over_replicas = reduce_scatter_bytes if sharded else all_reduce_bytes
-    return over_replicas(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
+def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False, instances: int = 1) -> int:
+    """Return the bytes per rank of Megatron's two sums: over D replicas, then over the pair of stages."""
+    if sharded:
+        return sum(sharded_bytes(nbytes, data_parallel, instances)) + all_reduce_bytes(nbytes, 2)
+    return all_reduce_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
 
 
 def fused_bytes(
@@ -231,21 +234,24 @@ def fused_bytes(
     formats: Formats | None = None,
     dtype: torch.dtype = torch.float32,
     levels: Levels = ONE_LEVEL,
+    instances: int = 1,
 ) -> int:
     """Return the bytes per rank of fused embedding synchronisation, in `formats` (None: dense).
 
     Args:
+        instances: number of instances of the distributed optimizer.
         dtype: dtype of gradients.
         levels: levels of the union of both stages' replicas; with the distributed optimizer, of one stage's replicas.
     """
     if formats is None and not sharded:
         return all_reduce_bytes(nbytes, 2 * data_parallel)
+    owners = data_parallel // instances
     if formats is None:
-        return reduce_scatter_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes // data_parallel, 2)
+        return sum(sharded_bytes(nbytes, data_parallel, instances)) + all_reduce_bytes(nbytes // owners, 2)
     numel = nbytes // dtype.itemsize
     ranks = data_parallel if sharded else 2 * data_parallel
     sent = sent_alone(numel, dtype, ranks, sharded, formats, levels=levels)
     if sharded:
-        layout = BlockLayout.of_one(numel // data_parallel)
+        layout = BlockLayout.of_one(numel // owners)
         sent += exchanged_bytes(message_bytes(layout, formats.gradients, dtype), 2)
     return sent

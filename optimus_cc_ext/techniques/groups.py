@@ -108,10 +108,13 @@ class NewGroups:
                 self.make([chosen] if levels.two else [], f"OPTIMUS_CC_{name}{number}")
                 for name, chosen in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
             )
-            nodes = {place.rank: place.node.name for place in self.places}
-            beside = sum(nodes[rank] == nodes[dist.get_rank()] for rank in ranks)
-            self._levels[ranks] = Groups(group, levels, node, rail, beside)
+            self._levels[ranks] = Groups(group, levels, node, rail, self.beside(group))
         return self._levels[ranks]
+
+    def beside(self, group: dist.ProcessGroup) -> int:
+        """Return the number of ranks of `group` on this rank's node, with this rank."""
+        nodes = {place.rank: place.node.name for place in self.places}
+        return sum(nodes[rank] == nodes[dist.get_rank()] for rank in dist.get_process_group_ranks(group))
 
     def alone(self) -> dist.ProcessGroup:
         """Return the group of this rank alone, which all techniques share."""

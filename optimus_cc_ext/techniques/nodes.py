@@ -82,10 +82,15 @@ class Levels:
     reason: str = ""
     """The reason for one level although a node holds several ranks of the group; empty: there is no such node."""
 
+    instances: bool = False
+    """True if the levels are Megatron's own: N is the number of distributed-optimizer instances, and L the number of
+    replicas in each, whatever nodes they are on.
+    """
+
     @property
     def two(self) -> bool:
         """True if sums over the ranks of a node are sent between nodes, and not the gradients of every rank."""
-        return self.nodes > 1 and self.members > 1
+        return self.instances or (self.nodes > 1 and self.members > 1)
 
     @property
     def inside(self) -> bool:

@@ -24,7 +24,7 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring, reduce_scatter_bytes
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
 from optimus_cc_ext.techniques.collective import PendingCollective, start_reduce_scatter, start_sum
 from optimus_cc_ext.techniques.exchange import (
     AllGather,
@@ -91,6 +91,7 @@ class DensePlan:
         numel: elements of the bucket.
         dense: the ranges that are summed; the whole bucket, if it is `sharded`.
         sharded: True if a rank needs only its shard of the bucket.
+        instances: number of instances of the distributed optimizer.
     """
 
     numel: int
@@ -98,6 +99,7 @@ class DensePlan:
     dtype: torch.dtype
     ranks: int
     sharded: bool
+    instances: int = 1
 
     matrices = 0
     wire_bytes = 0
@@ -110,10 +112,15 @@ class DensePlan:
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that one rank sends; `whole` is the argument of `Reducer.start`."""
         nbytes = sum(length for _, length in self.runs) * self.dtype.itemsize
-        return (reduce_scatter_bytes if self.sharded and not whole else all_reduce_bytes)(nbytes, self.ranks)
+        if self.sharded and not whole:
+            return sum(sharded_bytes(nbytes, self.ranks, self.instances))
+        return all_reduce_bytes(nbytes, self.ranks)
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
         """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        if self.sharded and not whole:
+            sent = sharded_bytes(self.numel * self.dtype.itemsize, self.ranks, self.instances)
+            return leaving_instances(sent, self.ranks, self.instances, beside)
         return leaving_ring(self.sent_bytes(whole), self.ranks, beside)
 
 
@@ -128,7 +135,7 @@ class DenseReducer(Reducer):
     def __init__(
         self, plan: DensePlan, flat: torch.Tensor, groups: Groups, purpose: str = "dense gradient reduction"
     ) -> None:
-        self.plan, self._flat, self._group, self._purpose = plan, flat, groups.whole, purpose
+        self.plan, self._flat, self._groups, self._purpose = plan, flat, groups, purpose
         self._sharded = plan.sharded
         self._runs = [flat[start : start + length] for start, length in plan.runs]
         self._sums: list[PendingCollective] = []
@@ -137,10 +144,14 @@ class DenseReducer(Reducer):
     def start(self, whole: bool = False) -> None:
         """Start the sums."""
         if self._sharded and not whole:
-            shard = self._flat.view(self._group.size(), -1)[self._group.rank()]
-            self._sums = [start_reduce_scatter(shard, self._flat, self._group, self._purpose)]
+            shard, groups = self._groups.own_shard(self._flat), self._groups
+            self._sums = [start_reduce_scatter(shard, self._flat, groups.owners, self._purpose)]
+            if groups.levels.instances:
+                assert groups.rail is not None, "instances have a group between them"
+                self.finish()
+                self._sums = [start_sum(shard, groups.rail, self._purpose)]
         else:
-            self._sums = [start_sum(run, self._group, self._purpose) for run in self._runs]
+            self._sums = [start_sum(run, self._groups.whole, self._purpose) for run in self._runs]
 
     def second_phase(self) -> None:
         """Do nothing: a dense sum has no second phase."""

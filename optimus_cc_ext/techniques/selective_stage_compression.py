@@ -83,6 +83,14 @@ class BucketGroup:
         self._compressed: list[Reducer] = []
 
     @property
+    def exchanging(self) -> dist.ProcessGroup:
+        """The ranks whose messages are alike: all replicas, or with several instances of the distributed optimizer
+        those that hold the same shard.
+        """
+        instances, rail = self.groups.levels.instances, self.groups.rail
+        return rail if instances and rail is not None else self.groups.whole
+
+    @property
     def matrices(self) -> list[torch.Tensor]:
         """Gradients that can be compressed, as views into the buckets."""
         found = []
@@ -128,7 +136,7 @@ class BucketGroup:
         holders = zip(self.plan.buckets, self._flats, strict=True)
         bucket, flat = next((bucket, flat) for bucket, flat in holders if bucket.record.tied_numel)
         if self.plan.rules.sharded and bucket.record.is_all_tied:
-            return flat.view(self.plan.rules.ranks, -1)[self.groups.whole.rank()]
+            return self.groups.own_shard(flat)
         start, length = next(parameter.range for parameter in bucket.record.parameters if parameter.tied)
         return flat[start : start + length]
 
@@ -230,7 +238,7 @@ class SelectiveStageCompression(Technique):
         """Return the bytes that each reduction sends, for each group of buckets."""
         found: Planned = {}
         for number, group in enumerate(self.buckets):
-            first, *_ = dist.get_process_group_ranks(group.groups.whole)
+            first, *_ = dist.get_process_group_ranks(group.exchanging)
             name = f"gradient buckets {number} of the replicas of rank {first}"
             found[name] = tuple(reducer.plan.sent_bytes() for reducer in group.reducers)
         return found
@@ -287,7 +295,7 @@ class SelectiveStageCompression(Technique):
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         if (self.codecs or self.wire) is not None and self.reduces(plan) and plan.compresses:
-            group = groups.rail or groups.whole
+            group = groups.rail if self.codecs is not None and groups.rail is not None else groups.whole
             if group not in self._connected:
                 self._connected.append(group)
                 connect(group, flats[0].device)
@@ -297,11 +305,6 @@ class SelectiveStageCompression(Technique):
         if self.compresses_this_stage:
             buckets.compress()
         return buckets
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks that hold the same part of the model; None: this rank has no buckets."""
-        return self.buckets[0].groups.whole if self.buckets else None
 
     @property
     def state_bytes(self) -> int:
@@ -351,7 +354,7 @@ class SelectiveStageCompression(Technique):
         elif isinstance(plan, LowRankPlan):
             number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
             reducer = LowRankReducer(
-                plan, flat, groups, shard=flat.view(plan.ranks, -1)[groups.whole.rank()] if plan.sharded else None,
+                plan, flat, groups, shard=groups.own_shard(flat) if plan.sharded else None,
                 compressor=self.compressor, config=self._config, seed=self._seed,
                 salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
                 # All buckets share the scratch memory, and so one stream.

@@ -220,10 +220,11 @@ class Session:
         if not self.config.any_technique:
             return []
         places, notes, self._fallback = agree(grid, self.config, layout)
-        notes += crossing_lines(self.config, places)
+        notes += crossing_lines(self.config, places, layout.instances)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
-        self.two_levels = adds_up_in_two_levels(self.config, places)
-        self.left_dense = frozenset(filter(self.config.is_dense_inside, classes_inside(places)))
+        self.two_levels = layout.instances == 1 and adds_up_in_two_levels(self.config, places)
+        inside = classes_inside(places, layout.instances)
+        self.left_dense = frozenset(filter(self.config.is_dense_inside, inside))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
             technique.place(grid, layout, self.new_groups)

@@ -12,6 +12,9 @@ With the distributed optimizer the parts of rank l are the shards l, L + l, 2 L 
 the rank of the rail on node n: no value has to change its place. Without the distributed optimizer the parts are an
 L-th of each run of values. All ranks of a rail decode the same messages, and each node copies the result, so replicas
 are equal to the bit.
+
+With several instances of the distributed optimizer the levels are Megatron's own: `node` is the group of one instance,
+and `rail` the group between instances. The part of rank l is its shard, which all ranks of its rail need whole.
 """
 
 from collections.abc import Sequence
@@ -64,6 +67,8 @@ class TwoLevelPlan:
     def slabs(self) -> list[Range]:
         """Ranges that the ranks of a node add up; each range is cut evenly among the ranks."""
         members, nodes = self.levels.members, self.levels.nodes
+        if self.levels.instances:
+            return [(0, self.numel)]
         if self.sharded:
             return [(node * self.numel // nodes, self.numel // nodes) for node in range(nodes)]
         sizes = ((start, length // (members * BLOCK) * BLOCK) for start, length in self._runs)
@@ -91,7 +96,7 @@ class TwoLevelPlan:
     def across(self) -> ExchangePlan:
         """Plan of the exchange between nodes."""
         nodes, members = self.levels.nodes, self.levels.members
-        if self.sharded:
+        if self.sharded and not self.levels.instances:
             return ExchangePlan(
                 numel=self.numel, coded=self.coded, dense=self.dense, dtype=self.dtype, ranks=nodes, sharded=True,
                 formats=self.formats, parts=nodes * members,
@@ -132,7 +137,11 @@ class TwoLevelPlan:
         return self.inside_bytes + self.across.sent_bytes() + dense
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Return the bytes of one rank that leave its node; `beside` is the number of members of a node."""
+        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
+        members = self.levels.members
+        if self.levels.instances:
+            across = self.across.leaving_bytes(max(1, beside // members))
+            return across + leaving_ring(self.inside_bytes, members, min(beside, members))
         ranks = self.levels.members * self.levels.nodes
         rings = self.sent_bytes(whole) - self.inside_bytes - self.across.sent_bytes()
         return self.across.leaving_bytes(1) + leaving_ring(rings, ranks, beside)

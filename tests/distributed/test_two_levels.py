@@ -14,6 +14,7 @@ from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.nodes import Levels, Node
+from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes
@@ -200,3 +201,46 @@ def test_bytes_are_as_counted_and_memory_is_made_once(nodes, members, sharded, w
     for counted, said, asked in run_ranks(nodes * members, _bytes_and_memory, members, sharded, whole):
         assert counted == said > 0
         assert asked == []
+
+
+def _between_instances(members: int, format: str | None) -> torch.Tensor:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = two_levels_of_instances(members)
+    bucket = gradients(rank, ranks)
+    if format is None:
+        plan = DensePlan(
+            numel=bucket.flat.numel(), dense=(), dtype=bucket.flat.dtype, ranks=ranks, sharded=True,
+            instances=ranks // members,
+        )  # fmt: skip
+        reducer: Reducer = DenseReducer(plan, bucket.flat, groups)
+    else:
+        reducer = reducer_of(bucket, codecs(format), groups, True)
+    for _ in range(2):
+        bucket.flat.copy_(gradients(rank, ranks).flat)
+        reducer.start()
+        reducer.second_phase()
+        reducer.finish()
+    return groups.own_shard(bucket.flat).clone()
+
+
+def two_levels_of_instances(members: int) -> Groups:
+    """Return the groups of Megatron's distributed-optimizer instances, each with `members` consecutive ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    instances = ranks // members
+    node, _ = dist.new_subgroups_by_enumeration([[n * members + i for i in range(members)] for n in range(instances)])
+    rail, _ = dist.new_subgroups_by_enumeration([list(range(place, ranks, members)) for place in range(members)])
+    assert dist.get_rank(node) == rank % members
+    levels = Levels(nodes=instances, members=members, instances=True)
+    return Groups(dist.group.WORLD, levels, node, rail)
+
+
+@NODES
+@pytest.mark.parametrize("format", [None, "exact", "int8"])
+def test_each_instance_of_the_distributed_optimizer_gets_all_shards_of_the_sum(nodes, members, format):
+    found = run_ranks(nodes * members, _between_instances, members, format)
+    literal = literal_sum(nodes * members)
+    first = torch.cat(found[:members])
+    assert (first.double() - literal).norm() < (0.01 if format == "int8" else 2e-7) * literal.norm()
+    for instance in range(1, nodes):
+        assert torch.equal(torch.cat(found[instance * members : (instance + 1) * members]), first), "instances"

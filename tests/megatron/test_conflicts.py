@@ -40,8 +40,13 @@ REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
     "--use-torch-fsdp2": [
         (PP1, "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist", [SC])
     ],
-    "--num-distributed-optimizer-instances": [
-        (PP1, "--use-distributed-optimizer --num-distributed-optimizer-instances 2", [SC])
+    "--save-wgrads-interval": [
+        (
+            PP1,
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --save-wgrads-interval 2 --save here "
+            "--save-interval 9",
+            [SC, INT4],
+        )
     ],
     "--ddp-param-name-patterns-for-fp32-local-accumulation": [
         (PP2, "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all", [SC, INT8_FE])

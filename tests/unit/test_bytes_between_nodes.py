@@ -65,6 +65,25 @@ def test_int8_in_two_levels_sends_these_shares_of_a_ring(nodes: int, members: in
         assert plan.leaving_bytes(members) / ring.leaving_bytes(members) == pytest.approx(share, rel=0.01)
 
 
+@pytest.mark.parametrize("beside, inside, sums", [(2, 0, 3), (1, 4 / 2, 3), (4, 0, 2)])
+def test_instances_send_dense_what_an_instance_sends_between_nodes_and_sums_in_few_bits(
+    beside: int, inside: float, sums: int
+) -> None:
+    # 4 instances of 2 ranks each, on nodes that hold `beside` of the 8 ranks.
+    levels, values = Levels(nodes=4, members=2, instances=True), numel(4, 8)
+    plan = block_plan(
+        values, [(0, values)], (), torch.float32, 8, sharded=True, formats=Formats("int8", "int8"), levels=levels
+    )
+    # Each of 4 ranks that hold a shard of half of the values sends a quarter of it to each that is on another node. The
+    # sums come back in a ring, which leaves a node once for all of its ranks.
+    there, back = sums * CODED["int8"] / 8, 3 * CODED["int8"] / 8 / max(1, beside // 2)
+    assert plan.leaving_bytes(beside) == pytest.approx(values * (inside + there + back))
+    dense = DensePlan(numel=values, dense=[], dtype=torch.float32, ranks=8, sharded=True, instances=4)
+    ring = 4 * 2 * 3 / 4 / 2 / max(1, beside // 2)
+    assert dense.leaving_bytes(beside) == pytest.approx(values * (inside + ring))
+    assert dense.sent_bytes() == values * (4 / 2 + 4 * 2 * 3 / 4 / 2)
+
+
 def test_nothing_leaves_a_node_that_holds_the_whole_group() -> None:
     plan = DensePlan(numel=1024, dense=[(0, 1024)], dtype=torch.float32, ranks=4, sharded=False)
     assert plan.leaving_bytes(4) == 0

@@ -97,6 +97,31 @@ def test_lines_say_in_how_many_levels_gradients_are_added_up_and_why() -> None:
 
 
 @pytest.mark.parametrize(
+    "nodes, says",
+    [
+        ("aabb", None),
+        ("abcd", "the dense sums of an instance cross nodes: it has 2 replicas, and a node holds 1 of them"),
+        ("aaaabbbb", None),
+        ("aabbccdd", ". --num-distributed-optimizer-instances 4 makes each node an instance"),
+        ("aaaaaaaabbbbbbbb", "instances share nodes: a node holds 8 replicas and sends 2 sums"),
+    ],
+)
+def test_a_line_says_if_an_instance_of_the_distributed_optimizer_is_not_a_node(nodes: str, says: str | None) -> None:
+    instances = 4 if len(nodes) == 16 else 2
+    first, *more = crossing_lines(INT4, on_nodes(nodes), instances)
+    assert f"in the levels of {instances} distributed-optimizer instances: {len(nodes) // instances} replicas" in first
+    assert [says is not None and says in line for line in more] == ([] if says is None else [True])
+    assert list(crossing_lines(INT4.replace(dp_compression_levels="one"), on_nodes("aabb"), 2))[1:] == [
+        "--dp-compression-levels: no effect: --num-distributed-optimizer-instances sets the levels"
+    ]
+
+
+def test_parameters_are_gathered_inside_an_instance_of_the_distributed_optimizer() -> None:
+    assert {each.name for each in classes_inside(on_nodes("aabb"), 2)} == {"param_gather"}
+    assert not classes_inside(on_nodes("abcd"), 2)
+
+
+@pytest.mark.parametrize(
     "nodes, reason", [("abcd", "no node holds two replicas"), ("aaab", "unequal numbers"), ("aa", "no node holds two")]
 )
 def test_two_levels_are_refused_where_no_group_has_them(nodes: str, reason: str) -> None:

@@ -1,0 +1,166 @@
+"""Records of Megatron's buckets, and the rules by which a group of replicas reduces and gathers its buckets."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
+from optimus_cc_ext.compressors.low_rank import pays
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
+from optimus_cc_ext.techniques.exchange import ParameterRecord
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
+
+__all__ = ["BucketRecord", "BucketRules", "replaced_group"]
+
+
+def replaced_group(sharded: bool) -> str:
+    """Return the attribute of Megatron's bucket group that holds the group of the replicas.
+
+    While Megatron's own collective runs, the attribute holds a single-rank group instead; then our collective follows.
+
+    Args:
+        sharded: True if the distributed optimizer is used.
+    """
+    return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketRecord:
+    """Record of one of Megatron's buckets: one flat buffer of gradients, and one of parameters."""
+
+    numel: int
+    dtype: torch.dtype
+    """Dtype of the gradients."""
+
+    parameters: Sequence[ParameterRecord]
+    """Records of the bucket's parameters, in the order in which Megatron lists them."""
+
+    parameter_dtype: torch.dtype = torch.float32
+
+    @property
+    def tied_numel(self) -> int:
+        """Number of a tied embedding's values in the bucket; 0 if it holds none."""
+        return sum(record.range[1] for record in self.parameters if record.tied)
+
+    @property
+    def is_all_tied(self) -> bool:
+        """True if the bucket holds nothing but a tied embedding."""
+        return all(record.tied for record in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketRules:
+    """Rules for the buckets of one group of replicas: how they are reduced and gathered.
+
+    Formats are "dense", "low-rank" or the name of a block format.
+    """
+
+    ranks: int
+    """Number of replicas: ranks of the group over which the messages are sent."""
+
+    sharded: bool = False
+    """True if each replica's optimizer reads only an equal part of the bucket (the distributed optimizer)."""
+
+    format: str = "dense"
+    """Format of gradients; "dense": none are compressed on any stage."""
+
+    sums: str = SUM_FORMAT
+    """Block format of sums of blocks, on their way to all ranks."""
+
+    rank: int = 128
+    """Compression rank of low-rank gradients."""
+
+    wire: str | None = None
+    """Block format of P and Q; None: P and Q are not sent in blocks."""
+
+    fused: str | None = None
+    """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
+
+    gathered: str | None = None
+    """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
+
+    levels: Levels = ONE_LEVEL
+    """The levels in which the group adds up blocks: one, or two if its nodes allow that; or those of instances of the
+    distributed optimizer.
+    """
+
+    place: int = 0
+    """The place of this rank in its node, among the ranks of the group."""
+
+    beside: int = 1
+    """Number of replicas on this rank's node, this rank included."""
+
+    force: bool = False
+    """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
+
+    @classmethod
+    def of(
+        cls,
+        config: OptimusConfig,
+        *,
+        ranks: int,
+        sharded: bool,
+        fused: bool,
+        levels: Levels = ONE_LEVEL,
+        place: int = 0,
+        beside: int = 1,
+        left_dense: Collection[TrafficClass] = (),
+    ) -> "BucketRules":
+        """Return the rules of a run.
+
+        Args:
+            fused: True if this stage takes part in fused embedding synchronisation.
+            left_dense: the classes of traffic that are dense because nothing of them leaves a node.
+        """
+
+        def format_of(traffic: TrafficClass) -> str:
+            return "dense" if traffic in left_dense else config.format_of(traffic)
+
+        def blocks(chosen: str) -> str | None:
+            """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
+            format.
+            """
+            return None if block_format(chosen) is None else "exact" if config._exact_blocks else chosen
+
+        gradients = format_of(DP_GRADIENTS)
+        return cls(
+            ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside,
+            rank=config.dp_compression_rank, force=config._force_compression,
+            format=blocks(gradients) or gradients,
+            sums=blocks(SUM_FORMAT) or SUM_FORMAT,
+            wire=blocks(config.low_rank_wire),
+            fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
+            gathered=blocks(format_of(PARAM_GATHER)),
+        )  # fmt: skip
+
+    @property
+    def instances(self) -> int:
+        """Number of instances of the distributed optimizer."""
+        return self.levels.nodes if self.levels.instances else 1
+
+    @property
+    def owners(self) -> int:
+        """Number of ranks among which the distributed optimizer's shards are dealt."""
+        return self.ranks // self.instances
+
+    @property
+    def encodes(self) -> bool:
+        """True if anything is compressed in this group, which a single rank is not, because it sends nothing.
+
+        Encoding would change its gradients and save no byte. Routed experts have such a group if every expert has one
+        replica (EP x ETP = TP x CP x DP, with the expert-parallel size EP and the experts' tensor-parallel size ETP).
+        """
+        return self.ranks > 1 or self.force
+
+    def compresses(self, record: ParameterRecord) -> bool:
+        """Return whether a parameter's gradient can be compressed in the format of gradients."""
+        if not self.encodes or self.format == "dense" or (self.fused is not None and record.tied):
+            return False
+        if self.format != "low-rank":
+            return record.takes_blocks
+        # Word embeddings and output layers stay dense, and so do experts, which see few tokens.
+        if record.expert or record.embedding or len(record.shape) < 2:
+            return False
+        return self.force or pays(record.rows, record.columns, self.rank)
