@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.beside import resume, stage
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint
@@ -34,6 +35,9 @@ _SAVE = ("iteration", "non_persistent_ckpt", "release")
 _LOAD = ("optimizer", "load_arg")
 _MARK = "optimus_cc_checkpoint"
 """Attribute of Megatron's arguments, which are part of its checkpoints, that holds the mark of a save."""
+
+_LEVELS = "optimus_cc_levels"
+"""Attribute of Megatron's arguments that holds the levels in which the saving run added gradients up."""
 
 _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
@@ -85,6 +89,7 @@ class _Saving:
         iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
+        setattr(megatron_args, _LEVELS, self._session.levels_of_sums)
         # starting a save removes files that an earlier one left there
         publish = partial(state_files.publish, None, iteration_folder)
         with _ends_the_run():
@@ -142,6 +147,7 @@ class _Loading:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._levels: str | None = None
         self._found: list[tuple[FoundCheckpoint, bool]] = []
         """Checkpoints that the current load has found, and whether each is a release. Only the last one is loaded;
         Megatron merely looked at the others.
@@ -158,7 +164,19 @@ class _Loading:
             found, release = self._found[-1]
             with _ends_the_run():
                 resume(self._session, found, get_args(), release=release)
+            self._compare_levels()
         return result
+
+    def _compare_levels(self) -> None:
+        """Say so if the checkpoint's run added gradients up in other levels, because sums are then rounded
+        differently.
+        """
+        saved, now = self._levels, self._session.levels_of_sums
+        if None not in (saved, now) and saved != now and dist.get_rank() == 0:
+            say(
+                f"optimus-cc: gradients are added up in {now} here, and in {saved} in the run that saved the "
+                "checkpoint: sums are rounded differently, so the run does not go on to the bit"
+            )
 
     def note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -166,6 +184,7 @@ class _Loading:
         folder = next((p for p in (Path(name), *Path(name).parents) if _ITERATION_FOLDER.fullmatch(p.name)), None)
         if state_dict is not None and folder is not None:
             mark = getattr(state_dict.get("args"), _MARK, None)
+            self._levels = getattr(state_dict.get("args"), _LEVELS, None)
             self._found.append((FoundCheckpoint(folder, state_dict.get("iteration"), mark), release))
         return result
 

@@ -30,6 +30,7 @@ __all__ = [
     "hop_stays_inside",
     "leaving_roles",
     "levels_of_group",
+    "levels_of_sums",
 ]
 
 
@@ -134,6 +135,20 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances
     for each in levels:
         if each.line is not None:
             yield f"data-parallel gradients in {each.line}"
+
+
+def levels_of_sums(config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> str | None:
+    """Return the levels in which gradients are added up in blocks, in words; None: none are added up in blocks.
+
+    Other levels add the same gradients up in another order, and round them elsewhere.
+    """
+    if not config.sums_in_blocks:
+        return None
+    if instances > 1:
+        return f"{instances} distributed-optimizer instances"
+    found = _levels_of_replicas(places).values() if config.dp_compression_levels != "one" else ()
+    said = (f"{each.nodes} nodes of {each.members} replicas" if each.two else "one level" for each in found)
+    return " and ".join(dict.fromkeys(said)) or "one level"
 
 
 def _instance_lines(config: OptimusConfig, places: Sequence[RankPlace], instances: int) -> Iterator[str]:

@@ -26,7 +26,13 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree, agree_on_messages
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
-from optimus_cc_ext.techniques.crossing import adds_up_in_two_levels, classes_inside, crossing_lines, leaving_roles
+from optimus_cc_ext.techniques.crossing import (
+    adds_up_in_two_levels,
+    classes_inside,
+    crossing_lines,
+    leaving_roles,
+    levels_of_sums,
+)
 from optimus_cc_ext.techniques.exchange import BlockCodecs, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -97,6 +103,9 @@ class Session:
 
         self.two_levels = False
         """True if some group of replicas can add up gradients in two levels, and the flags allow it."""
+
+        self.levels_of_sums: str | None = None
+        """The levels in which gradients are added up in blocks, in words; None: none are."""
 
         self.traffic = Traffic()
         self.active = False
@@ -223,6 +232,7 @@ class Session:
         notes += crossing_lines(self.config, places, layout.instances)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.two_levels = layout.instances == 1 and adds_up_in_two_levels(self.config, places)
+        self.levels_of_sums = levels_of_sums(self.config, places, layout.instances)
         inside = classes_inside(places, layout.instances)
         self.left_dense = frozenset(filter(self.config.is_dense_inside, inside))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)

@@ -1,5 +1,6 @@
 """Laws of two levels in Megatron's real loop: exact messages reproduce vanilla, replicas stay equal, runs resume."""
 
+from dataclasses import replace
 from functools import partial
 
 from tests.megatron import interventions
@@ -110,7 +111,21 @@ _SAVED = table.saving(
 SAVED = _SAVED.but(_SAVED.name, before=(partial(interventions.nodes_of, 2),))
 
 
-@uses(full(SAVED, table.resumed(SAVED, 4)))
+RESUMED = table.resumed(SAVED, 4)
+ELSEWHERE = replace(RESUMED, name="two levels, resumed on other nodes", before=(partial(interventions.nodes_of, 1),))
+OTHER_SUMS = (
+    "gradients are added up in one level here, and in 2 nodes of 2 replicas in the run that saved the checkpoint"
+)
+
+
+@uses(full(SAVED, RESUMED))
 def test_a_run_in_two_levels_resumes_to_the_bit(runs):
     whole, part = runs
     assert_goes_on(part, whole, 4)
+    assert not [line for line in part.said if "gradients are added up in" in line]
+
+
+@uses(full(SAVED, ELSEWHERE))
+def test_a_run_that_resumes_in_other_levels_says_that_sums_are_rounded_differently(runs):
+    _, part = runs
+    assert sum(OTHER_SUMS in line for line in part.said) == 1
