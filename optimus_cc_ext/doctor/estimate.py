@@ -28,7 +28,7 @@ from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
-from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
@@ -96,6 +96,14 @@ class OnNodes:
     beside: int = 1
     """Number of ranks of the first group of replicas on one node."""
 
+    union: Levels = ONE_LEVEL
+    """Levels of the ranks that reduce a tied embedding together without the distributed optimizer: the first and the
+    last stage's replicas.
+    """
+
+    beside_in_union: int = 1
+    """Number of these ranks on one node."""
+
     left_dense: frozenset[TrafficClass] = frozenset()
     """Classes that are left dense because nothing of them leaves a node."""
 
@@ -116,9 +124,13 @@ class OnNodes:
         levels = _instance_levels(len(alike), instances) or levels_of_group(places, sorted(alike))
         two = levels.instances or (config.sums_in_blocks and config.dp_compression_levels != "one")
         hops = [hop for place in places for hop in pairwise(place.pipeline)]
+        union = union_ranks(places, max(place.stage for place in places) + 1)[0]
+        together = levels_of_group(places, union)
         return cls(
             levels=levels if two else dataclasses.replace(levels, members=1),
             beside=sum(nodes[rank] == nodes[0] for rank in alike),
+            union=together if config.dp_compression_levels != "one" else ONE_LEVEL,
+            beside_in_union=sum(nodes[rank] == nodes[0] for rank in union),
             left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places, instances))),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
             pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
@@ -198,13 +210,11 @@ def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -
             return all_reduce_bytes(plan.tied_bytes // layout.owners, 2)
         return Codec(formats.gradients).message_bytes(shard, dtype)
     if formats is None:
-        return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside)
-    # The union of the replicas of two stages has twice as many nodes, and as many ranks on each.
-    levels = dataclasses.replace(on.levels, nodes=2 * on.levels.nodes)
+        return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside_in_union)
     union = block_plan(
-        numel, [(0, numel)], (), dtype, 2 * replicas, sharded=False, formats=formats, levels=levels
+        numel, [(0, numel)], (), dtype, 2 * replicas, sharded=False, formats=formats, levels=on.union
     )  # fmt: skip
-    return union.leaving_bytes(on.beside)
+    return union.leaving_bytes(on.beside_in_union)
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -267,7 +277,7 @@ def _of_stage(
                     sharded=sharded,
                     formats=formats,
                     dtype=gpt.gradient_dtype,
-                    levels=on.levels,
+                    levels=on.levels if sharded else on.union,
                     instances=instances,
                 )
                 embedding = raw, fused

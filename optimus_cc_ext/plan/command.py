@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="number of nodes")
     parser.add_argument(
-        "--gpus-per-node", type=int, help="GPUs of each node (default: 8, or the cluster file's number)"
+        "--gpus-per-node",
+        "--ranks-per-node",
+        type=int,
+        help="GPUs of each node, and so ranks (default: 8, or the cluster file's number)",
     )
     parser.add_argument("--model", help=f"model to plan: {', '.join(MODELS)} (default: the sizes in Megatron's flags)")
     parser.add_argument(

@@ -153,7 +153,17 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
     def rank(stage: int) -> RankCost:
         passes, with_embedding = inner if stage < job.pp - 1 else last, stage in (0, job.pp - 1) and not apart
         crosses = job.hop_crosses(stage, cluster.gpus_per_node)
-        messages = ([_sent_on(cluster, job, sent, crosses) for sent in ways] for ways in (activation, gradient))
+        messages = (
+            # A preset leaves dense what stays inside a node.
+            [
+                _sent_on(cluster, job, sent, crosses)
+                for sent in ((dense, coded) if crosses or not inside else [dense] * 2)
+            ]
+            for (dense, coded), inside in (
+                (activation, config.is_dense_inside(classes.PIPELINE_FORWARD)),
+                (gradient, config.is_dense_inside(classes.PIPELINE_BACKWARD)),
+            )
+        )
         reduction = both(lambda way: gradient_reduction(cluster, job, way, with_embedding))
         return RankCost(
             stage=stage,

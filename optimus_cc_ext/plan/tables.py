@@ -64,7 +64,8 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
     """
     gpu, plain, band = cluster.gpu, found[0].result.seconds, BAND[cluster.gpu.name]
     said = [
-        f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, {cluster.network.name}: tensor "
+        f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, "
+        f"{cluster.gpus_per_node} on each node, {cluster.network.name}: tensor "
         f"{job.tp} x pipeline {job.pp}{f' ({job.vpp} chunks)' if job.vpp > 1 else ''} x data {job.dp}, "
         f"{job.micro_batches} micro-batches of {job.micro_batch}",
         f"vanilla: {plain:.3f} s per iteration, {plain * (1 - band):.3f} to {plain * (1 + band):.3f} "

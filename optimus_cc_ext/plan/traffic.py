@@ -103,7 +103,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
         nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
-    form = config.format_of(DP_GRADIENTS)
+    form = "dense" if config.is_dense_inside(DP_GRADIENTS) and group.nodes == 1 else config.format_of(DP_GRADIENTS)
     if form == "dense":
         return dense(parameters + embedding)
     if form == "low-rank":
@@ -116,7 +116,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
             nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
         phase, rest = summed + _low_rank_seconds(cluster, job, config) / 2, dense(parameters - covered + embedding)
         return Sent(nbytes=nbytes + rest.nbytes, transfer=phase + rest.transfer, second_phase=phase)
-    there, back = _block_sum(cluster, group, parameters, width, form)
+    there, back = _sum_in_levels(cluster, job, config, group, parameters, form)
     rest, back = dense(embedding) if embedding else Sent(), Sent() if job.distributed_optimizer else back
     return Sent(
         nbytes=there.nbytes + back.nbytes + rest.nbytes,
@@ -149,6 +149,35 @@ def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: 
         for nbytes, travel, seconds in steps
     )
     return there, back
+
+
+def _sum_in_levels(
+    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str
+) -> tuple[Sent, Sent]:  # fmt: skip
+    """Return both phases of a sum of encoded values, in two levels if nodes hold several replicas and the flags allow
+    it: added up inside a node by a dense reduce-scatter, then between nodes in blocks.
+
+    Without the distributed optimizer the sums are gathered inside the node in the end. If the forecast of a run chooses
+    the stages, it also chooses the faster number of levels.
+    """
+    width, members = job.gradient_bytes, group.per_node
+    one = _block_sum(cluster, group, values, width, form)
+    if config.dp_compression_levels == "one" or min(group.nodes, members) == 1 or group.ranks % members:
+        return one
+    node, rail = Group(members, members, group.rings), Group(group.nodes, 1, members * group.rings)
+    inside = Sent(
+        nbytes=_ring(width * values, members, twice=False), transfer=reduce_scatter(cluster, node, width * values)
+    )  # fmt: skip
+    there, back = _block_sum(cluster, rail, values / members, width, form)
+    gathered = Sent() if job.distributed_optimizer else inside
+    two = _together(inside, there), _together(back, gathered)
+    chosen = config.dp_compression_levels == "auto" and config.dp_compression_stages == "auto"
+    phases = 1 if job.distributed_optimizer else 2
+    return min(one, two, key=lambda ways: sum(way.transfer for way in ways[:phases])) if chosen else two
+
+
+def _together(one: Sent, other: Sent) -> Sent:
+    return Sent(nbytes=one.nbytes + other.nbytes, transfer=one.transfer + other.transfer)
 
 
 def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
@@ -196,20 +225,20 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
         values /= job.dp
     elif fused:
         replicas = Group.strided(job.dp, job.replica_stride, per_node)
-        group = Group(2 * job.dp, replicas.per_node, replicas.rings)
+        group = Group(2 * job.dp, replicas.per_node * (2 if together else 1), replicas.rings)
     form = config.format_of(EMBEDDING)
     if form == "dense":
         nbytes = job.gradient_bytes * values
         return Sent(nbytes=_ring(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
-    there, back = _block_sum(cluster, group, values, job.gradient_bytes, form)
+    there, back = _sum_in_levels(cluster, job, config, group, values, form)
     return Sent(nbytes=there.nbytes + back.nbytes, transfer=there.transfer + back.transfer)
 
 
 def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
     """Return the distributed optimizer's all-gather of a stage's parameters, as if nothing hid it."""
     group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.value_bytes
-    form = config.format_of(PARAM_GATHER)
-    if form == "dense" or job.dp == 1:
+    form, inside = config.format_of(PARAM_GATHER), config.is_dense_inside(PARAM_GATHER) and group.nodes == 1
+    if form == "dense" or inside or job.dp == 1:
         nbytes, coding = width * parameters, 0.0
     else:
         gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp

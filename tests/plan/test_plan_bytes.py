@@ -5,9 +5,10 @@ import torch
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.doctor.estimate import Gpt, bytes_by_class
+from optimus_cc_ext.doctor.estimate import Gpt, OnNodes, bytes_by_class, places_of
 from optimus_cc_ext.doctor.shapes import Parameter
 from optimus_cc_ext.forecast.timeline import Switches, When
+from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
 from optimus_cc_ext.plan.model import MODELS, Job, Model
@@ -99,7 +100,8 @@ def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
         distributed_optimizer=job.distributed_optimizer,
     )
     schedule = schedule_of(job.pp, job.vpp, job.micro_batches)
-    asked = {name: sent for name, (_, sent) in bytes_by_class(gpt_of(job), layout, config, schedule).items()}
+    on = OnNodes.of(config, places_of(Placement(tensor=job.tp, data=job.dp, pipeline=job.pp, ranks_per_node=8)))
+    asked = {name: sent for name, (_, sent) in bytes_by_class(gpt_of(job), layout, config, schedule, on).items()}
     return {
         "forward": asked.get("pipeline forward", 0),
         "backward": asked.get("pipeline backward", 0),
