@@ -47,6 +47,9 @@ class Layout:
     instances: int = 1
     """The number of instances of the distributed optimizer: runs of replicas, each with all of its shards."""
 
+    sums_in_fp32: bool = False
+    """True with Megatron's `--ddp-reduce-scatter-with-fp32-accumulation`."""
+
     optimizer: str = "adam"
     """Megatron's `--optimizer`."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
@@ -75,6 +76,13 @@ def _graph_of_everything(args: argparse.Namespace) -> bool:
     )
 
 
+def _added_up_in_the_buckets_dtype(config: OptimusConfig, traffic: TrafficClass) -> bool:
+    chosen = config.format_of(traffic)
+    if block_format(config.format_of(DP_GRADIENTS)) is not None:
+        return False
+    return chosen == "low-rank" or block_format(chosen) is not None
+
+
 _FSDP = "FSDP keeps gradients and parameters outside of Megatron DDP's buffers"
 _QUANTISED = "Megatron gathers quantised parameters, whose changes nothing keeps in fp32"
 _SHARDED = "it shards weights and their gradients over further ranks"
@@ -91,7 +99,10 @@ REFUSALS = (
     ),
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation", _GRADIENTS,
-        "it replaces the collective that compression replaces",
+        "factors of low rank are added up in the bucket's data type, and so is a bucket of which only the embedding is "
+        "encoded",
+        "Leave it out, or give --dp-compression-format int8",
+        where=_added_up_in_the_buckets_dtype,
     ),
     Refusal(
         "--ddp-param-name-patterns-for-fp32-local-accumulation", _GRADIENTS,

@@ -325,7 +325,7 @@ def _plans(
         rules = BucketRules.of(
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
             fused=config.fused_embedding_sync and bool(kinds["tied"]) and "tied" in names,
-            levels=nodes.levels, beside=nodes.beside,
+            levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
         )  # fmt: skip
         if not _compressed_stage(config, stage):
             rules = dataclasses.replace(rules, format="dense")

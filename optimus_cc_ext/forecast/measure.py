@@ -88,6 +88,8 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     }  # fmt: skip
     replicas = found[Collective.ALL_REDUCE]
     rates = _Rates.of({collective: rate or FREE for collective, rate in found.items()})
+    if blocks and any(buckets.plan.rules.in_fp32 for buckets in gradients.buckets):
+        rates = replace(rates, dense=rates.blocks)  # vanilla's reduce-scatter is an all-to-all
     inside = across = None
     if session.two_levels or several:
         inside = probe_collective(node, device, everyone, Collective.REDUCE_SCATTER)

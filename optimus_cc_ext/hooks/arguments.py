@@ -130,6 +130,7 @@ def layout_from(args: argparse.Namespace) -> Layout:
         one_pair=not _mtp_apart(args),
         distributed_optimizer=args.use_distributed_optimizer or _layer_wise(args),
         instances=getattr(args, "num_distributed_optimizer_instances", None) or 1,
+        sums_in_fp32=bool(getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         optimizer=args.optimizer,
         master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),

@@ -145,6 +145,7 @@ def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, pr
         tied_embeddings=tied,
         distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
         instances=getattr(ddp_config, "num_distributed_optimizer_instances", 1),
+        sums_in_fp32=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
         master_copies=grid.dtype != torch.float32 and not precision_aware,
         train_iters=train_iters,
     )

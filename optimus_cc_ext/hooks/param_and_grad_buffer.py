@@ -62,6 +62,7 @@ def attach(
     rules = BucketRules.of(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
         levels=groups.levels, place=groups.place, beside=groups.beside, left_dense=left_dense,
+        in_fp32=config.reduce_scatter_with_fp32_accumulation,
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     _refuse_several_stages(session, replicas)

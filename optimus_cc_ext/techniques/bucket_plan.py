@@ -18,6 +18,7 @@ import torch
 
 from optimus_cc_ext.metrics.traffic import (
     all_reduce_bytes,
+    leaving_exchange,
     leaving_instances,
     leaving_ring,
     reduce_scatter_bytes,
@@ -227,6 +228,8 @@ class GroupPlan:
         rules = self.rules
         if not rules.sharded:
             return leaving_ring(all_reduce_bytes(nbytes, rules.ranks), rules.ranks, rules.beside)
+        if rules.in_fp32:
+            return leaving_exchange(nbytes // rules.ranks, rules.ranks, rules.beside)
         sent = sharded_bytes(nbytes, rules.ranks, rules.instances)
         return leaving_instances(sent, rules.ranks, rules.instances, rules.beside)
 
@@ -286,7 +289,7 @@ def _reduction(
 ) -> ReductionPlan:
     """Plan the sum of the gradients of `coded` in `format`, and of those of `others` uncompressed."""
     dense = [parameter.range for parameter in others]
-    if not coded:
+    if not coded and not rules.in_fp32:  # else by a coded exchange without a code, which adds up in fp32
         return DensePlan(
             numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded,
             instances=rules.instances,
@@ -298,7 +301,8 @@ def _reduction(
         )  # fmt: skip
     return block_plan(
         record.numel, [parameter.range for parameter in coded], dense, record.dtype, rules.ranks,
-        sharded=rules.sharded, formats=Formats(format, rules.sums), levels=rules.levels, place=rules.place,
+        sharded=rules.sharded, formats=Formats(format if coded else rules.sums, rules.sums), levels=rules.levels,
+        place=rules.place, in_fp32=rules.in_fp32,
     )  # fmt: skip
 
 

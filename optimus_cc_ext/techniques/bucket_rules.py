@@ -92,6 +92,11 @@ class BucketRules:
     beside: int = 1
     """Number of replicas on this rank's node, this rank included."""
 
+    in_fp32: bool = False
+    """True if a reduce-scatter adds up in fp32, whatever the dtype of the bucket; then it is an all-to-all in vanilla
+    Megatron, too.
+    """
+
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
 
@@ -107,6 +112,7 @@ class BucketRules:
         place: int = 0,
         beside: int = 1,
         left_dense: Collection[TrafficClass] = (),
+        in_fp32: bool = False,
     ) -> "BucketRules":
         """Return the rules of a run.
 
@@ -126,7 +132,7 @@ class BucketRules:
 
         gradients = format_of(DP_GRADIENTS)
         return cls(
-            ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside,
+            ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,

@@ -31,6 +31,7 @@ from optimus_cc_ext.techniques.collective import (
     PendingCollective,
     start_all_gather,
     start_reduce_scatters,
+    start_reduce_scatters_in_fp32,
     start_sum,
 )
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, Range
@@ -52,6 +53,7 @@ class TwoLevelPlan:
         levels: numbers of nodes and of their members.
         place: the place of this rank in its node.
         sharded: True if a rank needs only its own shard of the sum (the distributed optimizer).
+        in_fp32: True if the ranks of a node add up in fp32, and round their sum once.
     """
 
     numel: int
@@ -62,6 +64,7 @@ class TwoLevelPlan:
     place: int
     sharded: bool
     formats: Formats
+    in_fp32: bool = False
 
     @cached_property
     def slabs(self) -> list[Range]:
@@ -114,8 +117,18 @@ class TwoLevelPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of memory for messages."""
-        return self.across.wire_bytes
+        """Bytes of memory for messages, and for sums in fp32."""
+        received, total = self.summed_in_fp32
+        return self.across.wire_bytes + received * self.dtype.itemsize + total * 4
+
+    @property
+    def summed_in_fp32(self) -> tuple[int, int]:
+        """Number of values that a rank receives inside its node if it adds them up itself, in fp32, and number of
+        values of its largest sum; zeros if the collective adds up.
+        """
+        if not self.in_fp32 or self.dtype == torch.float32:
+            return 0, 0
+        return sum(length for _, length in self.slabs), max(length for _, length in self.parts)
 
     @property
     def inside_bytes(self) -> int:
@@ -158,12 +171,13 @@ def block_plan(
     formats: Formats,
     levels: Levels,
     place: int = 0,
+    in_fp32: bool = False,
 ) -> ExchangePlan | TwoLevelPlan:
     """Plan a sum in blocks of few bits over a group of ranks, in the levels that its nodes allow."""
     if levels.two:
         return TwoLevelPlan(
             numel=numel, coded=coded, dense=dense, dtype=dtype, levels=levels, place=place, sharded=sharded,
-            formats=formats,
+            formats=formats, in_fp32=in_fp32,
         )  # fmt: skip
     return ExchangePlan(
         numel=numel, coded=coded, dense=dense, dtype=dtype, ranks=ranks, sharded=sharded, formats=formats
@@ -213,6 +227,11 @@ class TwoLevelReducer(Reducer):
         self._inside = [
             (_view(flat, part), _view(flat, slab)) for part, slab in zip(plan.parts, plan.slabs, strict=True)
         ]
+        pool, sizes = pool or MessagePool(), plan.summed_in_fp32
+        self._received, self._total = (
+            pool.take(size * dtype.itemsize, flat.device).view(dtype)
+            for size, dtype in zip(sizes, (flat.dtype, torch.float32), strict=True)
+        )
         self._remainders = [_view(flat, rest) for rest in plan.remainders]
         self._sums: list[PendingCollective] = []
         self._whole = self._started = False
@@ -223,7 +242,11 @@ class TwoLevelReducer(Reducer):
         self._whole, self._started = whole and self.plan.sharded, True
         self.encoded += self.plan.matrices
         self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in self._remainders]
-        start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
+        if self._received.numel():
+            parts, memory = self._inside, (self._received, self._total)
+            start_reduce_scatters_in_fp32(parts, *memory, self._node, _INSIDE).wait()
+        else:
+            start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
         self._across.start()
 
     def second_phase(self) -> None:

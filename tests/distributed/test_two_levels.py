@@ -203,6 +203,24 @@ def test_bytes_are_as_counted_and_memory_is_made_once(nodes, members, sharded, w
         assert asked == []
 
 
+def _in_fp32() -> float:
+    groups = two_levels(3)
+    value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
+    bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("exact")
+    plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
+    reducer = TwoLevelReducer(plan, bucket.flat, groups, used)
+    for _ in range(2):
+        bucket.flat.fill_(value)
+        reducer.reduce()
+    (found,) = bucket.flat.view(dist.get_world_size(), -1)[dist.get_rank()].unique().tolist()
+    return found
+
+
+def test_a_node_can_add_up_bf16_in_fp32():
+    # In bf16 256 + 1 is 256, so a sum in bf16 would lose both ones of each of the two nodes.
+    assert run_ranks(6, _in_fp32) == [2 * (256.0 + 1 + 1)] * 6
+
+
 def _between_instances(members: int, format: str | None) -> torch.Tensor:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -39,6 +39,13 @@ MORE = [
     limit("averages in the collective", 2, DP4, f"{SHARDED} --ddp-average-in-collective"),
     limit("per-token loss", 2, DP4, f"{WHOLE} {table.SCALED_SUMS}"),
     limit("bf16 shards", 2, DP4, f"{SHARDED} --bf16 --grad-reduce-in-bf16", **BF16),
+    limit(
+        "bf16 shards summed in fp32",
+        2,
+        DP4,
+        f"{SHARDED} --bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        **BF16,
+    ),
     limit("bf16 gradients", 2, DP4, f"{WHOLE} --bf16 --grad-reduce-in-bf16", **BF16),
     limit("a tied embedding", 2, PP2_DP4, "--train-iters 5", f"{EXACT} --fused-embedding-sync-format int8"),
     limit("experts", 4, DP8, f"{table.MIXTURE} {SHARDED} --expert-model-parallel-size 2"),
