@@ -119,3 +119,26 @@ def test_two_levels_send_the_share_of_a_ring_that_the_format_has_and_one_level_t
         assert sent[f"one level, {format}"] == pytest.approx(members * NUMEL * bytes_a_value / 2, rel=0.05)
     if members == 4:
         assert sent["one level, int8"] / ring["bf16"] == pytest.approx(1.16, rel=0.05)
+
+
+def _gather(hosts: list[str], members: int) -> int:
+    """Return the bytes that left this rank's host in an all-gather."""
+    rank = enter(hosts[int(os.environ["RANK"]) // members])
+    ranks = dist.get_world_size()
+    flat, rounds = torch.ones(NUMEL), []
+    for _ in range(1 + ROUNDS):  # gloo makes its connections on first use
+        dist.barrier()
+        before = sent_bytes()
+        dist.barrier()
+        dist.all_gather_into_tensor(flat, flat.view(ranks, -1)[rank].clone())
+        dist.barrier()
+        rounds.append(sent_bytes() - before)
+    return min(rounds[1:])
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_a_gather_of_parameters_crosses_each_node_once_without_a_level_of_its_own(hosts, members):
+    sent, ranks = run_ranks(2 * members, _gather, hosts, members, timeout=170)[0], 2 * members
+    ring = NUMEL * 4 * (ranks - 1) / ranks
+    print(f"2 x {members}, all-gather: {sent / ring:.3f} of a ring that crosses each node once")
+    assert sent == pytest.approx(ring, rel=0.05)
