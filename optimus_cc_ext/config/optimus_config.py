@@ -123,10 +123,11 @@ class OptimusConfig(
 
     @property
     def sums_in_blocks(self) -> bool:
-        """True if gradients of replicas are sent in blocks of few bits: data-parallel gradients or the tied
-        embedding.
+        """True if gradients of replicas are sent in blocks of few bits: data-parallel gradients, their low-rank
+        factors, or the tied embedding.
         """
-        return any(block_format(self.format_of(traffic)) for traffic in (DP_GRADIENTS, EMBEDDING))
+        factors = self.low_rank_wire if self.format_of(DP_GRADIENTS) == "low-rank" else "dense"
+        return any(map(block_format, (factors, self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""

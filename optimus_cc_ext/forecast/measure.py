@@ -7,8 +7,8 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
-from optimus_cc_ext.compressors.formats import BLOCK, block_format
-from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.config import classes
 from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
@@ -74,7 +74,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     several = session.layout is not None and session.layout.instances > 1
     grid, everyone = session.grid, session.grid.groups
     link = probe_link(grid.pipeline_group, device, everyone, batched=grid.batched_messages)
-    blocks = _sums_in_blocks(session.config)
+    blocks = session.config.sums_in_blocks
     # A stage without parameters, which has no replicas to sum with, takes part as well, because the other ranks wait
     # for it.
     groups = gradients.buckets[0].groups if gradients.buckets else None
@@ -127,13 +127,6 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
         in_one_level=one,
         lacking=_lacking(gradients.needed_bytes, device),
     )
-
-
-def _sums_in_blocks(config: OptimusConfig) -> bool:
-    """Return whether any sum over replicas is sent in blocks of few bits, by an all-to-all."""
-    wire = config.low_rank_wire if config.format_of(classes.DP_GRADIENTS) == "low-rank" else "dense"
-    chosen = wire, config.format_of(classes.DP_GRADIENTS), config.format_of(classes.EMBEDDING)
-    return any(block_format(each) is not None for each in chosen)
 
 
 @dataclass(frozen=True)
@@ -222,9 +215,9 @@ def _gradients(
     share = _second_phase(gradients.codecs, sharded and not several)
     inside = sum(plan.inside_bytes for plan in plans)
     if inside:
-        # In two levels each rank encodes only its own part of the node's sum.
+        # In two levels each rank encodes only its own part of the node's sum; it factors all matrices.
         first = later = rates.across
-        coding /= max(plan.rules.levels.members for plan in plans)
+        coding /= 1 if gradients.codecs is None else max(plan.rules.levels.members for plan in plans)
     elif gradients.codecs is not None:
         first, later = rates.blocks, rates.gather
     else:

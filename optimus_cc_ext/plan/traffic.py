@@ -112,7 +112,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
         if config.low_rank_wire == "dense":
             nbytes, summed = _ring(width * sent, job.dp, twice=True), all_reduce(cluster, group, width * sent / 2)
         else:
-            there, back = _block_sum(cluster, group, sent / 2, width, config.low_rank_wire)
+            there, back = _sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
             nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
         phase, rest = summed + _low_rank_seconds(cluster, job, config) / 2, dense(parameters - covered + embedding)
         return Sent(nbytes=nbytes + rest.nbytes, transfer=phase + rest.transfer, second_phase=phase)
@@ -152,13 +152,13 @@ def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: 
 
 
 def _sum_in_levels(
-    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str
+    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str, *, whole: bool = False
 ) -> tuple[Sent, Sent]:  # fmt: skip
     """Return both phases of a sum of encoded values, in two levels if nodes hold several replicas and the flags allow
     it: added up inside a node by a dense reduce-scatter, then between nodes in blocks.
 
-    Without the distributed optimizer the sums are gathered inside the node in the end. If the forecast of a run chooses
-    the stages, it also chooses the faster number of levels.
+    Without the distributed optimizer, or if `whole`, the sums are gathered inside the node in the end. If the forecast
+    of a run chooses the stages, it also chooses the faster number of levels.
     """
     width, members = job.gradient_bytes, group.per_node
     one = _block_sum(cluster, group, values, width, form)
@@ -169,10 +169,11 @@ def _sum_in_levels(
         nbytes=_ring(width * values, members, twice=False), transfer=reduce_scatter(cluster, node, width * values)
     )  # fmt: skip
     there, back = _block_sum(cluster, rail, values / members, width, form)
-    gathered = Sent() if job.distributed_optimizer else inside
+    sharded = job.distributed_optimizer and not whole
+    gathered = Sent() if sharded else inside
     two = _together(inside, there), _together(back, gathered)
     chosen = config.dp_compression_levels == "auto" and config.dp_compression_stages == "auto"
-    phases = 1 if job.distributed_optimizer else 2
+    phases = 1 if sharded else 2
     return min(one, two, key=lambda ways: sum(way.transfer for way in ways[:phases])) if chosen else two
 
 

@@ -17,9 +17,11 @@ from optimus_cc_ext.compressors.low_rank import effective_rank
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import DensePlan
 from optimus_cc_ext.techniques.state import state_bytes
 from optimus_cc_ext.techniques.strided import Progression, progressions
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
 
 __all__ = ["DenseRuns", "EqualMatrices", "LowRankPlan", "PackPlan"]
 
@@ -84,8 +86,8 @@ class PackPlan:
     dense: list[DenseRuns]
     """Dense runs that are sent after the P, in the same message."""
 
-    sum_of_p: DensePlan | ExchangePlan
-    sum_of_q: DensePlan | ExchangePlan
+    sum_of_p: DensePlan | ExchangePlan | TwoLevelPlan
+    sum_of_q: DensePlan | ExchangePlan | TwoLevelPlan
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,6 +101,7 @@ class LowRankPlan:
         rank: `--dp-compression-rank`.
         sharded: True if a rank needs only its shard of the bucket.
         wire: name of the block format of P and Q; None: they are sent in `wire_dtype`.
+        levels, place: the levels in which P and Q in blocks are summed, and the place of this rank in its node.
     """
 
     low_rank: Sequence[ParameterRecord]
@@ -108,6 +111,8 @@ class LowRankPlan:
     rank: int
     sharded: bool = False
     wire: str | None = None
+    levels: Levels = ONE_LEVEL
+    place: int = 0
 
     @property
     def matrices(self) -> int:
@@ -148,17 +153,23 @@ class LowRankPlan:
             packs.append(PackPlan(shapes, dense, sum_of_p, sum_of_q))
         return packs
 
-    def _sum_of(self, factors: list[int], dense: list[int]) -> DensePlan | ExchangePlan:
+    def _sum_of(self, factors: list[int], dense: list[int]) -> DensePlan | ExchangePlan | TwoLevelPlan:
         """Plan the sum of a message with factors of these sizes, one after the other, and then dense values."""
         ranges = list(_behind_each_other([*factors, *dense]))
         numel = sum(factors) + sum(dense)
         if self.wire is None:
             return DensePlan(numel=numel, dense=[(0, numel)], dtype=self.wire_dtype, ranks=self.ranks, sharded=False)
         # Each matrix has a range of its own: tensor-parallel ranks may replicate one and not another.
-        return ExchangePlan(
-            numel=numel, coded=ranges[: len(factors)], dense=ranges[len(factors) :], dtype=self.wire_dtype,
-            ranks=self.ranks, sharded=False, formats=Formats(self.wire, self.wire),
+        return block_plan(
+            numel, ranges[: len(factors)], ranges[len(factors) :], self.wire_dtype, self.ranks, sharded=False,
+            formats=Formats(self.wire, self.wire), levels=self.levels, place=self.place,
         )  # fmt: skip
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that one rank sends dense inside its node if P and Q are summed in two levels."""
+        sums = (each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q))
+        return sum(each.inside_bytes for each in sums if isinstance(each, TwoLevelPlan))
 
     @property
     def wire_bytes(self) -> int:

@@ -33,9 +33,10 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.low_rank_plan import DenseRuns, LowRankPlan, PackPlan
-from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reducer
+from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
 from optimus_cc_ext.techniques.state import FactorStates
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["LowRankReducer"]
 
@@ -121,11 +122,12 @@ class LowRankReducer(Reducer):
             self._slots.append(slot.view(self._runs[-1].shape))
         return _Pack(groups, self._sum_of(plan.sum_of_p, first, "P"), self._sum_of(plan.sum_of_q, second, "Q"))
 
-    def _sum_of(self, plan: DensePlan | ExchangePlan, message: torch.Tensor, name: str) -> Reducer:
+    def _sum_of(self, plan: DensePlan | ExchangePlan | TwoLevelPlan, message: torch.Tensor, name: str) -> Reducer:
         if isinstance(plan, DensePlan):
             return DenseReducer(plan, message, self._groups, f"compressed gradient reduction ({name})")
         assert self._codec is not None, "the plan encodes P and Q"
-        return BlockReducer(plan, message, self._groups, BlockCodecs(self._codec, self._codec), pool=self._pool)
+        codecs = BlockCodecs(self._codec, self._codec)
+        return block_reducer(plan, message, self._groups, codecs, pool=self._pool, gauge=Gauge())
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:

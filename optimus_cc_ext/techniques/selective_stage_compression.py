@@ -295,7 +295,9 @@ class SelectiveStageCompression(Technique):
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         if (self.codecs or self.wire) is not None and self.reduces(plan) and plan.compresses:
-            group = groups.rail if self.codecs is not None and groups.rail is not None else groups.whole
+            # With several instances of the distributed optimizer, factors are summed over all replicas at once.
+            at_once = self.codecs is None and groups.levels.instances
+            group = groups.whole if at_once or groups.rail is None else groups.rail
             if group not in self._connected:
                 self._connected.append(group)
                 connect(group, flats[0].device)
