@@ -205,9 +205,11 @@ class Codec:
         return layout.sections(self.code_bytes, dtype.itemsize)[2]
 
     @torch.no_grad()
-    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """Write all messages of `layout`: `values` -> (N, message_bytes)."""
+    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor, *, skipped: int | None = None) -> None:
+        """Write all messages of `layout` but `skipped`, which no rank decodes: `values` -> (N, message_bytes)."""
         for index, message in enumerate(self._by_message(out, layout, values.dtype)):
+            if index == skipped:
+                continue
             dense, scales, codes = self._split(message, layout, values.dtype)
             for (start, length), slot in zip(layout.dense[index], _slots(dense, layout.dense[index]), strict=True):
                 slot.copy_(values[start : start + length])

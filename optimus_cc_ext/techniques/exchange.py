@@ -348,9 +348,9 @@ class ReduceScatter(_Travelling):
         self._outgoing, self._incoming = buffers
 
     def start(self, flat: torch.Tensor) -> None:
-        """Encode all parts of `flat`, and send each part to the rank that adds it up."""
+        """Encode all parts of `flat` but the own one, and send each to the rank that adds it up."""
         with self._gauge.timed(flat.device):
-            self._codec.encode(flat, self._layout, self._outgoing)
+            self._codec.encode(flat, self._layout, self._outgoing, skipped=self._rank)
         if self._gauge.on:
             self._codec.errors(flat, self._layout, self._outgoing, self._gauge.note, skipped=self._rank)
         if self._outgoing.numel():  # between nodes, all parts that ranks exchange can be empty

@@ -213,6 +213,17 @@ def test_what_it_says_that_it_lost_is_what_did_not_arrive(format, rotated) -> No
 # --- what never is ----------------------------------------------------------------------------------------
 
 
+def test_a_message_that_is_skipped_is_not_touched() -> None:
+    codec, values = codec_of("int8", True), gaussian(1100)
+    messages, some = (
+        torch.zeros(SCATTERED.messages, codec.message_bytes(SCATTERED, values.dtype), dtype=torch.uint8)
+        for _ in range(2)
+    )
+    codec.encode(values, SCATTERED, messages)
+    codec.encode(values, SCATTERED, some, skipped=0)
+    assert not some[0].any() and torch.equal(some[1:], messages[1:])
+
+
 @ALL
 @DTYPES
 def test_all_sizes_and_ranges_arrive_and_nothing_beside_them_is_touched(format, rotated, dtype) -> None:

@@ -210,6 +210,14 @@ class TestBlockKernels:
             apart = torchs.numbers(codes, "one") - torchs.numbers(expected_codes, "other")
             assert apart.abs().max() <= 1 and apart.abs().mean() < 1e-3
 
+    @pytest.mark.parametrize("skipped", [0, 1])
+    def test_a_message_that_is_skipped_is_not_touched_and_the_other_one_is_as_ever(self, skipped: int) -> None:
+        ours, _ = both("int8", True)
+        values, messages = gaussian(NUMEL), encoded(ours, gaussian(NUMEL))
+        found = torch.zeros_like(messages)
+        ours.encode(values, SCATTERED, found, skipped=skipped)
+        assert torch.equal(found[1 - skipped], messages[1 - skipped]) and not found[skipped].any()
+
     @LOSSY
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of 0 / 0
     def test_values_of_any_size_become_the_codes_of_the_literal_reference(self, format, rotated) -> None:

@@ -67,21 +67,23 @@ class TritonCodec(Codec):
         self._matrices: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
 
     @torch.no_grad()
-    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor) -> None:
+    def encode(self, values: Tensor, layout: BlockLayout, out: Tensor, *, skipped: int | None = None) -> None:
         messages = self._by_message(out, layout, values.dtype)
         if not (self._has_kernels and _taken(values, messages)):
-            super().encode(values, layout, out)
+            super().encode(values, layout, out, skipped=skipped)
             return
         tables = self._tables_of(layout, values.device)
-        dense, scales, codes = self._sections(messages, layout, values)
-        if tables.chunks.numel():
-            block_kernels.copy_values[_grid(tables.chunks, DENSE_ROWS)](
-                values, tables.chunks, tables.slots, dense, dense.stride(0), tables.chunks.shape[1], ROWS=DENSE_ROWS
+        # A message between others is encoded, because to skip it would take a second launch.
+        ends = {0: slice(1, None), layout.messages - 1: slice(-1)}
+        which = ends.get(skipped, slice(None)) if skipped is not None else slice(None)
+        dense, scales, codes = (each[which] for each in self._sections(messages, layout, values))
+        chunks, blocks = tables.chunks[which], tables.blocks[which]
+        if chunks.numel():
+            block_kernels.copy_values[_grid(chunks, DENSE_ROWS)](
+                values, chunks, tables.slots[which], dense, dense.stride(0), chunks.shape[1], ROWS=DENSE_ROWS
             )
-        if tables.blocks.numel():
-            self._encode_in(
-                _grid(tables.blocks, ROWS), values, tables.blocks, scales, codes, layout.blocks, tables.align
-            )
+        if blocks.numel():
+            self._encode_in(_grid(blocks, ROWS), values, blocks, scales, codes, layout.blocks, tables.align)
 
     def _encode_in(
         self, grid: tuple[int, int], values: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor,
