@@ -31,6 +31,7 @@ from optimus_cc_ext.metrics.traffic import exchanged_bytes, leaving_exchange, le
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.collective import PendingCollective, start_all_gather, start_all_to_all
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.techniques.ranges import Range, cut, dealt
 
 __all__ = [
     "AllGather",
@@ -45,9 +46,6 @@ __all__ = [
     "ReduceScatter",
     "message_bytes",
 ]
-
-Range = tuple[int, int]
-"""Range of a flat tensor, as (start, length) in elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +249,9 @@ class ExchangePlan:
         parts, owned = self.parts or self.ranks, self.owned or range(self.ranks)
         if self.sharded:
             size = self.numel // parts
-            coded, dense = _cut(self.coded, parts, size), _cut(self.dense, parts, size)
+            coded, dense = cut(self.coded, parts, size), cut(self.dense, parts, size)
         else:
-            coded, dense = _dealt(self.coded, parts, BLOCK), _dealt(self.dense, parts, 1)
+            coded, dense = dealt(self.coded, parts, BLOCK), dealt(self.dense, parts, 1)
         return [coded[part] for part in owned], [dense[part] for part in owned]
 
     @cached_property
@@ -426,34 +424,3 @@ class GatheredSum:
         gather.wait()
         with self._gauge.timed(tensor.device):
             gather.codec.decode_add(gather.messages, self._layout, 0, tensor)
-
-
-def _cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
-    """Cut ranges at every multiple of `size`; return the pieces of each part, which lie between two multiples."""
-    cut: list[list[Range]] = [[] for _ in range(parts)]
-    for start, length in ranges:
-        end = start + length
-        while start < end:
-            part = start // size
-            stop = min(end, (part + 1) * size)
-            cut[part].append((start, stop - start))
-            start = stop
-    return cut
-
-
-def _dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
-    """Deal ranges out to parts in whole units, counted from each range's start, so that all parts but the last get as
-    many.
-    """
-    share = -(-sum(-(-length // unit) for _, length in ranges) // parts)
-    dealt: list[list[Range]] = [[] for _ in range(parts)]
-    units = 0
-    for start, length in sorted(ranges):
-        done = 0
-        while done < length:
-            part, used = divmod(units, share)
-            taken = min(length - done, (share - used) * unit)
-            dealt[part].append((start + done, taken))
-            done += taken
-            units += -(-taken // unit)
-    return dealt

@@ -1,0 +1,39 @@
+"""Ranges of a flat tensor, and their division among ranks."""
+
+from collections.abc import Sequence
+
+__all__ = ["Range", "cut", "dealt"]
+
+Range = tuple[int, int]
+"""Range of a flat tensor, as (start, length) in elements."""
+
+
+def cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
+    """Cut ranges at every multiple of `size`; return the pieces of each part, which lie between two multiples."""
+    pieces: list[list[Range]] = [[] for _ in range(parts)]
+    for start, length in ranges:
+        end = start + length
+        while start < end:
+            part = start // size
+            stop = min(end, (part + 1) * size)
+            pieces[part].append((start, stop - start))
+            start = stop
+    return pieces
+
+
+def dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
+    """Deal ranges out to parts in whole units, counted from each range's start, so that all parts but the last get as
+    many.
+    """
+    share = -(-sum(-(-length // unit) for _, length in ranges) // parts)
+    taken_by: list[list[Range]] = [[] for _ in range(parts)]
+    units = 0
+    for start, length in sorted(ranges):
+        done = 0
+        while done < length:
+            part, used = divmod(units, share)
+            taken = min(length - done, (share - used) * unit)
+            taken_by[part].append((start + done, taken))
+            done += taken
+            units += -(-taken // unit)
+    return taken_by
