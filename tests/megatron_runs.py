@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(slots=True)
 class MegatronRun:
-    """Record of one rank."""
+    """Record of one rank's training run."""
 
     stage: int = 0
     tensor_rank: int = 0

@@ -95,7 +95,7 @@ class Save:
         return self._manifest.checkpoint
 
     def stage(self, session: Remembers, *, copied: bool = False) -> None:
-        """Make the folder to write to, and take the state. Collective over all ranks.
+        """Make the staging folder, and take the state that is saved. Collective over all ranks.
 
         Args:
             copied: copy the state, because it is written later while training changes it.

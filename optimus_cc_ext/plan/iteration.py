@@ -46,7 +46,7 @@ CLASSES = (
     "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"
 )  # fmt: skip
 _MESSAGES = ("activation", "gradient", "epilogue")
-"""The names of the messages in `StageCost`."""
+"""The names of the fields of `StageCost` that hold messages."""
 
 ROUNDS = 2
 """Number of rounds of `pp` micro-batches that are simulated before the steady state is extrapolated."""

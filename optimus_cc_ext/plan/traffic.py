@@ -75,8 +75,8 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
         small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
-        # Counted as in docs/how-it-works.md: M = G + E (gradient plus residual) is written once in fp32 and read by
-        # both products; E is written last.
+        # docs/how-it-works.md counts the same bytes: M = G + E (gradient plus residual) is written once in fp32 and
+        # read by both products; E is written last.
         residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
         products = gemm(gpu, n, r, m) + gemm(gpu, m, r, n)
         compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded

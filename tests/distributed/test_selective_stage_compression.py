@@ -368,7 +368,7 @@ def _connected_before_training() -> tuple[list[int], int, int, int]:
 
 
 def test_before_training_a_group_makes_one_small_all_to_all_and_messages_count_as_needed_memory() -> None:
-    """NCCL takes the memory for an all-to-all's connections at the first one."""
+    """NCCL takes memory for connections at the first all-to-all."""
     for sent, open_stages, chosen, messages in run_ranks(2, _connected_before_training, timeout=60):
         assert sent == [32]
         assert open_stages >= 2 * 1024 // 2, "int4 messages in two directions"

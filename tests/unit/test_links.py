@@ -330,7 +330,7 @@ def test_a_link_goes_on_from_its_state_dict_as_if_nothing_had_happened():
     sender, receiver = link()
     run_iteration(sender, receiver, [gradient(1), gradient(2)])
     (twin, its_receiver), (again, _), (rescaled, _) = link(), link(), link()
-    # the state of `twin` is from before its first message
+    # the state of `twin` is saved before `twin` sends its first message
     for saved, resumed in ((sender, twin), (twin, again), (sender, rescaled)):
         states(resumed).load_state_dict(states(saved).state_dict())
     states(rescaled).rescale_residuals(torch.tensor(0.5))
