@@ -5,7 +5,19 @@ from importlib.util import find_spec
 import pytest
 
 from scripts.compat import cpu_attention
-from tests.megatron.runs import BF16_BUCKETS, EXACT_BLOCKS, GATHER, INTERLEAVED, OVERLAPPED, PP2, TOLERANCE, Limit
+from tests.megatron.runs import (
+    BF16_BUCKETS,
+    BLOCKS,
+    EXACT_BLOCKS,
+    GATHER,
+    INTERLEAVED,
+    MIXTURE,
+    OVERLAPPED,
+    PP2,
+    TOLERANCE,
+    TWENTY,
+    Limit,
+)
 from tests.megatron.specs import Run, RunSpec, full, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
@@ -42,6 +54,15 @@ FLUSHED = Limit(
         name="overlapped warm-up and flush", flags=f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush {_ROPE}"
     ),
 )
+EXPERTS_CP2 = Limit(
+    vanilla=CP2_PP2.vanilla.but("context parallel experts", flags=f"{MIXTURE} --expert-model-parallel-size 2"),
+    ours=EXACT_BLOCKS,
+)
+UNEVEN = Limit(vanilla=RunSpec(name="uneven layout", flags=f"{_ROPE} --pipeline-model-parallel-layout Ettt|tL"))
+TRAINED = [
+    limit.vanilla.but(f"{limit.vanilla.name}, 20 iterations", flags=TWENTY)
+    for limit in (CP2_PP2, CP2_GATHER, MTP_TIED, MTP_UNTIED, FLUSHED)
+]
 
 
 def case(limit: Limit) -> tuple[Run, Run]:
@@ -90,6 +111,27 @@ def test_with_multi_token_prediction_the_embedding_is_summed_once_over_its_two_c
 @uses(full(*case(FLUSHED)))
 def test_with_overlapped_warm_up_and_flush_every_class_is_vanillas(runs):
     assert_like_vanilla(*runs, "pipeline backward", "DP gradients", "embedding")
+
+
+@uses(full(*case(EXPERTS_CP2)), full(*case(UNEVEN)))
+def test_experts_beside_context_parallelism_and_uneven_stages_are_vanillas(runs):
+    assert_like_vanilla(*runs, "pipeline backward", "DP gradients", "embedding")
+
+
+def balanced(run: RunSpec) -> tuple[RunSpec, RunSpec]:
+    return run, run.but(f"{run.name}, balanced", ours=BLOCKS)
+
+
+def assert_near_vanilla(vanilla: Run, ours: Run) -> None:
+    """The last loss is within 2 % of vanilla's, and the messages are smaller."""
+    assert relative_gap(last_stage_losses(ours.ranks)[-1:], last_stage_losses(vanilla.ranks)[-1:]) < 0.02
+    traffic = [counts for rank in ours.ranks for counts in rank.ours.traffic.values()]
+    assert sum(sent for _, sent in traffic) < 0.6 * sum(raw for raw, _ in traffic)
+
+
+@uses(*(full(*balanced(run)) for run in TRAINED))
+def test_balanced_compresses_and_ends_within_two_percent_of_vanilla(runs):
+    assert_near_vanilla(*runs)
 
 
 @pytest.mark.skipif(
