@@ -32,6 +32,12 @@ class Placement:
     pipeline_before_data: bool = False
     """True with Megatron's `--use-tp-pp-dp-mapping`."""
 
+    expert: int = 1
+    """The number of ranks over which the experts of a layer are dealt out."""
+
+    expert_tensor: int = 1
+    """The number of ranks over which an expert is sharded."""
+
     @property
     def order(self) -> tuple[str, ...]:
         """The kinds of parallelism, from the one whose ranks are consecutive to the one whose ranks are
@@ -57,6 +63,11 @@ class Placement:
         for places in product(*(range(self.size(other)) for other in others)):
             first = sum(place * self.stride(other) for place, other in zip(places, others, strict=True))
             yield [first + place * self.stride(kind) for place in range(self.size(kind))]
+
+    def experts(self, rank: int) -> list[int]:
+        """Return the ranks over which the experts of `rank` are dealt out; in each order they are neighbours."""
+        together, place = self.expert * self.expert_tensor, rank % self.expert_tensor
+        return [rank // together * together + place + self.expert_tensor * index for index in range(self.expert)]
 
     def node(self, rank: int) -> int:
         """Return the number of the node that holds `rank`."""

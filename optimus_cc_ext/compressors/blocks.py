@@ -341,8 +341,8 @@ class Codec:
         """Decode (n, row_bytes), as `encode_rows` has encoded it: (n, width) in `dtype`."""
         in_row = message.shape[1] // (self.code_bytes + 2)
         out = message.new_empty(message.shape[0], in_row * BLOCK, dtype=dtype)
-        codes = message[:, : in_row * self.code_bytes].reshape(-1, self.code_bytes)
-        scales = message[:, in_row * self.code_bytes :].reshape(-1).view(torch.bfloat16)
+        codes = message[:, : in_row * self.code_bytes].reshape(-1, self.code_bytes).contiguous()
+        scales = message[:, in_row * self.code_bytes :].reshape(-1).contiguous().view(torch.bfloat16)
         for part, blocks in _parts((Piece(0, out.numel(), 0),), out.device):
             values = self._sum_blocks([(scales[blocks], codes[blocks])])
             out.view(-1)[part.start : part.start + part.numel].copy_(values.view(-1))

@@ -12,7 +12,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Literal
 
-from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config.options import (
     FRACTION,
     RANK,
@@ -27,9 +27,10 @@ from optimus_cc_ext.config.options import (
 from optimus_cc_ext.errors import FlagError, UnknownName
 
 __all__ = [
-    "CLASSES", "DP_GRADIENTS", "EMBEDDING", "PARAM_GATHER", "PIPELINE_BACKWARD", "PIPELINE_FORWARD",
-    "CompressedBackpropConfig", "DataParallelCompressionConfig", "FusedEmbeddingSyncConfig", "Need",
-    "ParamGatherConfig", "PipelineForwardConfig", "TrafficClass", "class_named",
+    "CLASSES", "DP_GRADIENTS", "EMBEDDING", "EXPERT_DISPATCH", "EXPERT_GRADIENT", "PARAM_GATHER", "PIPELINE_BACKWARD",
+    "PIPELINE_FORWARD", "CompressedBackpropConfig", "DataParallelCompressionConfig", "ExpertDispatchConfig",
+    "ExpertGradientConfig", "FusedEmbeddingSyncConfig", "Need", "ParamGatherConfig", "PipelineForwardConfig",
+    "TrafficClass", "class_named",
 ]  # fmt: skip
 
 
@@ -385,7 +386,55 @@ PARAM_GATHER = TrafficClass(
 )  # fmt: skip
 
 
-CLASSES = (PIPELINE_FORWARD, PIPELINE_BACKWARD, DP_GRADIENTS, EMBEDDING, PARAM_GATHER)
+@completed
+@dataclass(frozen=True, kw_only=True)
+class ExpertDispatchConfig(Options):
+    """Options of the tokens that experts' ranks exchange in the forward pass; not in the paper."""
+
+    expert_dispatch_format: Literal["dense", "int8", "fp8", "int4"] = option(
+        "dense", "Wire format of tokens on their way to other ranks' experts and back, in training only."
+    )
+
+
+@completed
+@dataclass(frozen=True, kw_only=True)
+class ExpertGradientConfig(Options):
+    """Options of the tokens' gradients that experts' ranks exchange in the backward pass; not in the paper."""
+
+    expert_gradient_format: Literal["dense", "int8", "fp8", "int4"] = option(
+        "dense", "Wire format of the gradients of tokens on their way to other ranks' experts and back."
+    )
+
+
+_EXCHANGED = (
+    Need(
+        "expert_parallel", "there is nothing to compress: without experts on several ranks no token is sent",
+        "Leave it out, or give --num-experts and --expert-model-parallel-size 2 or more", at_least=2,
+    ),
+    Need(
+        "row_width",
+        f"a token's values (--moe-latent-size, or else --hidden-size) do not divide into blocks of {BLOCK}",
+        f"Leave it out, or use a multiple of {BLOCK}",
+        left_out=f"a token's values do not divide into blocks of {BLOCK}",
+    ),
+)  # fmt: skip
+
+EXPERT_DISPATCH = TrafficClass(
+    name="expert_dispatch", options=ExpertDispatchConfig,
+    phrase="compressed expert dispatch", title="dispatch", tag="expert dispatch",
+    collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+)  # fmt: skip
+
+EXPERT_GRADIENT = TrafficClass(
+    name="expert_gradient", options=ExpertGradientConfig,
+    phrase="compressed expert gradients", title="expert gradient", tag="expert gradient",
+    collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+)  # fmt: skip
+
+
+CLASSES = (
+    PIPELINE_FORWARD, PIPELINE_BACKWARD, EXPERT_DISPATCH, EXPERT_GRADIENT, DP_GRADIENTS, EMBEDDING, PARAM_GATHER
+)  # fmt: skip
 """All classes of traffic, in the order in which an iteration sends them and the log lists them."""
 
 

@@ -9,8 +9,12 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     CompressedBackpropConfig,
     DataParallelCompressionConfig,
+    ExpertDispatchConfig,
+    ExpertGradientConfig,
     FusedEmbeddingSyncConfig,
     ParamGatherConfig,
     PipelineForwardConfig,
@@ -43,6 +47,8 @@ class OptimusFields(TypedDict, total=False):
     dp_compression_stages: int | Literal["all", "auto"]
     dp_compression_levels: Literal["auto", "one", "two"]
     param_gather_format: Literal["dense", "int8", "int4"]
+    expert_dispatch_format: Literal["dense", "int8", "fp8", "int4"]
+    expert_gradient_format: Literal["dense", "int8", "fp8", "int4"]
     compression_seed: int
     compression_state_dtype: Literal["fp32", "bf16"]
     low_rank_wire: Literal["dense", "int8"]
@@ -57,8 +63,8 @@ class OptimusFields(TypedDict, total=False):
 @completed
 @dataclass(frozen=True, kw_only=True)
 class OptimusConfig(
-    ParamGatherConfig, DataParallelCompressionConfig, FusedEmbeddingSyncConfig, CompressedBackpropConfig,
-    PipelineForwardConfig,
+    ExpertGradientConfig, ExpertDispatchConfig, ParamGatherConfig, DataParallelCompressionConfig,
+    FusedEmbeddingSyncConfig, CompressedBackpropConfig, PipelineForwardConfig,
 ):  # fmt: skip
     """The configuration that `optimus_cc_ext.install` takes.
 
@@ -128,6 +134,11 @@ class OptimusConfig(
         """
         factors = self.low_rank_wire if self.format_of(DP_GRADIENTS) == "low-rank" else "dense"
         return any(map(block_format, (factors, self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
+
+    @property
+    def sends_rows(self) -> bool:
+        """True if tokens, or their gradients, are sent to experts in blocks of few bits."""
+        return self.is_on(EXPERT_DISPATCH) or self.is_on(EXPERT_GRADIENT)
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
 from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, Need, TrafficClass
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
@@ -20,7 +20,7 @@ from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "resolve", "saves_nothing"]
+__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "experts_in", "resolve", "saves_nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,18 @@ class Layout:
     master_copies: bool = False
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
 
+    expert_parallel: int = 0
+    """The number of ranks over which the experts of a layer are dealt out; 0 for a model without experts."""
+
+    row_width: int = 0
+    """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""
+
+    rows_per_token: float = 0
+    """The number of experts that a token is sent to, with capacity padding in proportion to the capacity."""
+
+    recomputes_experts: bool = False
+    """True if the backward pass computes the experts' layers once more, and sends their tokens again."""
+
     train_iters: int | None = None
     seed: int = 1234
     """Megatron's seed."""
@@ -79,6 +91,26 @@ class Resolution:
 
     config: OptimusConfig
     notes: tuple[str, ...] = ()
+
+
+def experts_in(model: Any, ranks: int) -> dict[str, Any]:
+    """Return the fields of `Layout` about experts.
+
+    Args:
+        model: the model's configuration, or Megatron's arguments.
+        ranks: the number of ranks over which the experts of a layer are dealt out; 0 for a model without experts.
+    """
+    values: int = getattr(model, "moe_latent_size", None) or getattr(model, "hidden_size", None) or 1
+    padded = getattr(model, "moe_pad_expert_input_to_capacity", False)
+    capacity = (padded and getattr(model, "moe_expert_capacity_factor", None)) or 1
+    recomputed = getattr(model, "recompute_granularity", None)
+    return {
+        "expert_parallel": ranks,
+        "row_width": values if values % BLOCK == 0 else 0,
+        "rows_per_token": capacity * getattr(model, "moe_router_topk", 0) if ranks else 0,
+        "recomputes_experts": recomputed == "full"
+        or (recomputed == "selective" and "moe" in (getattr(model, "recompute_modules", None) or ())),
+    }
 
 
 def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = False) -> OptimusConfig:

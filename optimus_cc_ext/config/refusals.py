@@ -15,6 +15,8 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
@@ -29,6 +31,7 @@ __all__ = ["REFUSALS", "Refusal", "conflicts", "refusal_of", "refuse_unsupported
 _GRADIENTS = (EMBEDDING, DP_GRADIENTS)
 _BUFFERS = (*_GRADIENTS, PARAM_GATHER)
 _MESSAGES = (PIPELINE_FORWARD, PIPELINE_BACKWARD)
+_EXPERTS = (EXPERT_DISPATCH, EXPERT_GRADIENT)
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
 
@@ -83,6 +86,17 @@ def _added_up_in_the_buckets_dtype(config: OptimusConfig, traffic: TrafficClass)
     return chosen == "low-rank" or block_format(chosen) is not None
 
 
+def _graph_of_experts(args: argparse.Namespace) -> bool:
+    # The modules of a layer that have graphs; Megatron 0.17 and 0.18 call them scopes. None given: whole layers.
+    given = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None) or ("moe",)
+    on = getattr(args, "cuda_graph_impl", None) not in (None, "none")
+    return on and any(getattr(module, "name", module) == "moe" for module in given)
+
+
+def _other_dispatcher(args: argparse.Namespace) -> bool:
+    return getattr(args, "moe_token_dispatcher_type", "alltoall") != "alltoall"
+
+
 _FSDP = "FSDP keeps gradients and parameters outside of Megatron DDP's buffers"
 _QUANTISED = "Megatron gathers quantised parameters, whose changes nothing keeps in fp32"
 _SHARDED = "it shards weights and their gradients over further ranks"
@@ -130,6 +144,15 @@ REFUSALS = (
         "a graph of the whole iteration would repeat one iteration's choice of compressed messages for ever",
         given=_graph_of_everything,
     ),
+    Refusal(
+        "--moe-token-dispatcher-type", _EXPERTS, "only the tokens of the dispatcher alltoall can be compressed",
+        "Use --moe-token-dispatcher-type alltoall", _other_dispatcher,
+    ),
+    Refusal(
+        "--cuda-graph-impl", _EXPERTS,
+        "a graph of the MoE layer would compress tokens in evaluation, too, if it compresses them in training",
+        "Leave it out, or give --cuda-graph-modules without moe", _graph_of_experts,
+    ),
     Refusal("--use-ring-exchange-p2p", _MESSAGES, "ring exchange bypasses the point-to-point calls of compression"),
     Refusal(
         "--compression-error-statistics", (PIPELINE_BACKWARD,),
@@ -168,8 +191,15 @@ _REMARKS = {
 
 def remarks(args: argparse.Namespace, config: OptimusConfig) -> list[str]:
     """Return the lines about options that work beside compression, and do less there than the user may expect."""
-    given = config.any_technique
-    return [line for name, line in _REMARKS.items() if given and getattr(args, name, False)]
+    if not config.any_technique:
+        return []
+    found = [line for name, line in _REMARKS.items() if getattr(args, name, False)]
+    if getattr(args, "num_experts", None) and args.expert_model_parallel_size > 1 and _other_dispatcher(args):
+        found.append(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: tokens travel to experts and back as in "
+            "vanilla Megatron; only those of alltoall can be compressed"
+        )
+    return found
 
 
 def conflicts(args: argparse.Namespace, config: OptimusConfig) -> dict[TrafficClass, Refusal]:

@@ -154,6 +154,8 @@ def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
         tensor=args.tensor_model_parallel_size, context=args.context_parallel_size, data=args.data_parallel_size,
         pipeline=args.pipeline_model_parallel_size, ranks_per_node=ranks_per_node,
         pipeline_before_data=args.use_tp_pp_dp_mapping,
+        expert=args.expert_model_parallel_size if args.num_experts else 1,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
     )  # fmt: skip
 
 
@@ -200,8 +202,10 @@ def _estimated(
         new_communicator_bytes,
         places_of,
         state_bytes,
+        tokens_of,
         without_gain,
     )
+    from optimus_cc_ext.doctor.tokens import about_dispatchers
     from optimus_cc_ext.doctor.verdict import memory_bytes, schedule_from
 
     micro_batches, found = _micro_batches(args), []
@@ -211,7 +215,12 @@ def _estimated(
         found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
-        on = OnNodes.of(config, places_of(placement), layout.instances)
+        places = places_of(placement)
+        on = OnNodes.of(config, places, layout.instances)
+        if (advice := about_dispatchers(args, places)) is not None:
+            found.append(Finding("tokens", advice, "warn"))
+        elif (tokens := tokens_of(gpt, layout)) is not None:
+            found += [Finding("tokens", line) for line in tokens.lines(config)]
         traffic, state = bytes_by_class(*asked, on), state_bytes(*asked)
         traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}

@@ -16,6 +16,8 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
@@ -23,6 +25,7 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.doctor.shapes import Parameter, stages_of
+from optimus_cc_ext.doctor.tokens import Tokens, away, mixture_layers
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
@@ -39,7 +42,7 @@ from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
 
 __all__ = [
     "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "gpt_from", "new_communicator_bytes", "places_of",
-    "state_bytes", "without_gain",
+    "state_bytes", "tokens_of", "without_gain",
 ]  # fmt: skip
 
 
@@ -57,6 +60,9 @@ class Gpt:
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
     tensor_parallel: int
+    mixture_layers: int = 0
+    """Number of layers whose tokens are sent to the experts of other ranks."""
+
     expert_replicas: int = 0
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
 
@@ -80,6 +86,7 @@ def gpt_from(args: argparse.Namespace) -> Gpt | None:
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
+        mixture_layers=mixture_layers(args),
         expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
         if args.expert_model_parallel_size > 1
         else 0,
@@ -110,6 +117,12 @@ class OnNodes:
     crossing: float = 1.0
     """Share of the hops between stages that cross nodes."""
 
+    tokens_to_ranks: float = 0.0
+    """Share of the tokens of experts that leave their rank."""
+
+    tokens_to_nodes: float = 0.0
+    """Share of the tokens of experts that leave their node."""
+
     pair_crosses: bool = True
     """True if the first and the last stage of the first pipeline are on different nodes."""
 
@@ -132,6 +145,8 @@ class OnNodes:
             union=together if config.dp_compression_levels != "one" else ONE_LEVEL,
             beside_in_union=sum(nodes[rank] == nodes[0] for rank in union),
             left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places, instances))),
+            tokens_to_ranks=away(places, nodes=False),
+            tokens_to_nodes=away(places, nodes=True),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
             pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
         )
@@ -152,6 +167,7 @@ def places_of(placement: Placement) -> list[RankPlace]:
         RankPlace(
             rank=rank, stage=stage, tensor_rank=tensor_ranks[rank], node=Node(str(placement.node(rank))),
             pipeline=tuple(ranks) if len(ranks) > 1 else (),
+            experts=tuple(placement.experts(rank)) if placement.expert > 1 else (),
         )
         for ranks in placement.groups("pipeline")
         for stage, rank in enumerate(ranks)
@@ -169,6 +185,8 @@ def bytes_by_class(
     counted = {
         traffic.tag: _pipeline(gpt, config, schedule, traffic, on) for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD)
     }
+    for traffic, (raw, sent) in _of_tokens(gpt, layout, config, schedule, on).items():
+        counted[traffic.tag] = round(on.tokens_to_ranks * raw), round(on.tokens_to_ranks * sent)
     by_stage = [_of_stage(gpt, layout, config, stage, on) for stage in range(layout.stages)]
     for traffic in (DP_GRADIENTS, EMBEDDING, PARAM_GATHER):
         counted[traffic.tag] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
@@ -184,6 +202,8 @@ def bytes_between_nodes(
     for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
         before, after = _pipeline(gpt, config, schedule, traffic, on)
         raw, sent = raw + before * on.crossing, sent + after * on.crossing
+    for dense, coded in _of_tokens(gpt, layout, config, schedule, on).values():
+        raw, sent = raw + dense * on.tokens_to_nodes, sent + coded * on.tokens_to_nodes
     for stage in range(layout.stages):
         gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
         dense, coded = (leaving_ring(nbytes, layout.owners, min(on.beside, layout.owners)) for nbytes in gathered)
@@ -197,6 +217,29 @@ def bytes_between_nodes(
                 sent += pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)
     ranks = layout.data_parallel * gpt.tensor_parallel
     return round(raw * ranks), round(sent * ranks)
+
+
+def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
+    """Return the tokens of an exchange; None if no token is sent to other ranks."""
+    sequence, batch, hidden = gpt.message
+    width, number = layout.row_width or hidden, sequence * batch * layout.rows_per_token
+    return Tokens(layout=layout, number=number, dtype=gpt.parameter_dtype, hidden=width) if gpt.mixture_layers else None
+
+
+def _of_tokens(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
+) -> dict[TrafficClass, tuple[float, float]]:
+    """Return the (raw, sent) bytes of the tokens of one rank of each stage, those that stay on the rank included."""
+    if (tokens := tokens_of(gpt, layout)) is None:
+        return {}
+    times = gpt.mixture_layers * sum(work.forward for work in schedule.passes(0)) // schedule.chunks
+    return {
+        traffic: (
+            times * tokens.sent_bytes(traffic, "dense"),
+            times * tokens.sent_bytes(traffic, "dense" if traffic in on.left_dense else config.format_of(traffic)),
+        )
+        for traffic in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+    }
 
 
 def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> float:

@@ -71,6 +71,9 @@ class Forecast:
     across: float = 0.0
     """Bytes per second of an all-to-all between nodes; 0 if gradients are compressed in one level."""
 
+    experts: float = 0.0
+    """Bytes per second of an all-to-all over the ranks of the experts; 0 if no token is compressed."""
+
     one_level: bool = False
     """True if gradients in two levels would take longer than in one, so that `auto` takes one."""
 
@@ -89,6 +92,7 @@ class Forecast:
         rates = (
             (self.link, "between stages"), (self.replicas, "among replicas"), (self.exchange, "in their all-to-all"),
             (self.inside, "inside a node"), (self.across, "in an all-to-all between nodes"),
+            (self.experts, "in the experts' all-to-all"),
         )  # fmt: skip
         links = ", ".join(f"{rate / 1e6:.1f} MB/s {where}" for rate, where in rates if rate)
         plain, ours = self.plain.reduced, self.ours.reduced
@@ -179,6 +183,7 @@ def forecast(
         exchange=_mean_rate([m.exchange for m in everyone]),
         inside=_mean_rate([m.inside for m in everyone]),
         across=_mean_rate([m.across for m in everyone]),
+        experts=_mean_rate([m.experts for m in everyone]),
         one_level=one_level,
         lacking=lacking,
         without_gain={

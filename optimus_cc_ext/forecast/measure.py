@@ -9,6 +9,7 @@ from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import classes
+from optimus_cc_ext.forecast.experts import InPasses
 from optimus_cc_ext.forecast.microbenchmark import time_gradients, time_message, time_parameters
 from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_link
 from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
@@ -49,6 +50,9 @@ class Measured:
 
     across: Rate | None = None
     """Rate of an all-to-all between nodes; None if gradients are compressed in one level."""
+
+    experts: Rate | None = None
+    """Rate of an all-to-all over the ranks of the experts; None if no token is compressed."""
 
     in_one_level: RankCost | None = None
     """The costs with gradients compressed in one level; None if `cost` has them so."""
@@ -98,13 +102,18 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     if several:
         between = probe_collective(rail, device, everyone, Collective.ALL_REDUCE)
         rates = replace(rates, dense=between or FREE, blocks=across or FREE)
+    experts = None
+    if session.config.sends_rows:
+        experts = probe_collective(grid.expert_group, device, everyone, Collective.ALL_TO_ALL)
+    exchanged = InPasses.of(session, passes, experts or FREE, device)
     coding = _coding(session, sharded)
     plans = [buckets.plan for buckets in gradients.buckets]
     cost = RankCost(
         stage=session.grid.place.stage,
-        forward=passes.median("forward"),
-        backward=passes.median("backward"),
+        forward=exchanged.without(passes.median("forward"), When.FORWARD_PASS),
+        backward=exchanged.without(passes.median("backward"), When.BACKWARD_PASS),
         classes=(
+            *exchanged.classes,
             _forward(session, gradient, link or FREE),
             _backward(session, gradient, link or FREE),
             _gradients(session, plans, rates, coding, sharded),
@@ -124,6 +133,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
         exchange=found.get(Collective.ALL_TO_ALL),
         inside=inside,
         across=across,
+        experts=experts,
         in_one_level=one,
         lacking=_lacking(gradients.needed_bytes, device),
     )

@@ -23,7 +23,7 @@ from optimus_cc_ext.techniques.messages import DenseMessages
 from optimus_cc_ext.techniques.param_gather import Shards
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 
-__all__ = ["extrapolated", "time_gradients", "time_message", "time_parameters"]
+__all__ = ["extrapolated", "time_gradients", "time_message", "time_parameters", "time_rows"]
 
 _SAMPLE_BYTES = 1 << 26
 """Largest size of the gradients that a microbenchmark makes, unless one matrix is larger."""
@@ -146,6 +146,24 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
         # In a group of one rank, that rank owns all shards.
         seconds.append(stopwatch.total("encode") / buckets[0].plan.ranks + stopwatch.total("decode"))
     return min(seconds[1:]) * numel / sample.numel()
+
+
+@torch.no_grad()
+def time_rows(codec: Codec, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Measure the seconds to encode `rows` rows of `width` values, and to decode as many.
+
+    Args:
+        codec: has the run's format; training waits for this measurement, and so both can share the codec.
+    """
+    most = max(1, min(rows, _SAMPLE_BYTES // (width * dtype.itemsize)))
+    sample = _noise((most, width), torch.empty(0, dtype=dtype, device=device))
+    seconds = []
+    for _ in range(1 + _TRIES):  # the first time allocates
+        stopwatch = Stopwatch(on=True)
+        with stopwatch.timed("rows", device):
+            codec.decode_rows(codec.encode_rows(sample), dtype)
+        seconds.append(stopwatch.total("rows"))
+    return min(seconds[1:]) * rows / most
 
 
 def _samples(shapes: Sequence[torch.Size], itemsize: int) -> tuple[list[torch.Size], list[torch.Size]]:

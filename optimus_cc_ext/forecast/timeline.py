@@ -44,6 +44,7 @@ class Link(Enum):
     """The ranks between which the messages of a class of traffic are sent."""
 
     TENSOR = "tensor-parallel ranks"
+    EXPERTS = "ranks over which the experts of a layer are dealt out"
     STAGES = "neighbouring stages"
     REPLICAS = "replicas"
     ENDS = "the first and the last stage, once both have reduced their gradients over the replicas"

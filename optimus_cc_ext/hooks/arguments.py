@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
-from optimus_cc_ext.config.presets import Layout, Resolution, resolve
+from optimus_cc_ext.config.presets import Layout, Resolution, experts_in, resolve
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_rank
 from optimus_cc_ext.hooks.registry import Seam
@@ -132,6 +132,7 @@ def layout_from(args: argparse.Namespace) -> Layout:
         instances=getattr(args, "num_distributed_optimizer_instances", None) or 1,
         sums_in_fp32=bool(getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         optimizer=args.optimizer,
+        **experts_in(args, args.expert_model_parallel_size if args.num_experts else 0),
         master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
         train_iters=_train_iters(args),
         seed=args.seed,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
-from optimus_cc_ext.config.presets import Layout, cost_of_shards
+from optimus_cc_ext.config.presets import Layout, cost_of_shards, experts_in
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
@@ -66,6 +66,7 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     refuse_unsupported(facts_of(model), session.config)
     place(session, model)
     experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
+    session.expects_rows |= bool(experts)
     for bucket_groups, replicas in (
         (model.bucket_groups, "dp_cp_group"), (model.expert_parallel_bucket_groups, "expt_dp_group")
     ):  # fmt: skip
@@ -147,8 +148,14 @@ def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, pr
         instances=getattr(ddp_config, "num_distributed_optimizer_instances", 1),
         sums_in_fp32=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
         master_copies=grid.dtype != torch.float32 and not precision_aware,
+        **experts_in(model.config, _expert_parallel(model, grid)),
         train_iters=train_iters,
     )
+
+
+def _expert_parallel(model: Any, grid: Grid) -> int:
+    experts = getattr(model.config, "num_moe_experts", None)
+    return grid.expert_group.size() if experts and grid.expert_group is not None else 0
 
 
 def grid_of(model: Any) -> Grid:
@@ -185,6 +192,7 @@ def grid_of(model: Any) -> Grid:
         pipeline_group=pipeline,
         tensor_group=tensor,
         replica_group=replicas,
+        expert_group=_group(model, "ep_group", parallel_state.get_expert_model_parallel_group),
         embedding_group=embedding,
         batched_messages=config.batch_p2p_comm,
         dtype=config.params_dtype,
@@ -300,5 +308,10 @@ def facts_of(ddp: Any) -> argparse.Namespace:
         "gtp_weight_remat_size": getattr(ddp.config, "gtp_weight_remat_size", 1),
         "expert_gtp_weight_remat_size": getattr(ddp.config, "expert_gtp_weight_remat_size", 1),
         "use_ring_exchange_p2p": ddp.config.use_ring_exchange_p2p,
+        "moe_token_dispatcher_type": getattr(ddp.config, "moe_token_dispatcher_type", "alltoall"),
+        **{
+            name: getattr(ddp.config, name, None)
+            for name in ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope")
+        },
     }
     return argparse.Namespace(**facts)

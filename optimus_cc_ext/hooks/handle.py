@@ -12,7 +12,13 @@ from typing import Any, Self
 
 from optimus_cc_ext.checkpoint.resuming import settings_of
 from optimus_cc_ext.errors import OptimusError, UnfitState
-from optimus_cc_ext.hooks import distrib_optimizer, finalize_model_grads, p2p_communication, schedules
+from optimus_cc_ext.hooks import (
+    distrib_optimizer,
+    finalize_model_grads,
+    p2p_communication,
+    schedules,
+    token_dispatcher,
+)
 from optimus_cc_ext.hooks.distributed_data_parallel import join
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import finish
@@ -68,6 +74,7 @@ def shared_wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
         *schedules.wraps(sessions),
         *finalize_model_grads.wraps(sessions),
         *distrib_optimizer.wraps(sessions),
+        *token_dispatcher.wraps(sessions),
     ]
 
 

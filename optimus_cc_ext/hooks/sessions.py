@@ -79,6 +79,10 @@ class Sessions:
         """Return the session of the innermost open pass whose pipeline has the ranks of `group`."""
         return next((s for s in self.passing_now if s.grid is not None and s.grid.is_pipeline(group)), None)
 
+    def with_experts_on(self, group: dist.ProcessGroup) -> Session | None:
+        """Return the session of the innermost open pass whose experts are dealt out over the ranks of `group`."""
+        return next((s for s in self.passing_now if s.grid is not None and s.grid.has_experts_on(group)), None)
+
 
 def layers_of(chunk: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
     """Yield the chunk and every module inside its wrappers: Megatron's wrappers keep the wrapped one as `module`."""

@@ -134,6 +134,11 @@ def _without_messages(session: Session) -> str | None:
             "no activation passed between stages by megatron-core's point-to-point calls, which "
             "pipeline_forward_format compresses. Leave it out with another communicator"
         )
+    if session.config.sends_rows and session.expects_rows and not session.dispatch.seen:
+        return (
+            "no token was exchanged among experts in the forward-backward passes that Optimus-CC sees, and the "
+            "experts' formats compress tokens. Call megatron-core's schedule, or leave the formats out"
+        )
     if session.applied_steps and session.parameters.buckets and not session.parameters.seen:
         return (
             "no parameters were gathered after a step of Megatron's distributed optimizer, which param_gather_format "

@@ -42,6 +42,10 @@ class Stopwatch:
         noted = self._read(name)
         return statistics.median(noted) if noted else 0.0
 
+    def count(self, name: str) -> int:
+        """Return the number of durations; waits for the device."""
+        return len(self._read(name))
+
     def total(self, name: str) -> float:
         """Return the sum of all durations in seconds; waits for the device."""
         return sum(self._read(name))

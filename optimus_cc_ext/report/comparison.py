@@ -10,7 +10,7 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.report import ReportError
@@ -29,9 +29,15 @@ FILES = (
 )
 """Names of all files that the document of a comparison may write beside its page."""
 
-_TRAFFIC = tuple(f"optimus-cc/{traffic.tag} {side} bytes" for traffic in CLASSES for side in ("raw", "sent"))
+_TRAFFIC = tuple(
+    f"optimus-cc/{traffic.tag} {side} bytes"
+    for traffic in CLASSES
+    for side in ("raw", "sent")
+    # Earlier versions did not log tokens to experts, and their runs are still read.
+    if traffic not in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+)
 _COMPRESSION = re.compile(
-    r"optimus-cc/(?P<technique>\w+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
+    r"optimus-cc/(?P<technique>[\w ]+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
 )
 REQUIRED = (TRAINING, VALIDATION, SECONDS, *_TRAFFIC)
 """Tags that a run has to have logged for the report to be complete."""

@@ -56,13 +56,14 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
             one of them did not come; or OPTIMUS_CC_NODE is set for some of them only.
         FlagError: on all ranks: kernels are not available on one of them, and `require_triton` is set.
     """
-    kernels, failure = fast.kernels(_needed(config, grid))
+    kernels, failure = fast.kernels(_needed(config, grid, layout))
     if failure is None and kernels == "torch" and config.require_triton:
         failure = "there is no GPU"
     rank = dist.get_rank()
     place = replace(
         grid.place, names=names_of(rank), node=this_node(rank),
         pipeline=() if grid.pipeline_group is None else tuple(dist.get_process_group_ranks(grid.pipeline_group)),
+        experts=() if grid.expert_group is None else tuple(dist.get_process_group_ranks(grid.expert_group)),
     )  # fmt: skip
     where = failure and f"on rank {rank} on {socket.gethostname()} ({failure})"
     mine = (place, config, layout, _machine(kernels), where)
@@ -138,7 +139,7 @@ def _different(mine: OptimusConfig | Layout | None, theirs: OptimusConfig | Layo
             yield f"{named} {value} against {other}"
 
 
-def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:
+def _needed(config: OptimusConfig, grid: Grid, layout: Layout | None = None) -> fast.Needed:
     """Return the variants of kernels that this configuration uses on a model, whose gradients may be fp32."""
     ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
     chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
@@ -153,6 +154,7 @@ def _needed(config: OptimusConfig, grid: Grid) -> fast.Needed:
         rotated=config.block_rotation,
         # The number of values of a factor is a multiple of its rank, also if the factor is sent in blocks.
         align=math.gcd(grid.align, *(ranks if config.low_rank_wire != "dense" else ())),
+        row_width=layout.row_width if layout is not None and config.sends_rows else 0,
     )
 
 

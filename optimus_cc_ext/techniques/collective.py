@@ -122,10 +122,17 @@ def start_reduce_scatters_in_fp32(
 
 
 def start_all_to_all(
-    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str
-) -> PendingCollective:
-    """Send part d of `tensor` to rank d of `group`, and receive part d of `out` from it; all parts are equally long."""
-    return PendingCollective(lambda: dist.all_to_all_single(out, tensor, group=group, async_op=True), group, purpose)
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str,
+    received: Sequence[int] | None = None, sent: Sequence[int] | None = None,
+) -> PendingCollective:  # fmt: skip
+    """Send part d of `tensor` to rank d of `group`, and receive part d of `out` from it.
+
+    Args:
+        received, sent: lengths of the parts of `out` and of `tensor`, in rows; None: all parts are equally long.
+    """
+    return PendingCollective(
+        lambda: dist.all_to_all_single(out, tensor, received, sent, group=group, async_op=True), group, purpose
+    )
 
 
 def start_all_gather(

@@ -14,6 +14,8 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
@@ -96,6 +98,8 @@ def classes_inside(places: Sequence[RankPlace], instances: int = 1) -> frozenset
         found.add(DP_GRADIENTS)
     if all(len({nodes[rank] for rank in run}) == 1 for ranks in replicas.values() for run in _runs(ranks, instances)):
         found.add(PARAM_GATHER)
+    if all(len({nodes[rank] for rank in place.experts}) == 1 for place in places):
+        found |= {EXPERT_DISPATCH, EXPERT_GRADIENT}
     last = max(stage for stage, _ in replicas)
     unions = ([*replicas[0, tensor], *replicas[last, tensor]] for stage, tensor in replicas if stage == 0)
     if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in unions):

@@ -42,6 +42,9 @@ class RankPlace:
     pipeline: tuple[int, ...] = ()
     """The ranks of the rank's pipeline, by stage; empty: there is one stage."""
 
+    experts: tuple[int, ...] = ()
+    """The ranks over which the experts of the rank's layers are dealt out; empty: the rank has all of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
@@ -60,6 +63,9 @@ class Grid:
     tensor_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     """Group of the ranks that hold the same part of the model, with those of context parallelism."""
+
+    expert_group: dist.ProcessGroup | None = None
+    """Group of the ranks over which the experts of this rank's layers are dealt out."""
 
     embedding_group: dist.ProcessGroup | None = None
     """Pair of the first and the last stage; None on the stages between."""
@@ -106,10 +112,11 @@ class Grid:
         """Return whether `group` has the ranks of this model's pipeline; the user may have made another object for
         it.
         """
-        own = self.pipeline_group
-        if group is own or own is None:
-            return group is own
-        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
+        return _have_equal_ranks(group, self.pipeline_group)
+
+    def has_experts_on(self, group: dist.ProcessGroup) -> bool:
+        """Return whether this model's experts are dealt out over the ranks of `group`."""
+        return _have_equal_ranks(group, self.expert_group)
 
     def gather[T](self, value: T) -> list[T]:
         """Return the picklable values of all ranks of the model, in the order of the ranks. Collective over these
@@ -159,6 +166,12 @@ class Grid:
                     )
                 time.sleep(0.001)
             arrived.wait()
+
+
+def _have_equal_ranks(group: dist.ProcessGroup, own: dist.ProcessGroup | None) -> bool:
+    if group is own or own is None:
+        return group is own
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
 
 
 def _arrivals(rank: int) -> str:

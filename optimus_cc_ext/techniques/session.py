@@ -19,7 +19,7 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
@@ -34,6 +34,7 @@ from optimus_cc_ext.techniques.crossing import (
     levels_of_sums,
 )
 from optimus_cc_ext.techniques.exchange import BlockCodecs, MessagePool
+from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
@@ -107,6 +108,9 @@ class Session:
         self.levels_of_sums: str | None = None
         """The levels in which gradients are added up in blocks, in words; None: none are."""
 
+        self.expects_rows = False
+        """True if this rank has experts, to which tokens travel."""
+
         self.traffic = Traffic()
         self.active = False
         """True inside a training iteration. Forward-only passes leave it False, and then nothing is changed."""
@@ -126,6 +130,10 @@ class Session:
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
+        self.dispatch, self.expert_gradients = (
+            ExpertRows(each, config, self.new_codec(config.format_of(each)))
+            for each in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+        )
         self._pool = MessagePool()
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
@@ -140,7 +148,8 @@ class Session:
             two_levels=config.dp_compression_levels != "one",
         )
         self.techniques: tuple[Technique, ...] = (
-            self.forward, self.backprop, self.gradients, self.parameters, self.embedding
+            self.forward, self.backprop, self.dispatch, self.expert_gradients, self.gradients, self.parameters,
+            self.embedding,
         )  # fmt: skip
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
         # Usual clipping coefficients, by gradient-norm group, are equal on all ranks, because the norms are.

@@ -141,12 +141,49 @@ def _scratch_after_measuring() -> list[int]:
     ]
     sent = {cost.name: cost.compressed for cost in measured.cost.classes}
     assert sent["DP gradients"].second_phase > 0 and sent["pipeline backward"].encode > 0
-    assert set(sent) == {row.tag for row in CLASSES}, "a class of the table that nobody measures"
+    tokens = {"expert dispatch", "expert gradient"}  # measured below; this model has no experts
+    assert set(sent) == {row.tag for row in CLASSES} - tokens, "a class of the table that nobody measures"
     return [technique.compressor._scratch.nbytes for technique in (session.gradients, session.backprop)]
 
 
 def test_what_is_tried_has_memory_of_its_own():
     assert run_ranks(2, _scratch_after_measuring, timeout=60) == [[0, 0]] * 2
+
+
+def _tokens_measured(recomputed: bool) -> list[tuple[str, When, float, float]]:
+    dist.init_process_group("gloo")
+    config = OptimusConfig(expert_dispatch_format="int8")
+    layout = Layout(stages=1, data_parallel=2, tied_embeddings=False, expert_parallel=2, row_width=256)
+    world, session = dist.group.WORLD, Session(config, layout)
+    place = RankPlace(rank=dist.get_rank(), stage=0, tensor_rank=0)
+    session.place(Grid(place=place, stages=1, data_parallel=2, replica_group=world, expert_group=world), layout)
+    rows = torch.ones(64, 256)
+    for _ in range(2):  # two forward passes, each with one exchange there and back; `_passes` took 3 of each kind
+        for grad in (False, True) if recomputed else (True,):
+            with torch.set_grad_enabled(grad):
+                session.dispatch.count(session.traffic, rows, world, [48, 16])
+                session.dispatch.count(session.traffic, rows, world, [32, 32])
+        session.expert_gradients.count(session.traffic, rows, world, [16, 48])
+    measuring.probe_collective = lambda *_: Rate(0.0, 1e6)
+    measured = measure(session, _passes(), None, torch.device("cpu"))
+    tokens = [cost for cost in measured.cost.classes if cost.link is Link.EXPERTS]
+    assert measured.experts is not None and all(cost.dense.encode == 0 for cost in tokens)
+    assert all((cost.compressed.encode > 0) == (cost.dense.nbytes > cost.compressed.nbytes) for cost in tokens)
+    return [(cost.name, cost.when, cost.dense.nbytes, cost.compressed.nbytes) for cost in tokens]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_tokens_are_measured_inside_the_passes_that_send_them(recomputed):
+    first, other = run_ranks(2, _tokens_measured, recomputed, timeout=60)
+    # 2 passes send 16 + 32 rows of 1,024 or 260 bytes from the first rank, and 48 + 32 from the other one.
+    passes = len(_passes()._seconds["forward"])
+    for tokens, there, back in ((first, 48, 48), (other, 80, 16)):
+        (name, when, raw, sent), again, gradient = tokens
+        assert (name, when) == ("expert dispatch", When.FORWARD_PASS)
+        assert (raw, sent) == (pytest.approx(2 * there * 1024 / passes), pytest.approx(2 * there * 260 / passes))
+        assert again[:2] == (name, When.BACKWARD_PASS) and again[2:] == ((raw, sent) if recomputed else (0, 0))
+        assert gradient[:2] == ("expert gradient", When.BACKWARD_PASS)
+        assert gradient[2] == gradient[3] == pytest.approx(2 * back * 1024 / passes)
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,23 @@ EP_OVERLAP = (
     "--moe-token-dispatcher-type alltoall --num-layers-per-virtual-pipeline-stage 1 "
 )
 
+TOKENS = "--expert-dispatch-format int8 "
+EP2 = "--num-experts 2 --expert-model-parallel-size 2 "
+ALL_TO_ALL = EP2 + "--moe-token-dispatcher-type alltoall "
+
 
 @pytest.mark.parametrize(
     ("line", "flag", "says"),
     [
+        (PP2 + TOKENS, "--expert-dispatch-format", ("no token is sent", "give --num-experts")),
+        (PP2 + "--expert-gradient-format fp8", "--expert-gradient-format", ("no token is sent", "give --num-experts")),
+        (PP2 + TOKENS + "--num-experts 2", "--expert-dispatch-format", ("--expert-model-parallel-size 2 or more",)),
+        (PP2 + ALL_TO_ALL + TOKENS, "--expert-dispatch-format", ("do not divide into blocks of 128", "--hidden-size")),
+        (
+            PP2 + EP2 + TOKENS + "--hidden-size 128",
+            "--expert-dispatch-format",
+            ("(--moe-token-dispatcher-type)", "Use --moe-token-dispatcher-type alltoall"),
+        ),
         (PP2 + CB + "--compressed-backprop-rank 0", "--compressed-backprop-rank", ("a rank of 0", "at least 1")),
         (PP2 + SC + "--dp-compression-rank -4", "--dp-compression-rank", ("a rank of -4", "at least 1")),
         (PP2 + "--compressed-backprop-rank 0", "--compressed-backprop-rank", ("a rank of 0", "at least 1")),
@@ -176,6 +189,7 @@ def test_what_the_built_in_entry_cannot_do_is_refused_by_name() -> None:
         ALL + "--fp16",
         ALL + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective",
         ALL + "--num-experts 2 --expert-model-parallel-size 2",
+        ALL + ALL_TO_ALL + TOKENS + "--hidden-size 128",
         ALL + "--num-layers-per-virtual-pipeline-stage 1",
     ],
 )

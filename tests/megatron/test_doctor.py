@@ -298,11 +298,17 @@ IN_INSTANCES = [
 
 
 _ROPE = "--train-iters 1 --position-embedding-type rope --no-rope-fusion"
-_EXPERTS = f"{MIXTURE} --expert-model-parallel-size 2 --train-iters 1"
+# Every expert gets equally many tokens, as doctor assumes.
+_EVEN = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_EXPERTS = f"{MIXTURE} {_EVEN} --expert-model-parallel-size 2 --train-iters 1"
+_AGAIN = "--recompute-granularity selective --recompute-modules moe"
+_TOKENS = "--expert-dispatch-format int8 --expert-gradient-format int4"
 OF_RECIPES = [
     RunSpec(name=f"what doctor foresees of {what}", layout=layout, flags=f"{_ROPE} {flags}", ours=BLOCKS, before=before)
     for what, layout, flags, before in (
         ("experts", PP2_DP2, _EXPERTS, ()),
+        ("tokens", PP2_DP2, f"{_EXPERTS} --hidden-size 128 {_TOKENS}", ()),
+        ("tokens in bf16, sent again", (4, ""), f"{_EXPERTS} --hidden-size 128 {_TOKENS} --bf16 {_AGAIN}", ()),
         ("replicated experts", (4, ""), _EXPERTS, ()),
         ("multi-token prediction", PP2_DP2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights", ()),
         ("context parallelism", (4, f"{PP2_DP2[1]} --context-parallel-size 2"), "", (cpu_attention.install,)),
@@ -387,3 +393,17 @@ def test_a_checkout_in_the_current_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     [found] = run_ranks(1, the_checkout_here, str(tmp_path))
     assert found == [str(tmp_path)]
+
+
+def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_and_says_what_it_assumes() -> None:
+    experts = f"{PP2} --hidden-size 128 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4"
+    default = ask_doctor(experts, 8, "--ranks-per-node", "2").output
+    assert "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks" in default
+    assert "sends every token to all ranks" not in ask_doctor(experts, 8, "--ranks-per-node", "4").output
+    tokens = f"{experts} --moe-token-dispatcher-type alltoall --expert-dispatch-format int8"
+    said = ask_doctor(f"{tokens} --recompute-granularity full --recompute-method uniform", 8).output
+    assert "compressed as asked for, although nothing of it leaves a node: compressed expert dispatch" in said
+    assert "counted as if every expert got equally many" in said
+    assert "recomputation sends those of the forward pass twice" in said
+    # 64 x 2 tokens of 2 experts each: two messages of 130 bytes and 128 values in fp32
+    assert "an exchange takes 0.2 MB on a rank" in said

@@ -32,6 +32,8 @@ FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text
 SEEN = {
     "pipeline_forward": ("forward", "pipeline forward", "compressed activations"),
     "compressed_backprop": ("CB", "pipeline backward", "compressed backpropagation"),
+    "expert_dispatch": ("dispatch", "expert dispatch", "compressed expert dispatch"),
+    "expert_gradient": ("expert gradient", "expert gradient", "compressed expert gradients"),
     "dp_compression": ("SC", "DP gradients", "data-parallel compression"),
     "fused_embedding_sync": ("FE", "embedding", "fused embedding sync"),
     "param_gather": ("gather", "parameter gather", "compressed parameter gather"),
@@ -189,7 +191,10 @@ def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass) -> 
 def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_always_printed() -> None:
     for name in ("CB low-rank", "CB fp8", "forward int8", "DP low-rank", "DP int4", "FE", "FE int4", "gather int8"):
         assert name in VARIANTS
-    layout = Layout(stages=4, data_parallel=4, tied_embeddings=True, distributed_optimizer=True, master_copies=True)
+    layout = Layout(
+        stages=4, data_parallel=4, tied_embeddings=True, distributed_optimizer=True, master_copies=True,
+        expert_parallel=2, row_width=128,
+    )  # fmt: skip
     planned = [config_of(flags.split(), layout) for flags in VARIANTS.values()]
     alone = [[(each, c.format_of(each)) for each in CLASSES if c.is_on(each)] for c in planned]
     assert [(traffic.name, format) for traffic, format in compressed() if [(traffic, format)] not in alone] == []

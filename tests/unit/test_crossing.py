@@ -15,6 +15,7 @@ from optimus_cc_ext.techniques.nodes import Levels, Node
 EVERYTHING = {each.name for each in CLASSES}
 PIPELINES = {"pipeline_forward", "compressed_backprop"}
 GRADIENTS = {"dp_compression", "param_gather"}
+EXPERTS = {"expert_dispatch", "expert_gradient"}
 BALANCED = OptimusConfig(
     pipeline_forward_format="fp8", compressed_backprop_format="int8", dp_compression_format="int4",
     fused_embedding_sync_format="int8", param_gather_format="int4", only_between_nodes=",".join(EVERYTHING),
@@ -23,11 +24,13 @@ INT4 = OptimusConfig(dp_compression_format="int4")
 
 
 def on_nodes(
-    nodes: str, *, tensor: int = 1, pipeline: int = 1, pipeline_before_data: bool = False
+    nodes: str, *, tensor: int = 1, pipeline: int = 1, pipeline_before_data: bool = False, expert: int = 1
 ) -> list[RankPlace]:  # fmt: skip
     """Return the places of ranks in Megatron's order, on nodes that are named by letters: one for each rank."""
     data = len(nodes) // tensor // pipeline
-    grid = Placement(tensor=tensor, data=data, pipeline=pipeline, pipeline_before_data=pipeline_before_data)
+    grid = Placement(
+        tensor=tensor, data=data, pipeline=pipeline, pipeline_before_data=pipeline_before_data, expert=expert
+    )
     places = []
     for ranks in grid.groups("pipeline"):
         for stage, rank in enumerate(ranks):
@@ -36,6 +39,7 @@ def on_nodes(
                 RankPlace(
                     rank=rank, stage=stage, tensor_rank=members.index(rank), node=Node(nodes[rank]),
                     pipeline=tuple(ranks) if pipeline > 1 else (),
+                    experts=tuple(grid.experts(rank)) if expert > 1 else (),
                 )
             )  # fmt: skip
     return places
@@ -44,7 +48,11 @@ def on_nodes(
 @pytest.mark.parametrize(
     "places, inside",
     [
-        (on_nodes("aaaa", pipeline=2), EVERYTHING),
+        (on_nodes("aaaa", pipeline=2, expert=2), EVERYTHING),
+        (on_nodes("aaaa", pipeline=2), EVERYTHING - EXPERTS),
+        (on_nodes("aabb", expert=2), EXPERTS),
+        (on_nodes("aabb", expert=4), set()),
+        (on_nodes("abab", expert=2), set()),
         (on_nodes("aabb", pipeline=2), GRADIENTS),
         (on_nodes("abab", pipeline=2), PIPELINES),
         (on_nodes("abcd", pipeline=2), set()),

@@ -26,9 +26,9 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def exact(n: int, dtype: torch.dtype) -> Tensor:
+def exact(n: int, dtype: torch.dtype, width: int = WIDTH) -> Tensor:
     """Draw multiples of 2^-4 to +-8, which 16 bits hold, and whose rotation has the same sums in any order."""
-    return gaussian(n, WIDTH).mul_(2).clamp_(-8, 8).mul_(16).round_().div_(16).to(dtype)
+    return gaussian(n, width).mul_(2).clamp_(-8, 8).mul_(16).round_().div_(16).to(dtype)
 
 
 def codec_of(format: str, rotated: bool, kind: type[Codec] = Codec) -> Codec:
@@ -36,11 +36,12 @@ def codec_of(format: str, rotated: bool, kind: type[Codec] = Codec) -> Codec:
 
 
 @ALL
+@pytest.mark.parametrize("width", [BLOCK, WIDTH])
 @DTYPES
-def test_rows_are_those_of_the_reference_to_the_byte_in_parts_of_any_length(monkeypatch, format, rotated, dtype):
-    codec, reference, rows = codec_of(format, rotated), reference_of(format, rotated), exact(5, dtype)
+def test_rows_are_those_of_the_reference_to_the_byte_in_parts_of_any_length(monkeypatch, format, rotated, dtype, width):
+    codec, reference, rows = codec_of(format, rotated), reference_of(format, rotated), exact(5, dtype, width)
     message = codec.encode_rows(rows)
-    assert message.shape == (5, codec.row_bytes(WIDTH))
+    assert message.shape == (5, codec.row_bytes(width))
     assert torch.equal(message, reference.encode_rows(rows))
     assert torch.equal(codec.decode_rows(message, dtype), reference.decode_rows(message, dtype))
     monkeypatch.setattr(blocks, "_AT_ONCE", 2)  # codecs take two blocks at once, so that parts end inside of rows

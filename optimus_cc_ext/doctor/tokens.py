@@ -1,0 +1,94 @@
+"""Estimates of the tokens that a mixture's ranks send to experts: their bytes, memory and nodes, if every expert gets
+equally many.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.techniques.grid import RankPlace
+
+__all__ = ["PROBABILITY", "Tokens", "about_dispatchers", "away", "mixture_layers"]
+
+PROBABILITY = 4
+"""Bytes of the probability that a token has at an expert, which travels with the token to the expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Tokens that one rank sends in one exchange, its own included."""
+
+    layout: Layout
+    number: float
+    """Number of rows: tokens of the rank in a micro-batch, times the experts of each."""
+
+    dtype: torch.dtype
+    hidden: int
+    """Number of values of a token."""
+
+    def row_bytes(self, chosen: str) -> int:
+        """Return the bytes of a token in a format."""
+        format = block_format(chosen)
+        return self.hidden * self.dtype.itemsize if format is None else Codec(format).row_bytes(self.hidden)
+
+    def sent_bytes(self, traffic: TrafficClass, chosen: str) -> float:
+        """Return the bytes that a rank sends for one layer and micro-batch in a direction, to all ranks and itself."""
+        times = 2 if traffic is EXPERT_DISPATCH and self.layout.recomputes_experts else 1
+        return times * self.number * (2 * self.row_bytes(chosen) + PROBABILITY)
+
+    def memory(self, config: OptimusConfig) -> float:
+        """Return the bytes of an exchange: two messages and the decoded tokens."""
+        chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
+        largest = max((self.row_bytes(each) for each in chosen if each != "dense"), default=0)
+        return self.number * (2 * largest + self.row_bytes("dense")) if largest else 0
+
+    def lines(self, config: OptimusConfig) -> Iterator[str]:
+        """Yield the lines about the assumptions of the estimates."""
+        yield "counted as if every expert got equally many; the log counts real ones, by the ranks that they go to"
+        if self.layout.recomputes_experts:
+            yield "recomputation sends those of the forward pass twice"
+        if nbytes := self.memory(config):
+            yield (
+                f"an exchange takes {nbytes / 1e6:.1f} MB on a rank for two messages and the decoded tokens, and more "
+                "in proportion to the tokens of a rank that gets more than its share"
+            )
+
+
+def mixture_layers(args: argparse.Namespace) -> int:
+    """Return the number of layers with a mixture of experts, those of multi-token prediction included."""
+    if not args.num_experts or args.expert_model_parallel_size == 1:
+        return 0
+    frequency = args.moe_layer_freq
+    pattern = [not index % frequency for index in range(frequency)] if isinstance(frequency, int) else frequency
+    layers = [bool(each) for each in islice(cycle(pattern), args.num_layers)]
+    return sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0)
+
+
+def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
+    """Return the share of the tokens that leave their rank, or with `nodes` their node."""
+    node = {place.rank: place.node.name if nodes else place.rank for place in places}
+    shares = [
+        sum(node[other] != node[place.rank] for other in place.experts) / len(place.experts)
+        for place in places
+        if place.experts
+    ]
+    return sum(shares) / max(1, len(shares))
+
+
+def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> str | None:
+    """Return the advice to use another dispatcher between nodes; None if there is none to give."""
+    if args.moe_token_dispatcher_type != "allgather" or not away(places, nodes=True) or not mixture_layers(args):
+        return None
+    return (
+        "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks of an expert group, "
+        "and these ranks are on several nodes: alltoall sends a token only to the ranks of its experts, and compressed "
+        "with --expert-dispatch-format and --expert-gradient-format"
+    )

@@ -1,0 +1,159 @@
+"""Tokens on their way to the experts of other ranks and back, and their gradients, in blocks of few bits.
+
+With a mixture of experts each rank has some experts of a layer. An all-to-all sends every token to the ranks of its
+experts (dispatch), another one sends the results back (combine); the backward pass mirrors both. A token is a row of
+values. It becomes a row of bytes, so that the numbers of rows that Megatron's dispatcher has computed remain valid, and
+nothing else has to be sent:
+
+    encode the rows -> all-to-all of rows of bytes -> decode the rows
+
+All rows are encoded, also those that stay on their rank, so that results do not depend on the ranks' places. No state
+is kept, and a recomputed forward pass gives the same bits: a message depends on the rows alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import TrafficClass
+from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.metrics.traffic import Traffic
+from optimus_cc_ext.techniques.collective import start_all_to_all
+from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import NewGroups
+from optimus_cc_ext.techniques.state import FactorStates
+from optimus_cc_ext.techniques.technique import Iteration, Technique
+
+__all__ = ["ExpertRows", "Noted", "RowExchange"]
+
+_MEASURED_ROWS = 1024
+"""Largest number of rows of an exchange whose errors are measured."""
+
+
+@dataclass
+class Noted:
+    """Exchanges of tokens of one rank in one iteration, for the forecast."""
+
+    exchanges: int = 0
+    rows: int = 0
+    raw: int = 0
+    """Bytes that vanilla Megatron would have sent to other ranks."""
+
+    sent: int = 0
+    recomputed: int = 0
+    """Number of exchanges that will be repeated in the backward pass."""
+
+    width: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+class ExpertRows(Technique):
+    """Rows of one direction, the forward or the backward pass, which travel twice: to the experts and back.
+
+    Args:
+        traffic: the class of traffic.
+        codec: encodes the rows; None: they are sent dense.
+    """
+
+    def __init__(self, traffic: TrafficClass, config: OptimusConfig, codec: Codec | None) -> None:
+        super().__init__(traffic.name, on=False, states=FactorStates(1), gauge=Gauge())
+        self.codec, self._traffic, self._config = codec, traffic, config
+        self._away: Sequence[bool] = ()
+        """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
+
+        self._width = 0
+        self.noted = Noted()
+        self.seen = False
+        """True if this rank has sent or received rows."""
+
+    def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
+        """Learn the nodes of the group's ranks; a preset leaves rows dense if all of them are on one node."""
+        nodes = {place.rank: place.node.name for place in groups.places}
+        ranks = [] if grid.expert_group is None else dist.get_process_group_ranks(grid.expert_group)
+        self._away, self._width = [nodes[rank] != nodes[grid.place.rank] for rank in ranks], layout.row_width
+        if self._config.is_dense_inside(self._traffic) and not any(self._away):
+            self.codec = None
+
+    def begin(self, this: Iteration) -> None:
+        """Begin a pass: forget the exchanges of the last one."""
+        super().begin(this)
+        self.noted = Noted()
+
+    def codec_of(self, tensor: torch.Tensor) -> Codec | None:
+        """Return the codec of the rows of `tensor`; None if it is sent dense, as probabilities are."""
+        return self.codec if self._is_row(tensor) else None
+
+    def _is_row(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 2 and tensor.shape[1] == self._width
+
+    def exchange(
+        self, rows: torch.Tensor, group: dist.ProcessGroup, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Send the rows (n, width) to the ranks of `group`; return the rows that have arrived from them, (m, width).
+
+        Args:
+            received, sent: numbers of rows from and to each rank of the group; None: the same number for each.
+
+        Raises:
+            OptimusError: the all-to-all failed.
+        """
+        message = rows = rows.contiguous()
+        if self.codec is not None:
+            with self.gauge.timed(rows.device):
+                message = self.codec.encode_rows(rows)
+            self._measure(self.codec, rows, message)
+        arrived = message.new_empty(message.shape[0] if received is None else sum(received), message.shape[1])
+        start_all_to_all(arrived, message, group, f"the all-to-all of {self._traffic.tag}", received, sent).wait()
+        if self.codec is None:
+            return arrived
+        with self.gauge.timed(rows.device):
+            return self.codec.decode_rows(arrived, rows.dtype)
+
+    def _measure(self, codec: Codec, rows: torch.Tensor, message: torch.Tensor) -> None:
+        if self.gauge.on and rows.numel():
+            every = max(1, rows.shape[0] // _MEASURED_ROWS)
+            values = rows[::every].float()
+            self.gauge.note(values, values - codec.decode_rows(message[::every].contiguous(), torch.float32))
+
+    def count(self, traffic: Traffic, tensor: torch.Tensor, group: dist.ProcessGroup, sent: Sequence[int]) -> None:
+        """Count a transfer of `sent` rows of `tensor` to each rank of `group`; what stays on this rank is not sent."""
+        codec, dense = self.codec_of(tensor), tensor[:1].numel() * tensor.itemsize
+        row = dense if codec is None else codec.row_bytes(tensor.shape[1])
+        others = sum(sent) - sent[group.rank()]
+        traffic.add(self._traffic, raw=others * dense, sent=others * row)
+        away = sum(number for number, is_away in zip(sent, self._away, strict=False) if is_away)
+        traffic.add_leaving(raw=away * dense, sent=away * row)
+        if self._is_row(tensor):
+            noted, self.seen = self.noted, True
+            noted.exchanges, noted.rows = noted.exchanges + 1, noted.rows + sum(sent)
+            noted.raw, noted.sent = noted.raw + others * dense, noted.sent + others * row
+            noted.recomputed += not torch.is_grad_enabled()
+            noted.width, noted.dtype = tensor.shape[1], tensor.dtype
+
+
+class RowExchange(torch.autograd.Function):
+    """Exchange of rows as one node of the graph: Megatron orders its shared experts by the node of the result.
+
+    The directions are chosen in the forward pass, because the backward pass may run in another thread.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, forward: ExpertRows, backward: ExpertRows, group: dist.ProcessGroup,
+        received: Sequence[int] | None, sent: Sequence[int] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Send rows in the format of the forward pass."""
+        ctx.way_back = backward, group, sent, received
+        return forward.exchange(rows, group, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Send the gradients of the rows that arrived back to the ranks that sent the rows."""
+        technique, group, received, sent = ctx.way_back
+        return technique.exchange(*gradients, group, received, sent), None, None, None, None, None

@@ -1,0 +1,98 @@
+"""Options of Megatron with which tokens to experts stay dense: a flag is refused, and the rest of a run goes on."""
+
+from argparse import Namespace
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
+from optimus_cc_ext.config.presets import Layout, check_layout, experts_in
+from optimus_cc_ext.config.refusals import conflicts, remarks
+from optimus_cc_ext.errors import FlagError
+
+TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
+LAYOUT = {"stages": 1, "data_parallel": 2, "tied_embeddings": False, "expert_parallel": 2, "row_width": 256}
+
+
+class Module(Enum):
+    """Stand-in for Megatron's enumeration of the modules of a layer."""
+
+    attn, moe, moe_router = range(3)
+
+
+def options(**given: Any) -> Namespace:
+    alltoall = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    return Namespace(**alltoall | given)
+
+
+@pytest.mark.parametrize("dispatcher", ["flex", "allgather"])
+def test_other_dispatchers_conflict_with_tokens_alone_and_one_line_says_that_their_traffic_stays(dispatcher) -> None:
+    args = options(moe_token_dispatcher_type=dispatcher)
+    found = conflicts(args, TOKENS.replace(dp_compression=True))
+    assert found.keys() == {EXPERT_DISPATCH, EXPERT_GRADIENT}
+    (line,) = remarks(args, OptimusConfig(dp_compression=True))
+    assert line.startswith(f"--moe-token-dispatcher-type {dispatcher}: tokens travel to experts and back as in vanilla")
+    assert remarks(options(), TOKENS) == remarks(args, OptimusConfig()) == []
+    assert remarks(options(moe_token_dispatcher_type=dispatcher, num_experts=None), TOKENS) == []
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])
+@pytest.mark.parametrize(
+    ("implementation", "modules", "conflict"),
+    [
+        ("none", [], False),
+        ("local", [], True),
+        ("transformer_engine", [Module.attn, Module.moe], True),
+        ("transformer_engine", [Module.attn, Module.moe_router], False),
+        ("full_iteration", [], True),
+    ],
+)
+def test_graphs_that_hold_the_moe_layer_conflict_with_tokens(name, implementation, modules, conflict) -> None:
+    found = conflicts(options(cuda_graph_impl=implementation, **{name: modules}), TOKENS)
+    assert bool(found) is conflict
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, None),
+        ({"expert_parallel": 0}, "no token is sent"),
+        ({"expert_parallel": 1}, "no token is sent"),
+        ({"row_width": 0}, "do not divide into blocks of 128"),
+    ],
+)
+def test_a_layout_without_tokens_in_whole_blocks_is_refused(facts, reason) -> None:
+    layout = Layout(**LAYOUT | facts)
+    if reason is None:
+        check_layout(TOKENS, layout)
+        return
+    with pytest.raises(FlagError, match=reason) as refused:
+        check_layout(TOKENS, layout)
+    assert refused.value.flag == "--expert-dispatch-format"
+
+
+def test_a_token_is_as_wide_as_the_latent_size_if_there_is_one() -> None:
+    def width(**model: int | None) -> int:
+        return int(experts_in(Namespace(**model), 2)["row_width"])
+
+    assert width(hidden_size=512, moe_latent_size=None) == width(hidden_size=512) == 512
+    assert width(hidden_size=512, moe_latent_size=256) == 256
+    assert width(hidden_size=512, moe_latent_size=200) == width(hidden_size=64) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "again"),
+    [
+        ({}, 2, False),
+        ({"moe_expert_capacity_factor": 1.5}, 2, False),
+        ({"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}, 3, False),
+        ({"recompute_granularity": "full"}, 2, True),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 2, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}, 2, True),
+    ],
+)
+def test_capacity_padding_counts_as_tokens_and_recomputation_sends_them_again(model, rows, again) -> None:
+    found = experts_in(Namespace(hidden_size=512, moe_router_topk=2, **model), 2)
+    assert (found["rows_per_token"], found["recomputes_experts"]) == (rows, again)
