@@ -25,6 +25,9 @@ _LAYOUT = re.compile(
 )
 
 
+_RANKS = "--expert-model-parallel-size"
+
+
 class ExperimentError(OptimusError, ValueError, argparse.ArgumentTypeError):
     """Error of an experiment that cannot be made as requested. The message says why and what to do; argparse prints it,
     too.
@@ -58,6 +61,12 @@ class Model:
         """True if the output layer shares the input embedding's weights."""
         return "--untie-embeddings-and-output-weights" not in self.flags
 
+    @property
+    def expert_parallel(self) -> int:
+        """Number of ranks that share the experts of a layer; 0 without experts."""
+        words = self.flags.split()
+        return int(words[words.index(_RANKS) + 1]) if _RANKS in words else 0
+
 
 # The embedding is a quarter of a stage's parameters, not most of them, so that the proportions of the traffic are
 # somewhat like a real model's.
@@ -84,6 +93,8 @@ MODELS: Mapping[str, Model] = {
     # model; `proportions` of the cluster benchmark computes the ratio.
     "small": Model(4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12),
     "deep": Model(8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6),
+    # Four ranks share the experts of each layer, so most of the traffic is tokens.
+    "experts": replace(_MOE, vocabulary=1024, layers_per_stage=4, flags=f"{_LLAMA.flags}{_EXPERTS} 4"),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
 """Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts) and
@@ -269,6 +280,7 @@ class Training:
             stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=self.model.tied,
             train_iters=self.iterations, seed=self.seed, distributed_optimizer=layout.sharded,
             master_copies=layout.sharded,
+            **presets.experts_in(argparse.Namespace(hidden_size=self.model.hidden), self.model.expert_parallel),
         )  # fmt: skip
         return presets.config_of(flags, place, ignore_others=ignore_others)
 

@@ -36,8 +36,8 @@ from scripts.experiments.variants import CLUSTER, VANILLA, flags_of, papers_rank
 from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
 
-TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide"))
-"""Names of the models with the paper's proportions."""
+TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide", "experts"))
+"""Names of the models: four with the paper's proportions, and one with experts, for layouts of one stage."""
 
 _SCHEDULE = 200
 """Iterations of the learning rate's schedule, equal for all runs, so that their different lengths do not change their
@@ -163,7 +163,7 @@ class Bench:
         for block in range(first, first + options.blocks):
             # Odd blocks go backwards, so that a drift of the machine's speed affects all variants alike.
             for variant in options.variants if block % 2 == 0 else reversed(options.variants):
-                chooses = chooses_by_the_links(self._flags(name, layout, variant), layout)
+                chooses = chooses_by_the_links(self._flags(name, layout, variant), layout, name)
                 for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
                     self._keep(self._train(name, layout, variant, plan, label, block))

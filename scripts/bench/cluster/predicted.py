@@ -143,6 +143,8 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
             continue
         vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
         training = Training(model=MODELS[model], layout=Layout.parsed(layout))
+        if training.model.expert_parallel:
+            continue  # the planner knows no experts
         flags, chosen = forecasts[*here, variant, rate]
         config = training.config_of(flags, ignore_others=True)
         if config.dp_compression and config.dp_compression_stages == "auto":

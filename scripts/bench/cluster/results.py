@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster.run import Iteration, Run
-from scripts.experiments.models import Layout, Training
+from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
@@ -103,7 +104,9 @@ def traffic(runs: Sequence[Run]) -> Table:
                 )
                 kernel = payload(counted) / 1e6
                 again = statistics.mean(each.retransmitted for each in counted)
-                ratio = kernel / sum(sent) if sum(sent) else None
+                # With several ranks on a host, only a part of the classes' bytes leaves it.
+                leaving = statistics.median(each.traffic.get(BETWEEN_NODES, (0.0,))[0] for each in counted) / 1e6
+                ratio = kernel / (leaving or sum(sent)) if sum(sent) else None
                 one = runs_of_model[0]
                 rows.append((one.model, one.layout, variant, *sent, sum(sent), sum(raw), kernel, ratio, again))
     note = "An iteration, all hosts. Kernel: its counters, without Ethernet, IP and TCP headers."
@@ -116,9 +119,9 @@ def _after_warm_up(run: Run) -> list[Iteration]:
     return [each for each in run.iterations[first:] if each.traffic]
 
 
-def chooses_by_the_links(flags: Sequence[str], layout: Layout) -> bool:
+def chooses_by_the_links(flags: Sequence[str], layout: Layout, model: str) -> bool:
     """Return whether a variant measures at its start which stages it compresses."""
-    config = Training(layout=layout).config_of(flags, ignore_others=True)
+    config = Training(layout=layout, model=MODELS[model]).config_of(flags, ignore_others=True)
     return config.dp_compression and config.dp_compression_stages == "auto"
 
 
@@ -131,7 +134,7 @@ def losses_agree(runs: Sequence[Run]) -> bool:
     return all(
         known.setdefault((run.model, run.layout, run.variant, each.number), each.loss) == each.loss
         for run in runs
-        if not chooses_by_the_links(run.flags, Layout.parsed(run.layout))
+        if not chooses_by_the_links(run.flags, Layout.parsed(run.layout), run.model)
         for each in run.iterations
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.rates import Plan
 from scripts.experiments.models import Layout
@@ -15,7 +16,8 @@ from scripts.hosts.network import Network, network
 
 _OURS = "optimus-cc: "
 _TRAFFIC = {
-    traffic.tag: (f"optimus-cc/{traffic.tag} sent bytes", f"optimus-cc/{traffic.tag} raw bytes") for traffic in CLASSES
+    tag: (f"optimus-cc/{tag} sent bytes", f"optimus-cc/{tag} raw bytes")
+    for tag in (*(traffic.tag for traffic in CLASSES), BETWEEN_NODES)
 }
 _FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
 
