@@ -14,6 +14,7 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
 from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.techniques.expert_rows import exchange_bytes
 from optimus_cc_ext.techniques.grid import RankPlace
 
 __all__ = ["PROBABILITY", "Tokens", "about_dispatchers", "away", "mixture_layers"]
@@ -48,7 +49,7 @@ class Tokens:
         """Return the bytes of an exchange: two messages and the decoded tokens."""
         chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
         largest = max((self.row_bytes(each) for each in chosen if each != "dense"), default=0)
-        return self.number * (2 * largest + self.row_bytes("dense")) if largest else 0
+        return exchange_bytes(self.number, largest, self.row_bytes("dense")) if largest else 0
 
     def lines(self, config: OptimusConfig) -> Iterator[str]:
         """Yield the lines about the assumptions of the estimates."""

@@ -191,6 +191,13 @@ def _announce_memory(session: Session) -> None:
         )
     if messages:
         say(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank")
+    if nbytes := max(session.dispatch.memory, session.expert_gradients.memory):
+        again = session.layout is not None and session.layout.recomputes_experts
+        say(
+            f"optimus-cc: an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and "
+            "the decoded tokens, and more on a rank that gets more than its share"
+            + ("; recomputation sends the tokens of the forward pass twice" if again else "")
+        )
     if any(later):
         say(
             f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, on "

@@ -27,13 +27,24 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.collective import start_all_to_all
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
+from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["ExpertRows", "Noted", "RowExchange"]
+__all__ = ["ExpertRows", "Noted", "RowExchange", "exchange_bytes"]
 
 _MEASURED_ROWS = 1024
 """Largest number of rows of an exchange whose errors are measured."""
+
+
+def exchange_bytes(rows: float, coded: int, dense: int) -> float:
+    """Return the bytes of memory of an exchange: two messages and the decoded rows.
+
+    Args:
+        rows: the number of rows that a rank sends; it receives as many if every expert gets equally many tokens.
+        coded, dense: bytes of an encoded row and of a decoded one.
+    """
+    return rows * (2 * coded + dense)
 
 
 @dataclass
@@ -68,6 +79,12 @@ class ExpertRows(Technique):
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
         self._width = 0
+        self._rows_per_token = 0.0
+        self.memory = 0.0
+        """Bytes of memory of an exchange if every expert gets equally many tokens; 0 if no row is encoded, or the
+        number of tokens is not known beforehand.
+        """
+
         self.noted = Noted()
         self.seen = False
         """True if this rank has sent or received rows."""
@@ -76,9 +93,16 @@ class ExpertRows(Technique):
         """Learn the nodes of the group's ranks; a preset leaves rows dense if all of them are on one node."""
         nodes = {place.rank: place.node.name for place in groups.places}
         ranks = [] if grid.expert_group is None else dist.get_process_group_ranks(grid.expert_group)
-        self._away, self._width = [nodes[rank] != nodes[grid.place.rank] for rank in ranks], layout.row_width
+        self._away = [nodes[rank] != nodes[grid.place.rank] for rank in ranks]
+        self._width, self._rows_per_token = layout.row_width, layout.rows_per_token
         if self._config.is_dense_inside(self._traffic) and not any(self._away):
             self.codec = None
+
+    def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
+        """Compute the memory of an exchange, which torch's allocator will provide."""
+        if self.codec is not None:
+            rows = like.shape[:-1].numel() * self._rows_per_token
+            self.memory = exchange_bytes(rows, self.codec.row_bytes(self._width), self._width * like.itemsize)
 
     def begin(self, this: Iteration) -> None:
         """Begin a pass: forget the exchanges of the last one."""
