@@ -74,7 +74,7 @@ class ExpertRows(Technique):
 
     def __init__(self, traffic: TrafficClass, config: OptimusConfig, codec: Codec | None) -> None:
         super().__init__(traffic.name, on=False, states=FactorStates(1), gauge=Gauge())
-        self.codec, self._traffic, self._config = codec, traffic, config
+        self.codec, self.traffic, self.config = codec, traffic, config
         self._away: Sequence[bool] = ()
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
@@ -95,7 +95,7 @@ class ExpertRows(Technique):
         ranks = [] if grid.expert_group is None else dist.get_process_group_ranks(grid.expert_group)
         self._away = [nodes[rank] != nodes[grid.place.rank] for rank in ranks]
         self._width, self._rows_per_token = layout.row_width, layout.rows_per_token
-        if self._config.is_dense_inside(self._traffic) and not any(self._away):
+        if self.config.is_dense_inside(self.traffic) and not any(self._away):
             self.codec = None
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class ExpertRows(Technique):
                 message = self.codec.encode_rows(rows)
             self._measure(self.codec, rows, message)
         arrived = message.new_empty(message.shape[0] if received is None else sum(received), message.shape[1])
-        start_all_to_all(arrived, message, group, f"the all-to-all of {self._traffic.tag}", received, sent).wait()
+        start_all_to_all(arrived, message, group, f"the all-to-all of {self.traffic.tag}", received, sent).wait()
         if self.codec is None:
             return arrived
         with self.gauge.timed(rows.device):
@@ -150,7 +150,7 @@ class ExpertRows(Technique):
         codec, dense = self.codec_of(tensor), tensor[:1].numel() * tensor.itemsize
         row = dense if codec is None else codec.row_bytes(tensor.shape[1])
         others = sum(sent) - sent[group.rank()]
-        traffic.add(self._traffic, raw=others * dense, sent=others * row)
+        traffic.add(self.traffic, raw=others * dense, sent=others * row)
         away = sum(number for number, is_away in zip(sent, self._away, strict=False) if is_away)
         traffic.add_leaving(raw=away * dense, sent=away * row)
         if self._is_row(tensor):
