@@ -401,7 +401,9 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     assert "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks" in default
     assert "sends every token to all ranks" not in ask_doctor(experts, 8, "--ranks-per-node", "4").output
     tokens = f"{experts} --moe-token-dispatcher-type alltoall --expert-dispatch-format int8"
-    said = ask_doctor(f"{tokens} --recompute-granularity full --recompute-method uniform", 8).output
+    said = ask_doctor(
+        f"{tokens} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 8
+    ).output
     assert "compressed as asked for, although nothing of it leaves a node: compressed expert dispatch" in said
     assert "counted as if every expert got equally many" in said
     assert "recomputation sends those of the forward pass twice" in said
