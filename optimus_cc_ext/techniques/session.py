@@ -130,10 +130,8 @@ class Session:
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
-        self.dispatch, self.expert_gradients = (
-            ExpertRows(each, config, self.new_codec(config.format_of(each)))
-            for each in (EXPERT_DISPATCH, EXPERT_GRADIENT)
-        )
+        self.dispatch = ExpertRows(EXPERT_DISPATCH, config, self.new_codec(config.expert_dispatch_format))
+        self.expert_gradients = ExpertRows(EXPERT_GRADIENT, config, self.new_codec(config.expert_gradient_format))
         self._pool = MessagePool()
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
