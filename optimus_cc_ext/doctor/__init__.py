@@ -6,6 +6,7 @@ runs Megatron's own validation, `estimate.py` computes bytes.
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,7 @@ def _estimated(
         traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}
         numbers["compressor_state_bytes"] = state
+        numbers["parameters_by_stage"] = [sum(math.prod(each.shape) for each in stage) for stage in gpt.stages]
         found += [Finding("flags", text, "warn") for text in without_gain(*asked)]
         found += [
             Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import math
 import os
 import sys
 import traceback
@@ -15,7 +16,8 @@ from optimus_cc_ext.doctor.command_line import CommandLine
 from optimus_cc_ext.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.model import Job, Model
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.shapes import Latent, Mixture, Model
 from optimus_cc_ext.plan.traffic import activation_bytes
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 
@@ -238,16 +240,31 @@ def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, floa
 def _job_of(args: argparse.Namespace, micro_batches: int) -> Job:
     """Return one replica of the run for the planner. Each stage has as many layers as the largest one."""
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    layers, tp = -(-args.num_layers // (stages * chunks)) * stages * chunks, args.tensor_model_parallel_size
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tp
+    mixture = latent = None
+    if args.num_experts:
+        mixture = Mixture(
+            experts=args.num_experts, top_k=args.moe_router_topk, ffn=args.moe_ffn_hidden_size, layers=layers,
+            shared=args.moe_shared_expert_intermediate_size or 0,
+        )  # fmt: skip
+    if args.multi_latent_attention:
+        latent = Latent(
+            query_rank=args.q_lora_rank or 0, key_value_rank=args.kv_lora_rank, head=args.qk_head_dim,
+            positions=args.qk_pos_emb_head_dim, value=args.v_head_dim,
+        )  # fmt: skip
     model = Model(
-        layers=-(-args.num_layers // (stages * chunks)) * stages * chunks, hidden=args.hidden_size,
-        heads=args.num_attention_heads, sequence=args.seq_length // args.context_parallel_size,
-        vocabulary=args.padded_vocab_size,
+        layers=layers, hidden=args.hidden_size, heads=args.num_attention_heads, ffn=args.ffn_hidden_size,
+        groups=args.num_query_groups if args.group_query_attention else 0, head_size=args.kv_channels,
+        sequence=args.seq_length // args.context_parallel_size, vocabulary=args.padded_vocab_size,
+        gated=args.swiglu, mixture=mixture, latent=latent,
     )  # fmt: skip
+    ranks = math.lcm(tp, ep * etp) if mixture else tp
     recompute = {"full": "full", "selective": "sel"}.get(args.recompute_granularity, "none")
     backend = getattr(args.attention_backend, "name", str(args.attention_backend))
     return Job(
-        model=model, gpus=args.tensor_model_parallel_size * stages, tp=args.tensor_model_parallel_size, pp=stages,
-        vpp=chunks, micro_batch=args.micro_batch_size, batch=args.micro_batch_size * micro_batches,
+        model=model, gpus=ranks * stages, tp=tp, pp=stages, vpp=chunks, ep=ep if mixture else 1, etp=etp,
+        micro_batch=args.micro_batch_size, batch=args.micro_batch_size * micro_batches * (ranks // tp),
         recompute=recompute, sequence_parallel=args.sequence_parallel,  # type: ignore[arg-type]
         precision="fp8" if args.fp8 else "bf16", flash=backend not in ("unfused", "local"),
     )  # fmt: skip

@@ -45,6 +45,7 @@ class Link(Enum):
 
     TENSOR = "tensor-parallel ranks"
     EXPERTS = "ranks over which the experts of a layer are dealt out"
+    CONTEXT = "ranks that share a sequence"
     STAGES = "neighbouring stages"
     REPLICAS = "replicas"
     ENDS = "the first and the last stage, once both have reduced their gradients over the replicas"

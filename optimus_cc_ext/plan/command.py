@@ -13,9 +13,13 @@ from optimus_cc_ext.config.flags import add_flags
 from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.plan import PlanError, validate
+from optimus_cc_ext.plan.answer import answer_lines, answers, class_of, recommended, why
+from optimus_cc_ext.plan.flags import job_of, layout_flags
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
-from optimus_cc_ext.plan.model import MODELS, Job, job_of
-from optimus_cc_ext.plan.variants import VARIANTS, Sweep, best, layout_of, points, variants
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.recipes import configurations, judged
+from optimus_cc_ext.plan.shapes import MODELS
+from optimus_cc_ext.plan.variants import VARIANTS, Band, Sweep, layout_of, points, variants
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("table", "csv", "json"), default="table", help="format of the output (default: table)"
     )
+    parser.add_argument("--constants", action="store_true", help="also list all constants, with unit and source")
+    parser.add_argument("--why", metavar="CLASS", help='explain the answer for one class, such as "DP gradients"')
     parser.add_argument("--output", type=Path, help="folder for CSV, JSON, a page with pictures and a Perfetto trace")
     parser.add_argument(
         "--validate",
@@ -75,8 +81,13 @@ def _validate(options: argparse.Namespace) -> int:
         left_out += [f"{path}: {reason}" for reason in without]
     if not rows:
         raise PlanError("; ".join(left_out))
-    found = validate.campaigns(rows)
-    print(printed(tables.validation(rows, found), options.format), end="")
+    found, shown = validate.campaigns(rows), []
+    if not options.validate:
+        today, not_modelled = configurations()
+        shown = [tables.recipes(judged(today))]
+        for reason in not_modelled:
+            print(f"not judged: {reason}", file=sys.stderr)
+    print(printed([*tables.validation(rows, found), *shown], options.format), end="")
     for reason in left_out:
         print(f"error: row left out: {reason}", file=sys.stderr)
     return 0 if not left_out and all(campaign.good for campaign in found) else 1
@@ -101,20 +112,29 @@ def _plan(options: argparse.Namespace) -> None:
     from optimus_cc_ext.plan import tables
     from optimus_cc_ext.report.table import printed
 
-    found = variants(cluster, job, own)
-    chosen = best(found)
-    shown = [tables.summary(found), tables.parts(job, found, chosen), tables.needs(job, found, chosen)]
+    band = Band(cluster, job)
+    found, said = variants(cluster, job, band, own), answers(band, job)
+    if options.why:
+        traffic = class_of(options.why)
+        print("\n".join(why(cluster, job, next(each for each in said if each.traffic is traffic), found[0])))
+        return
+    chosen = recommended(cluster, job, band, said, found[0])
+    found += [chosen] if chosen.flags else []
+    shown = [tables.parts(job, found, chosen), tables.summary(found), tables.needs(job, found, chosen)]
+    constants = tables.constants(cluster)
     lines = [
+        *answer_lines(cluster, job, said, chosen, found, layout_flags(job)),
         *tables.lines(cluster, job, found, chosen),
         *([f"Not part of a plan: {' '.join(unread)}"] if unread else []),
+        *(constants if options.constants else []),
     ]
     if options.format == "table":
         print("\n".join(lines) + "\n")
-    print(printed(shown[:1] if options.format == "csv" else shown, options.format), end="")
+    print(printed(shown[1:2] if options.format == "csv" else shown, options.format), end="")
     if options.output:
         from optimus_cc_ext.plan.page import write_plan
 
-        write_plan(options.output, job, found, chosen, shown, lines)
+        write_plan(options.output, job, found, chosen, shown, list(dict.fromkeys([*lines, *constants])))
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:

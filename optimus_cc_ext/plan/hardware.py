@@ -2,7 +2,7 @@
 source.
 
 Units are bytes, seconds, and operations per second. At most three constants per GPU type are fitted, only on the rows
-of `validate.Row.fitted`.
+of `validate.Row.fitted` and, for mixtures of experts, those of recipes.csv.
 """
 
 import difflib
@@ -56,6 +56,11 @@ class Gpu:
     that.
     """
 
+    mixture_overhead: float
+    """Further seconds of a forward pass through one mixture of experts: routing, permutation, small launches and waits
+    for the host; a backward pass has twice that.
+    """
+
 
 _SHEET = ("specified", "vendor's data sheet")
 _NARAYANAN = "odd rows of Narayanan et al. 2021, table 1, full-recompute rows of Korthikanti et al. 2022, table 5"
@@ -73,6 +78,7 @@ GPUS = {
         gemm_efficiency=Constant(0.799, "fitted", _NARAYANAN),
         memory_efficiency=Constant(0.666, "fitted", _NARAYANAN),
         layer_overhead=Constant(0.0, "fitted", f"{_NARAYANAN}; nothing is left for it"),
+        mixture_overhead=Constant(1.17e-3, "assumed", "as H100: no public run of a mixture on A100s was found"),
     ),
     "H100": Gpu(
         name="H100",
@@ -87,6 +93,7 @@ GPUS = {
             0.666, "assumed", "as A100: the rows are of one model, and do not tell it from the GEMMs"
         ),
         layer_overhead=Constant(2.8e-4, "fitted", _MLPERF),
+        mixture_overhead=Constant(1.17e-3, "fitted", "mixtures of recipes.csv, newest releases"),
     ),
 }
 

@@ -24,7 +24,8 @@ from optimus_cc_ext.forecast.timeline import (
     reduced_after,
 )
 from optimus_cc_ext.plan import seconds
-from optimus_cc_ext.plan.hardware import Cluster, Constant
+from optimus_cc_ext.plan.hardware import Cluster
+from optimus_cc_ext.plan.inside import CONTENTION, CONTEXT, EXPERTS, TENSOR, contended, inside
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import Group, Seconds, all_reduce, reduce_scatter
 from optimus_cc_ext.plan.traffic import (
@@ -41,18 +42,15 @@ __all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iterati
 
 FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
 GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
-TENSOR = "tensor parallel"
 CLASSES = (
-    "computation", "bubble", TENSOR, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER, "compression"
+    "computation", "bubble", TENSOR, CONTEXT, EXPERTS, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER,
+    "compression",
 )  # fmt: skip
 _MESSAGES = ("activation", "gradient", "epilogue")
 """The names of the fields of `StageCost` that hold messages."""
 
 ROUNDS = 2
 """Number of rounds of `pp` micro-batches that are simulated before the steady state is extrapolated."""
-
-CONTENTION = Constant(0.189, "measured", "Lee et al. 2025, arXiv 2507.03114: mean slowdown beside collectives")
-"""Share by which computation slows down while a collective runs beside it."""
 
 NORM_AND_LOG = 8
 """Number of small all-reduces over all ranks per iteration (found inf, gradient norm, loss) with their
@@ -68,8 +66,8 @@ class PlannedIteration:
     compressed_stages: frozenset[int]
     """The stages that compress their gradients."""
 
-    tensor: float
-    """Seconds of tensor-parallel collectives in a micro-batch's passes through a model chunk."""
+    inside: dict[str, float]
+    """Seconds by class of the collectives inside a micro-batch's passes through a model chunk."""
 
     step: float
     """Seconds of the optimizer's step."""
@@ -104,34 +102,26 @@ def backward_ends(chunks: int, micro_batches: int, costs: tuple[StageCost, ...])
     return tuple(end + further * (end - begin) for begin, end in zip(before, after, strict=True))
 
 
-def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
-    """Return the seconds of a layer's tensor-parallel collectives: two all-reduces a pass (Shoeybi et al. 2019), or
-    with sequence parallelism as many all-gathers and reduce-scatters.
-
-    The backward pass with sequence parallelism gathers once more, hidden by the GEMMs (Korthikanti et al. 2022, section
-    4.2.2).
-    """
-    if job.tp == 1:
-        return Seconds(0.0, 0.0)
-    group = Group.strided(job.tp, 1, cluster.gpus_per_node)
-    nbytes = job.value_bytes * job.rows * job.model.hidden
-    if job.sequence_parallel:
-        once = 4 * reduce_scatter(cluster, group, nbytes)
-    else:
-        once = 2 * all_reduce(cluster, group, nbytes)
-    if job.tp_overlap:
-        # The transfer is cut into `tp` pieces that are sent while the GEMMs of other pieces run. Exposed are the first
-        # piece, and the time by which the transfer is longer than the GEMMs.
-        once = _contended(once, max(once / job.tp, once - layer.forward))
-    return Seconds(once, once * (2 if job.recompute == "full" else 1))
-
-
 def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
     """Return the costs of one rank of each stage: its computation and its messages, both dense and as `config` says."""
-    layer, layers = seconds.layer(cluster.gpu, job), job.layers_per_stage / job.vpp
-    tensor, inner = _tensor_parallel(cluster, job, layer) * layers, layer * (layers * cluster.software_scale)
-    last = inner + seconds.head(cluster.gpu, job) * (cluster.software_scale / job.vpp)
-    first = inner if job.pp > 1 else last
+    layer, collectives = seconds.layer(cluster.gpu, job), inside(cluster, job)
+    scale, predictors, last = cluster.software_scale / job.vpp, job.model.predictors, job.pp - 1
+
+    def passes(stage: int) -> Seconds:
+        # Each predictor of MTP is a layer and a head of its own.
+        layers = job.layers_on(stage) + (predictors if stage == last else 0)
+        computed = layer * layers
+        return (computed + seconds.head(cluster.gpu, job) * (1 + predictors) if stage == last else computed) * scale
+
+    def within(stage: int) -> list[ClassCost]:
+        layers = (job.layers_on(stage) + (predictors if stage == last else 0)) / job.vpp
+        return [
+            ClassCost(name, when, link, *[Sent(transfer=transfer * layers)] * 2)
+            for (name, spent), link in zip(collectives.items(), (Link.TENSOR, Link.CONTEXT, Link.EXPERTS), strict=True)
+            for when, transfer in ((When.FORWARD_PASS, spent.forward), (When.BACKWARD_PASS, spent.backward))
+        ]
+
+    first = passes(0).forward + sum(each.dense.transfer for each in within(0) if each.when is When.FORWARD_PASS)
 
     def both(make: Callable[[OptimusConfig], Sent]) -> tuple[Sent, Sent]:
         return make(DENSE), make(config)
@@ -139,37 +129,37 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
     activation = both(lambda way: activation_message(cluster, job, way))
     gradient = both(lambda way: gradient_message(cluster, job, way))
     everywhere = (
-        ClassCost(TENSOR, When.FORWARD_PASS, Link.TENSOR, *[Sent(transfer=tensor.forward)] * 2),
-        ClassCost(TENSOR, When.BACKWARD_PASS, Link.TENSOR, *[Sent(transfer=tensor.backward)] * 2),
         ClassCost(EMBEDDING, When.AFTER_BACKWARD, Link.ENDS, *both(lambda way: embedding_sum(cluster, job, way))),
         ClassCost(
             GATHER, When.AFTER_STEP, Link.REPLICAS,
-            *both(lambda way: _exposed_gather(cluster, job, way, first.forward + tensor.forward)),
+            *both(lambda way: _exposed_gather(cluster, job, way, first)),
         ),
     )  # fmt: skip
     # A sharded optimizer always reduces the embedding together with the other gradients.
     apart = config.fused_embedding_sync and not job.distributed_optimizer
 
     def rank(stage: int) -> RankCost:
-        passes, with_embedding = inner if stage < job.pp - 1 else last, stage in (0, job.pp - 1) and not apart
+        own = job.parameters_on(stage), 0 if apart else job.embeddings_on(stage), job.routed_on(stage)
+        computed = passes(stage)
         crosses = job.hop_crosses(stage, cluster.gpus_per_node)
         messages = (
             # A preset leaves dense what stays inside a node.
             [
                 _sent_on(cluster, job, sent, crosses)
-                for sent in ((dense, coded) if crosses or not inside else [dense] * 2)
+                for sent in ((dense, coded) if crosses or not stays else [dense] * 2)
             ]
-            for (dense, coded), inside in (
+            for (dense, coded), stays in (
                 (activation, config.is_dense_inside(classes.PIPELINE_FORWARD)),
                 (gradient, config.is_dense_inside(classes.PIPELINE_BACKWARD)),
             )
         )
-        reduction = both(lambda way: gradient_reduction(cluster, job, way, with_embedding))
+        reduction = both(lambda way: gradient_reduction(cluster, job, way, *own))
         return RankCost(
             stage=stage,
-            forward=passes.forward,
-            backward=passes.backward,
+            forward=computed.forward,
+            backward=computed.backward,
             classes=(
+                *within(stage),
                 *everywhere,
                 ClassCost(FORWARD, When.ACTIVATION, Link.STAGES, *next(messages)),
                 ClassCost(BACKWARD, When.GRADIENT, Link.STAGES, *next(messages)),
@@ -205,20 +195,24 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Plan
         simulate=lambda _, costs: backward_ends(job.vpp, job.micro_batches, costs),
     )
     switches, compressed = Switches.of(config, job.pp), frozenset[int]()
-    if config.dp_compression and job.dp > 1:
+    if config.dp_compression and job.replicas > 1:
         first = config.dp_compression_stages
         if first == "auto":
             compressed = timeline.useful_stages(ranks, schedule, switches, GRADIENTS, compute)
         else:
             compressed = frozenset(range(job.pp if first == "all" else min(first, job.pp)))
-    shard = _parameters(job) / (job.dp if job.distributed_optimizer else 1)
+    own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
+    shard = own / job.replicas + routed / job.expert_replicas if job.distributed_optimizer else own + routed
     step = seconds.moved(cluster.gpu, seconds.OPTIMIZER_BYTES * shard) * cluster.software_scale
     step += NORM_AND_LOG * all_reduce(cluster, Group.strided(job.gpus, 1, cluster.gpus_per_node), 8)
-    inside = (When.FORWARD_PASS, When.BACKWARD_PASS)
+    middle = [cost for cost in ranks[job.pp // 2].classes if cost.when in (When.FORWARD_PASS, When.BACKWARD_PASS)]
     return PlannedIteration(
         times=compute(ranks, schedule, switches.where(GRADIENTS, compressed)),
         compressed_stages=compressed,
-        tensor=sum(cost.dense.transfer for cost in ranks[0].classes if cost.when in inside),
+        inside={
+            name: sum(cost.dense.transfer for cost in middle if cost.name == name)
+            for name in (TENSOR, CONTEXT, EXPERTS)
+        },
         step=step,
     )
 
@@ -230,8 +224,8 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
     activations.
     """
     passes, times = job.micro_batches * job.vpp, whole.times
-    tensor = whole.tensor * passes
-    busy = max(cost.forward + cost.backward for cost in times.costs) * passes - tensor
+    collectives = [spent * passes for spent in whole.inside.values()]
+    busy = max(cost.forward + cost.backward for cost in times.costs) * passes - sum(collectives)
 
     def ends(*sent: str) -> float:
         """Return the end of an iteration in which only the messages named in `sent` take time, namely their
@@ -248,20 +242,12 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
     last = max(times.ends)
     exposed = reduced_after(times.ends, times.reductions, 0.0)
     parts = (
-        busy, free - busy - tensor, tensor, activations - free, all_of_them - activations, exposed - last,
-        whole.seconds - exposed - whole.step - times.after_step, whole.step, times.after_step, last - all_of_them,
+        busy, free - busy - sum(collectives), *collectives, activations - free, all_of_them - activations,
+        exposed - last, whole.seconds - exposed - whole.step - times.after_step, whole.step, times.after_step,
+        last - all_of_them,
     )  # fmt: skip
-    return dict(zip(CLASSES, parts, strict=True))
-
-
-def _contended(whole: float, left: float) -> float:
-    """Return the cost of a transfer of `whole` seconds of which `left` seconds are not hidden by computation."""
-    return left + CONTENTION * (whole - left)
-
-
-def _parameters(job: Job) -> int:
-    """Return the number of parameters of a rank of the first stage."""
-    return job.stage_parameters + job.embedding_share
+    # Differences of equal times leave rounding errors.
+    return {name: 0.0 if abs(part) < 1e-12 * whole.seconds else part for name, part in zip(CLASSES, parts, strict=True)}
 
 
 def _exposed_gather(cluster: Cluster, job: Job, config: OptimusConfig, forward: float) -> Sent:
@@ -273,9 +259,9 @@ def _exposed_gather(cluster: Cluster, job: Job, config: OptimusConfig, forward: 
     """
     if not job.distributed_optimizer:
         return Sent()
-    whole = parameter_gather(cluster, job, config, _parameters(job))
+    whole = parameter_gather(cluster, job, config)
     if not job.overlap_param_gather:
         return whole
     window = forward * job.vpp * min(job.pp, job.micro_batches)
     left = left_after_backward(whole.transfer, window, job.buckets)
-    return replace(whole, transfer=_contended(whole.transfer, left))
+    return replace(whole, transfer=contended(whole.transfer, left))

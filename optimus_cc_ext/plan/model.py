@@ -1,74 +1,12 @@
-"""A model and its layout, read from a Megatron command line; contains sizes only, nothing measured.
+"""A model and its layout on GPUs; contains sizes only, nothing measured."""
 
-Flags that concern neither the size of the model nor its layout do not change a plan.
-"""
-
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.shapes import Model
 
-__all__ = ["MODELS", "Job", "Model", "job_of", "layout_flags"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The sizes of a GPT, in numbers of values."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int = 2048
-    vocabulary: int = 51200
-    """Size of the padded vocabulary, as Megatron pads it."""
-
-    ffn: int = 0
-    """Hidden size of the MLP; 0: four times `hidden`."""
-
-    groups: int = 0
-    """Number of key and value heads; 0: as many as `heads`."""
-
-    gated: bool = False
-    """True for SwiGLU, whose MLP has three matrices."""
-
-    tied: bool = True
-
-    @property
-    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """The (inputs, outputs) of QKV, projection and the two MLP matrices, before tensor parallelism."""
-        hidden, inner = self.hidden, self.ffn or 4 * self.hidden
-        qkv = hidden + 2 * hidden * (self.groups or self.heads) // self.heads
-        return (hidden, qkv), (hidden, hidden), (hidden, inner * (2 if self.gated else 1)), (inner, hidden)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of one layer, biases and norms included."""
-        return 4 * self.hidden + sum((inputs + 1) * outputs for inputs, outputs in self.layer_matrices)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Number of parameters of the token embedding."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the whole model, without position embeddings."""
-        return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2)
-
-
-MODELS = {
-    "2.5b": Model(layers=52, hidden=1920, heads=20, sequence=1024, vocabulary=51200),
-    "8.3b": Model(layers=72, hidden=3072, heads=24, sequence=1024, vocabulary=51200),
-    "18b": Model(layers=40, hidden=6144, heads=48),
-    "39b": Model(layers=48, hidden=8192, heads=64),
-    "76b": Model(layers=60, hidden=10240, heads=80),
-    "175b": Model(layers=96, hidden=12288, heads=96),
-    "530b": Model(layers=105, hidden=20480, heads=128),
-    "1t": Model(layers=128, hidden=25600, heads=160),
-}
-"""The paper's two models (section 9) and those of Narayanan et al. 2021 (table 1)."""
+__all__ = ["Job"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +19,33 @@ class Job:
     pp: int = 1
     vpp: int = 1
     """Number of model chunks per stage."""
+
+    cp: int = 1
+    """Context-parallel size: number of ranks that share a sequence."""
+
+    cp_exchange: Literal["p2p", "a2a", "allgather", "a2a+p2p"] = "p2p"
+    ep: int = 1
+    """Expert-parallel size: number of ranks over which the experts of a layer are dealt out."""
+
+    etp: int = 1
+    """Tensor-parallel size of the experts."""
+
+    dispatcher: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """Megatron's dispatcher of tokens to experts. `flex` stands for DeepEP and HybridEP, which send a token once to
+    each node.
+    """
+
+    expert_overlap: bool = False
+    """True if the experts' exchange runs beside the passes of another micro-batch."""
+
+    shared_expert_overlap: bool = False
+    """True if the experts' exchange runs beside the shared experts' GEMMs."""
+
+    embedding_slot: bool = False
+    """True if the embedding counts as a layer when layers are dealt out to stages."""
+
+    loss_slot: bool = False
+    """True if the loss counts as a layer when layers are dealt out to stages."""
 
     micro_batch: int = 1
     batch: int
@@ -116,7 +81,7 @@ class Job:
 
     @property
     def replica_stride(self) -> int:
-        """The distance between the ranks of two neighbouring replicas of a stage."""
+        """The distance between the ranks of two neighbouring replicas of a stage, those of one sequence included."""
         return self.tp * (self.pp if self.pipeline_before_data else 1)
 
     def hop_crosses(self, stage: int, ranks_per_node: int) -> bool:
@@ -139,18 +104,27 @@ class Job:
         return min(self.tp if self.pipeline_before_data else self.gpus // self.pp, ranks_per_node)
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "pp", "vpp", "micro_batch", "batch"):
+        for name in ("gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch", "batch"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not a positive number")
         model = self.model
         if min(model.layers, model.hidden, model.heads, model.sequence, model.vocabulary) < 1:
             raise PlanError("a model has a positive number of layers, hidden, heads, sequence and vocabulary")
-        checks = (
-            (self.gpus, self.tp * self.pp, "GPUs", "tensor x pipeline ranks"),
-            (model.hidden, model.heads, "hidden", "heads"),
+        ranks = "tensor x pipeline ranks" if self.cp == 1 else "tensor x context x pipeline ranks"
+        checks = [
+            (self.gpus, self.tp * self.pp * self.cp, "GPUs", ranks),
             (model.heads, self.tp, "heads", "tensor ranks"),
-            (model.layers, self.pp * self.vpp, "layers", "stages x chunks"),
-        )
+            (self.slots, self.pp * self.vpp, "layers", "stages x chunks"),
+        ]
+        if not (model.head_size or model.latent):
+            checks.append((model.hidden, model.heads, "hidden", "heads"))
+        if self.cp > 1:
+            checks.append((model.sequence, 2 * self.cp, "tokens of a sequence", "halves of context ranks"))
+        if model.mixture:
+            checks.append((model.mixture.experts, self.ep, "experts", "expert ranks"))
+            checks.append((self.gpus, self.pp * self.ep * self.etp, "GPUs", "pipeline x expert x expert-tensor ranks"))
+        elif self.ep > 1:
+            raise PlanError("expert parallelism needs a model with experts: give --num-experts")
         for whole, part, name, parts in checks:
             if whole % part:
                 raise PlanError(f"{whole} {name} do not divide among {part} {parts}")
@@ -168,7 +142,22 @@ class Job:
     @property
     def dp(self) -> int:
         """Number of data-parallel replicas."""
-        return self.gpus // (self.tp * self.pp)
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same parameters, and reduce their gradients: data x context parallelism."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks that hold the same routed experts."""
+        return self.gpus // (self.pp * self.ep * self.etp)
+
+    @property
+    def expert_stride(self) -> int:
+        """The distance between the ranks of two neighbouring replicas of the routed experts."""
+        return self.ep * self.etp * (self.pp if self.pipeline_before_data else 1)
 
     @property
     def micro_batches(self) -> int:
@@ -182,13 +171,28 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of tokens in a micro-batch."""
-        return self.micro_batch * self.model.sequence
+        """Number of a micro-batch's tokens on one context-parallel rank."""
+        return self.micro_batch * self.model.sequence // self.cp
+
+    @property
+    def expert_rows(self) -> int:
+        """Number of tokens that one rank sends to experts, counted once for each expert; 0 without a mixture."""
+        return self.rows // self.tp * self.model.mixture.top_k if self.model.mixture else 0
+
+    @property
+    def slots(self) -> int:
+        """Number of layers to deal out to stages, the embedding and the loss included if they count as layers."""
+        return self.model.layers + self.embedding_slot + self.loss_slot
 
     @property
     def layers_per_stage(self) -> int:
-        """Number of layers of a stage, over all its chunks."""
-        return self.model.layers // self.pp
+        """Number of layers of a stage, over all its chunks; of a stage between the first and the last one."""
+        return self.slots // self.pp
+
+    def layers_on(self, stage: int) -> int:
+        """Return the number of layers of a stage, over all its chunks."""
+        first, last = self.embedding_slot and stage == 0, self.loss_slot and stage == self.pp - 1
+        return self.layers_per_stage - first - last
 
     @property
     def message_rows(self) -> int:
@@ -197,131 +201,65 @@ class Job:
 
     @property
     def stage_parameters(self) -> int:
-        """Number of parameters on one rank of any stage without the embeddings, with biases and norms counted as if
-        they were split.
+        """Number of parameters of the layers of a stage between the first and the last one on one rank, without routed
+        experts; biases and norms are counted as if they were split.
         """
         return self.layers_per_stage * self.model.layer_parameters // self.tp
+
+    def parameters_on(self, stage: int) -> int:
+        """Return the number of parameters on one rank of a stage, without token embeddings and routed experts."""
+        model, found = self.model, self.layers_on(stage) * self.model.layer_parameters // self.tp
+        found += model.positions * model.hidden if stage == 0 else 0
+        if stage == self.pp - 1:
+            found += model.norm(model.hidden) + model.predictor_parameters // self.tp
+        return found
+
+    def routed_on(self, stage: int) -> int:
+        """Return the number of parameters of routed experts on one rank of a stage."""
+        model, ranks = self.model, self.ep * self.etp
+        if (mixture := model.mixture) is None:
+            return 0
+        predictors = model.predictors if stage == self.pp - 1 else 0
+        mixtures = self.layers_on(stage) * mixture.layers / model.layers + predictors
+        return round(mixtures * model.routed_parameters / mixture.layers / ranks)
+
+    def embeddings_on(self, stage: int) -> int:
+        """Return the number of values on one rank of a stage of the token embedding, its copy and the output weight."""
+        last = stage == self.pp - 1
+        copies = (stage == 0 or (last and self.shares_embedding)) + (last and not self.model.tied)
+        return copies * self.embedding_share
 
     @property
     def buckets(self) -> int:
         """Number of buckets of a stage's gradients. Megatron's buckets hold max(40 million, 1 million x replicas)
         parameters.
         """
-        return self.vpp * max(1, round(self.stage_parameters / self.vpp / max(40e6, 1e6 * self.dp)))
+        held = self.stage_parameters + self.routed_on(self.pp // 2)
+        return self.vpp * max(1, round(held / self.vpp / max(40e6, 1e6 * self.replicas)))
 
     @property
     def embedding_share(self) -> int:
         """Number of values of the token embedding on one rank of the first or the last stage."""
         return self.model.embedding_parameters // self.tp
 
+    @property
+    def shares_embedding(self) -> bool:
+        """True if the last stage holds a copy of the first stage's embedding: as output weight, or for MTP."""
+        return self.model.tied or self.model.predictors > 0
+
+    @property
+    def unvalidated(self) -> tuple[str, ...]:
+        """The options of this job that no public run has, so that no row tests their seconds."""
+        model = self.model
+        found = {
+            "MLA": model.latent, "MTP": model.predictors, f"context parallelism over {self.cp} ranks": self.cp > 2,
+            f"--cp-comm-type {self.cp_exchange}": self.cp > 1 and self.cp_exchange != "p2p",
+            "shared experts": model.mixture and model.mixture.shared,
+            "the allgather dispatcher": self.ep > 1 and self.dispatcher == "allgather",
+            "experts split over tensor-parallel ranks": model.mixture and self.etp > 1,
+        }  # fmt: skip
+        return tuple(name for name, used in found.items() if used)
+
     def replace(self, **changes: object) -> "Job":
         """Return a validated copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-_MODEL = {
-    "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "ffn-hidden-size": "ffn",
-    "num-query-groups": "groups", "seq-length": "sequence", "padded-vocab-size": "vocabulary",
-}  # fmt: skip
-_LAYOUT = {
-    "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp",
-    "num-virtual-stages-per-pipeline-rank": "vpp", "micro-batch-size": "micro_batch", "global-batch-size": "batch",
-}  # fmt: skip
-_HOW = {
-    "sequence-parallel": "sequence_parallel", "use-distributed-optimizer": "distributed_optimizer",
-    "overlap-grad-reduce": "overlap_grad_reduce", "overlap-param-gather": "overlap_param_gather",
-    "tp-comm-overlap": "tp_overlap",
-}  # fmt: skip
-"""Flags, each with the field of `Model` or `Job` that it sets."""
-
-_NOT_MODELLED = ("context-parallel-size", "expert-model-parallel-size", "num-experts")
-_SIZES = ("vocab-size", "make-vocab-size-divisible-by", "num-layers-per-virtual-pipeline-stage", *_NOT_MODELLED)
-_SWITCHES = (
-    "swiglu", "untie-embeddings-and-output-weights", "recompute-activations", "bf16", "fp16", "grad-reduce-in-bf16",
-    "accumulate-allreduce-grads-in-fp32", "no-gradient-accumulation-fusion", "use-tp-pp-dp-mapping",
-)  # fmt: skip
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise PlanError(message)
-
-
-def _whole(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def _parser() -> _Parser:
-    parser = _Parser(allow_abbrev=False, add_help=False)
-    for flag, field in (_MODEL | _LAYOUT | {name: None for name in _SIZES}).items():
-        parser.add_argument(f"--{flag}", type=_whole, dest=field)
-    for flag, field in (_HOW | {name: None for name in _SWITCHES}).items():
-        parser.add_argument(f"--{flag}", action="store_true", dest=field)
-    parser.add_argument("--recompute-granularity", choices=("full", "selective"))
-    parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"), default="auto")
-    parser.add_argument("--fp8-format", "--fp8", choices=("e4m3", "hybrid"))
-    return parser
-
-
-def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Job, list[str]]:
-    """Return the job that `flags`, on the model `name`, describe on `gpus` GPUs, and the flags that were not read.
-
-    Raises:
-        PlanError: a size is missing or unknown, or no plan can be made of it.
-    """
-    args, others = _parser().parse_known_args(list(flags))
-    given = {field: value for field, value in vars(args).items() if value}
-    for flag in _NOT_MODELLED:
-        if given.get(flag.replace("-", "_"), 1) > 1:
-            raise PlanError(f"--{flag}: not modelled by the planner. Plan without it")
-    layout = {field: given.get(field, 1) for field in _LAYOUT.values()}
-    tp, stages, micro_batch = layout["tp"], layout["pp"], layout["micro_batch"]
-    model = _model(given, tp, name)
-    if per_chunk := args.num_layers_per_virtual_pipeline_stage:
-        if model.layers % (stages * per_chunk):
-            raise PlanError(f"{model.layers} layers do not divide among {stages} stages in chunks of {per_chunk}")
-        layout["vpp"] = model.layers // (stages * per_chunk)
-    if "batch" not in given:
-        layout["batch"] = 8 * max(1, gpus // (tp * stages)) * micro_batch * stages
-    fp32 = args.accumulate_allreduce_grads_in_fp32 or not (args.grad_reduce_in_bf16 or args.fp16)
-    selective = args.recompute_activations or args.recompute_granularity == "selective"
-    args.sequence_parallel &= tp > 1
-    job = Job(
-        model=model,
-        gpus=gpus,
-        **layout,
-        **{field: getattr(args, field) for field in _HOW.values()},
-        recompute="full" if args.recompute_granularity == "full" else "sel" if selective else "none",
-        precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
-        flash=args.attention_backend not in ("unfused", "local"),
-        gradient_bytes=4 if fp32 else 2,
-        pipeline_before_data=args.use_tp_pp_dp_mapping,
-        accumulation="added" if args.no_gradient_accumulation_fusion else "fused",
-    )
-    return job, others
-
-
-def _model(given: dict[str, Any], tp: int, name: str | None) -> Model:
-    """Return the model `name`, if any, with the sizes that the flags give instead."""
-    if name is not None and name.lower() not in MODELS:
-        raise PlanError(f"unknown model {name!r}: there are {', '.join(MODELS)}, or give Megatron's flags")
-    values: dict[str, Any] = vars(MODELS[name.lower()]).copy() if name else {}
-    if words := given.get("vocab_size"):
-        multiple = given.get("make_vocab_size_divisible_by", 128) * tp
-        values["vocabulary"] = -(-words // multiple) * multiple
-    values |= {field: given[field] for field in _MODEL.values() if field in given}
-    if missing := [field for field in ("layers", "hidden", "heads") if field not in values]:
-        raise PlanError(f"no {', '.join(missing)}: give --model, or --num-layers, --hidden-size, --num-attention-heads")
-    tied = "untie_embeddings_and_output_weights" not in given
-    return Model(**values | {"gated": "swiglu" in given or values.get("gated", False), "tied": tied})
-
-
-def layout_flags(job: Job) -> str:
-    """Return Megatron's flags for the layout of `job`, without the model's sizes."""
-    words = [f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if field != "vpp" or job.vpp > 1]
-    if job.recompute != "none":
-        words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
-    words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
-    return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])

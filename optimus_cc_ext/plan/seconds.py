@@ -16,10 +16,11 @@ from math import ceil, log2
 
 from optimus_cc_ext.plan.hardware import Cluster, Gpu
 from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.shapes import Matrix
 
 __all__ = [
-    "OPTIMIZER_BYTES", "RING_SHARE", "Group", "Seconds", "all_reduce", "all_to_all", "gemm", "head", "layer", "moved",
-    "reduce_scatter", "send",
+    "OPTIMIZER_BYTES", "RING_SHARE", "Group", "Seconds", "all_reduce", "all_to_all", "attention", "gemm", "head",
+    "layer", "moved", "reduce_scatter", "send", "shared_experts",
 ]  # fmt: skip
 
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7))
@@ -66,24 +67,31 @@ def moved(gpu: Gpu, nbytes: float) -> float:
     return nbytes / (gpu.memory_rate * gpu.memory_efficiency)
 
 
-def _linear(gpu: Gpu, rows: int, inputs: int, outputs: int, fp8: bool) -> Seconds:
-    """Return the seconds of a linear layer's forward pass, and of the gradients of its input and weight."""
-    forward = gemm(gpu, rows, outputs, inputs, 1, fp8)
-    return Seconds(forward, gemm(gpu, rows, inputs, outputs, 1, fp8) + gemm(gpu, inputs, outputs, rows, 1, fp8))
+def _linear(gpu: Gpu, rows: int, inputs: int, outputs: int, fp8: bool, count: int = 1) -> Seconds:
+    """Return the seconds of the forward pass of `count` linear layers in one launch, and of the gradients of their
+    inputs and weights.
+    """
+    forward = gemm(gpu, rows, outputs, inputs, count, fp8)
+    backward = gemm(gpu, rows, inputs, outputs, count, fp8) + gemm(gpu, inputs, outputs, rows, count, fp8)
+    return Seconds(forward, backward)
 
 
-def _attention(gpu: Gpu, job: Job) -> Seconds:
-    """Return the seconds of scores, softmax, dropout and their product with the values, for this rank's heads."""
+def attention(gpu: Gpu, job: Job) -> Seconds:
+    """Return the seconds of scores, softmax, dropout and their product with the values, for this rank's heads and its
+    part of the sequence.
+    """
     model = job.model
-    heads, s, width = job.micro_batch * model.heads // job.tp, model.sequence, model.hidden // model.heads
-    scores, product = gemm(gpu, s, s, width, heads), gemm(gpu, s, width, s, heads)
+    heads, s, width = job.micro_batch * model.heads // job.tp, model.sequence, model.head_width
+    rows = s // job.cp
+    value = model.latent.value if model.latent else width
     if job.flash:
         # Causality halves the attention scores; the backward pass computes five products for two. Fused kernels reach
         # about two thirds of a GEMM's speed (FlashAttention-2, arXiv 2307.08691, figures 4 to 6: 50 to 73 % of the
         # peak).
-        once = 0.5 * 2 * 2 * heads * s * s * width / (gpu.bf16 * gpu.gemm_efficiency * 2 / 3)
+        once = 0.5 * 2 * heads * rows * s * (width + value) / (gpu.bf16 * gpu.gemm_efficiency * 2 / 3)
         return Seconds(once, 2.5 * once)
-    values = heads * s * s
+    scores, product = gemm(gpu, rows, s, width, heads), gemm(gpu, rows, value, s, heads)
+    values = heads * rows * s
     # Bytes per attention score: forward, softmax takes 4 and dropout 5, with its mask; backward, dropout 5 and softmax
     # 6.
     return Seconds(
@@ -91,39 +99,95 @@ def _attention(gpu: Gpu, job: Job) -> Seconds:
     )
 
 
+@dataclass(frozen=True)
+class _LayerPart:
+    """Seconds of the GEMMs of a part of a layer, and the bytes that other kernels move beside them."""
+
+    linear: Seconds
+    forward: float
+    backward: float
+
+    def __add__(self, other: "_LayerPart") -> "_LayerPart":
+        return _LayerPart(self.linear + other.linear, self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, share: float) -> "_LayerPart":
+        return _LayerPart(self.linear * share, self.forward * share, self.backward * share)
+
+
+_NO_LAYER_PART = _LayerPart(Seconds(0.0, 0.0), 0.0, 0.0)
+
+
+def _mlp(gpu: Gpu, job: Job, matrices: tuple[Matrix, ...], rows: int, ranks: int, count: int = 1) -> _LayerPart:
+    """Return the costs of `count` MLPs, each on `rows` rows, split over `ranks` tensor-parallel ranks."""
+    if not matrices:
+        return _NO_LAYER_PART
+    fp8, ((hidden, up), (inner, _)) = job.precision == "fp8", (each.on_rank(ranks) for each in matrices)
+    linear = _linear(gpu, rows, hidden, up, fp8, count) + _linear(gpu, rows, inner, hidden, fp8, count)
+    # The activation function works on the rank's share. FP8 reads each GEMM's input and output gradient in 16 bits and
+    # writes it in 8 bits, twice.
+    forward, backward = 2 * (up + inner), 2 * (2 * up + inner)
+    if fp8:
+        forward, backward = forward + 4 * (hidden + inner), backward + 4 * (hidden + up)
+    return _LayerPart(linear, float(forward * rows * count), float(backward * rows * count))
+
+
+def _mixture(gpu: Gpu, job: Job) -> _LayerPart:
+    """Return the costs of a layer's mixture: router, permutation, routed experts and shared ones."""
+    model, mixture = job.model, job.model.mixture
+    if mixture is None:
+        return _NO_LAYER_PART
+    (router, *routed), own = model.routed_experts, mixture.experts // job.ep
+    arrived = job.expert_rows * job.etp
+    tokens = job.rows // job.tp
+    scores = _linear(gpu, tokens, router.inputs, router.outputs, False)
+    # Tokens are permuted before they are sent and after they have arrived, and put back in both places on the way back:
+    # each time read and written. The router's scores are in fp32.
+    permuted = 4 * 4 * arrived * model.hidden + 24 * tokens * mixture.experts
+    experts = _mlp(gpu, job, tuple(routed), max(1, ceil(arrived / own)), job.etp, own)
+    shared = _mlp(gpu, job, model.shared_experts, job.rows, job.tp)
+    return _LayerPart(scores, float(permuted), float(permuted)) + experts + shared
+
+
+def shared_experts(gpu: Gpu, job: Job) -> Seconds:
+    """Return the seconds of the GEMMs of a layer's shared experts."""
+    return _mlp(gpu, job, job.model.shared_experts, job.rows, job.tp).linear
+
+
 @lru_cache(maxsize=4096)
 def layer(gpu: Gpu, job: Job) -> Seconds:
-    """Return the seconds of one transformer layer on one rank, without its transfers."""
+    """Return the mean seconds of one transformer layer on one rank, without its transfers."""
     model, tp, rows, fp8 = job.model, job.tp, job.rows, job.precision == "fp8"
-    (_, qkv), _, (_, up), (inner, _) = model.layer_matrices
-    linear = (
-        _linear(gpu, rows, model.hidden, qkv // tp, fp8)
-        + _linear(gpu, rows, model.hidden // tp, model.hidden, fp8)
-        + _linear(gpu, rows, model.hidden, up // tp, fp8)
-        + _linear(gpu, rows, inner // tp, model.hidden, fp8)
-    )
+    linear = Seconds(0.0, 0.0)
+    for matrix in model.attention:
+        linear += _linear(gpu, rows, *matrix.on_rank(tp), fp8)
     split = tp if job.sequence_parallel else 1
-    # Norms, and dropout with the residual connection, work on the whole hidden state; the activation function works on
-    # the rank's share of the MLP.
-    forward = 2 * (4 + 7) * rows * model.hidden / split + 2 * (up + inner) * rows / tp
-    backward = 2 * (8 + 5) * rows * model.hidden / split + 2 * (2 * up + inner) * rows / tp
+    # Norms, and dropout with the residual connection, work on the whole hidden state.
+    forward: float = 2 * (4 + 7) * rows * model.hidden / split
+    backward: float = 2 * (8 + 5) * rows * model.hidden / split
+    produced = sum(matrix.outputs for matrix in model.attention[:-1])
     if not job.flash:
         # Unfused attention transposes Q, K, V and its result.
-        forward += 4 * (qkv + model.hidden) * rows / tp
-        backward += 4 * (qkv + model.hidden) * rows / tp
+        forward += 4 * (produced + model.hidden) * rows / tp
+        backward += 4 * (produced + model.hidden) * rows / tp
     if fp8:
-        # FP8 reads each GEMM's input and output gradient in 16 bits and writes it in 8 bits, twice.
-        forward += 4 * rows * (2 * model.hidden + (model.hidden + inner) / tp)
-        backward += 4 * rows * (2 * model.hidden + (qkv + up) / tp)
+        forward += 4 * rows * (model.hidden + model.attention[-1].inputs / tp)
+        backward += 4 * rows * (model.hidden + produced / tp)
     # Each micro-batch's gradient is added to the buffer, which is read and written. A separate kernel reads the
     # gradient once more; one that casts it before (DeepSpeed's BF16_Optimizer, `update_hp_grads`) also writes and reads
     # the copy.
     besides = {"fused": 0, "added": 2, "cast": 2 + 2 * job.gradient_bytes}[job.accumulation]
-    backward += (2 * job.gradient_bytes + besides) * model.layer_parameters / tp
-    around = Seconds(moved(gpu, forward) + gpu.layer_overhead, moved(gpu, backward) + 2 * gpu.layer_overhead)
-    attention = _attention(gpu, job)
-    total = linear + attention + around
-    again = {"full": total.forward, "sel": 0.0 if job.flash else attention.forward, "none": 0.0}[job.recompute]
+    routed = model.routed_parameters / model.layers / (job.ep * job.etp)
+    backward += (2 * job.gradient_bytes + besides) * (model.layer_parameters / tp + routed)
+    mlp = _mlp(gpu, job, model.mlp, rows, tp) * (model.dense_layers / model.layers)
+    mlp += _mixture(gpu, job) * (1 - model.dense_layers / model.layers)
+    overhead = gpu.layer_overhead + gpu.mixture_overhead * (1 - model.dense_layers / model.layers)
+    around = Seconds(
+        moved(gpu, forward + mlp.forward) + overhead,
+        moved(gpu, backward + mlp.backward) + 2 * overhead,
+    )
+    scores = attention(gpu, job)
+    total = linear + mlp.linear + scores + around
+    again = {"full": total.forward, "sel": 0.0 if job.flash else scores.forward, "none": 0.0}[job.recompute]
     return Seconds(total.forward, total.backward + again)
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Collection, Sequence
 from statistics import fmean, median
 
+from optimus_cc_ext.plan.answer import in_bf16
 from optimus_cc_ext.plan.hardware import Cluster, Constant
-from optimus_cc_ext.plan.iteration import CLASSES, breakdown
-from optimus_cc_ext.plan.model import Job, layout_flags
-from optimus_cc_ext.plan.traffic import memory
-from optimus_cc_ext.plan.validate import BAND, CALCULON, Campaign, Row, nearest, regrets, shipped
+from optimus_cc_ext.plan.iteration import CLASSES, breakdown, iteration
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.recipes import Judged
+from optimus_cc_ext.plan.traffic import DENSE, memory
+from optimus_cc_ext.plan.validate import CALCULON, Campaign, Row, band_of, nearest, regrets, shipped
 from optimus_cc_ext.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
-__all__ = ["lines", "needs", "parts", "summary", "sweep", "validation"]
+__all__ = ["constants", "lines", "needs", "parts", "recipes", "summary", "sweep", "validation"]
 
 
 def summary(found: Sequence[Variant]) -> Table:
@@ -43,8 +45,8 @@ def _stages(compressed: Collection[int], stages: int) -> str:
 
 
 def parts(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
-    """Return the breakdown of the seconds of vanilla, the second variant and the best one."""
-    shown = list({v.name: v for v in (found[0], *found[1:2], chosen)}.values())
+    """Return the breakdown of the seconds of vanilla, of the user's flags, if any, and of the recommended variant."""
+    shown = list({v.name: v for v in (found[0], *(v for v in found if v.name == "yours"), chosen)}.values())
     breakdowns = [breakdown(job, v.result) for v in shown]
     rows: list[tuple[Cell, ...]] = [(name, *(each[name] for each in breakdowns)) for name in CLASSES]
     rows.append(("sum", *(v.result.seconds for v in shown)))
@@ -52,34 +54,66 @@ def parts(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
 
 
 def needs(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
-    """Return the memory of vanilla and of the best variant."""
+    """Return the memory of vanilla and of the recommended variant."""
     needed = [memory(job, v.config) for v in (found[0], chosen)]
     rows: list[tuple[Cell, ...]] = [(name, *(round(each[name] / 1e9, 2) for each in needed)) for name in needed[0]]
-    return Table(("GB on a rank of the first stage", "vanilla", f"{chosen.name} (best)"), rows, title="Memory")
+    return Table(("GB on a rank of the first stage", "vanilla", chosen.name), rows, title="Memory")
 
 
 def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant) -> list[str]:
-    """Return the lines about the job, the trust in its prediction, the recommendation, and the source of
-    each constant.
-    """
-    gpu, plain, band = cluster.gpu, found[0].result.seconds, BAND[cluster.gpu.name]
+    """Return the lines about the job, its baseline, and the trust in its prediction."""
+    gpu, plain, band = cluster.gpu, found[0].result.seconds, band_of(cluster.gpu, job)
     said = [
         f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, "
         f"{cluster.gpus_per_node} on each node, {cluster.network.name}: tensor "
-        f"{job.tp} x pipeline {job.pp}{f' ({job.vpp} chunks)' if job.vpp > 1 else ''} x data {job.dp}, "
+        f"{job.tp} x pipeline {job.pp}{f' ({job.vpp} chunks)' if job.vpp > 1 else ''}"
+        f"{f' x context {job.cp}' if job.cp > 1 else ''} x data {job.dp}{_mixture(job)}, "
         f"{job.micro_batches} micro-batches of {job.micro_batch}",
         f"vanilla: {plain:.3f} s per iteration, {plain * (1 - band):.3f} to {plain * (1 + band):.3f} "
-        f"(nine of ten published {gpu.name} runs that were held out are within {100 * band:.0f} %)",
+        f"({_held_out(gpu.name, job)} within {100 * band:.0f} %)"
+        f"{f'; not validated: {names}, which no public run has' if (names := ', '.join(job.unvalidated)) else ''}",
     ]
-    if row := nearest(shipped(), cluster, job):
+    if narrow := in_bf16(job):
+        dense, ours = (iteration(cluster, narrow, config).seconds for config in (DENSE, chosen.config))
+        compressed = f"; with the flags above {ours:.3f} s" if chosen.flags else ""
+        said.append(f"vanilla with --grad-reduce-in-bf16: {dense:.3f} s{compressed}")
+    if job.pp > 1 and 0 < job.model.dense_layers < job.model.layers:
+        said.append("left out: every stage is planned with equally many dense layers and mixtures of experts")
+    if job.model.mixture is None and (row := nearest(shipped(), cluster, job)):
         said.append(
             f"nearest published run: {row.campaign} {row.model} on {row.job.gpus} GPUs, {row.seconds:g} s; predicted "
             f"{100 * (row.ratio() - 1):+.1f} %{', a row that constants were fitted on' if row.fitted else ''}"
         )
-    use = f"use: {layout_flags(job)} {chosen.flags}   ({100 * chosen.gain.planned:.1f} % less)"
-    said.append(use if chosen.flags else "use no compression: nothing here surely gains 1 %")
-    constants = {**vars(gpu), **vars(cluster.network)}
-    return said + [f"  {name} {c:g}: {c.kind}, {c.source}" for name, c in constants.items() if isinstance(c, Constant)]
+    return said
+
+
+UNITS = {
+    "bf16": "operations/s", "fp8": "operations/s", "memory_rate": "bytes/s", "memory": "bytes", "nvlink": "bytes/s",
+    "gemm_efficiency": "of the peak", "memory_efficiency": "of the rate", "layer_overhead": "s",
+    "mixture_overhead": "s", "node_rate": "bytes/s", "hop": "s", "exchange_share": "of the rate",
+}  # fmt: skip
+"""Units of the constants of a GPU and a network."""
+
+
+def constants(cluster: Cluster) -> list[str]:
+    """Return a line for each constant, with its unit, kind and source."""
+    found = {**vars(cluster.gpu), **vars(cluster.network)}
+    return [
+        f"  {name} {c:g} {UNITS[name]}: {c.kind}, {c.source}" for name, c in found.items() if isinstance(c, Constant)
+    ]
+
+
+def _held_out(gpu: str, job: Job) -> str:
+    if job.model.mixture:
+        return "published runs of mixtures on H100s, each predicted without its own model, are"
+    return f"nine of ten published {gpu} runs that were held out are"
+
+
+def _mixture(job: Job) -> str:
+    if (mixture := job.model.mixture) is None:
+        return ""
+    shared = f"on {job.ep} ranks, {job.expert_replicas} replicas of each"
+    return f", experts {mixture.experts} ({mixture.top_k} a token) {shared}"
 
 
 def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
@@ -124,3 +158,31 @@ def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
     sizes = [(len(large), 100 * median(large), 100 * max(large))] if large else []
     on_h100 = Table(("rows", "median %", "largest %"), sizes, title="H100, 4,096 GPUs and more")
     return [errors, *(table for table in (layouts, on_h100) if table.rows)]
+
+
+def recipes(found: Sequence[Judged]) -> Table:
+    """Return the errors on today's models, by configuration."""
+    mixtures = [each for each in found if each.by_rate_of_kind is not None]
+    ours, theirs, alike = (
+        100 * median(abs(error) for error in errors)
+        for errors in (
+            [each.error for each in mixtures],
+            [each.by_rate for each in mixtures],
+            [each.by_rate_of_kind or 0.0 for each in mixtures],
+        )
+    )
+    return Table(
+        ("configuration", "releases", "spread %", "published s", "error %", "constant TFLOP/s %", "of mixtures %"),
+        [
+            (
+                each.configuration.name, len(each.configuration.seconds), 100 * each.configuration.spread,
+                each.configuration.published, 100 * each.error, 100 * each.by_rate,
+                None if each.by_rate_of_kind is None else 100 * each.by_rate_of_kind,
+            )
+            for each in found
+        ],
+        title="Today's models on H100s: each predicted without rows of its own model",
+        note=f"Median error of the mixtures: {ours:.1f} %; by one rate in TFLOP/s for all models {theirs:.1f} %, by "
+        f"one for mixtures {alike:.1f} %. One constant is fitted, on the other mixtures; dense models have none. A "
+        "spread is the slowest release over the fastest; the newest one is predicted.",
+    )  # fmt: skip

@@ -86,21 +86,43 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 
 
 @lru_cache(maxsize=4096)
-def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_embedding: bool) -> Sent:
-    """Return a stage's reduction over the replicas, with or without its copy of the embedding.
+def gradient_reduction(
+    cluster: Cluster, job: Job, config: OptimusConfig, parameters: int, embedding: int, routed: int
+) -> Sent:
+    """Return a stage's reduction over the replicas: `parameters` and `embedding` values of all ranks' replicas, and
+    `routed` values of routed experts over the experts' replicas.
 
     The second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
-    group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.gradient_bytes
-    parameters, embedding = job.stage_parameters, job.embedding_share if with_embedding else 0
-    if job.dp == 1:
+    per_node = cluster.gpus_per_node
+    group = Group.strided(job.replicas, job.replica_stride, per_node)
+    found = _reduction(cluster, job, config, group, parameters, embedding)
+    if not routed:
+        return found
+    # Low rank leaves routed experts dense.
+    only = DENSE if config.format_of(DP_GRADIENTS) == "low-rank" else config
+    experts = Group.strided(job.expert_replicas, job.expert_stride, per_node)
+    more = _reduction(cluster, job, only, experts, routed)
+    return Sent(
+        nbytes=found.nbytes + more.nbytes,
+        transfer=found.transfer + more.transfer,
+        second_phase=found.second_phase + more.second_phase,
+    )
+
+
+def _reduction(
+    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, parameters: int, embedding: int = 0
+) -> Sent:
+    """Return the reduction of `parameters` and of `embedding` values over the ranks of `group`."""
+    width = job.gradient_bytes
+    if group.ranks == 1:
         return Sent()
 
     def dense(values: float) -> Sent:
         reduce = reduce_scatter if job.distributed_optimizer else all_reduce
         # The share of the line rate that a bucket's message reaches depends on the message's size.
         parts = job.buckets if job.overlap_grad_reduce else 1
-        nbytes = _ring(width * values, job.dp, twice=not job.distributed_optimizer)
+        nbytes = _ring(width * values, group.ranks, twice=not job.distributed_optimizer)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
     form = "dense" if config.is_dense_inside(DP_GRADIENTS) and group.nodes == 1 else config.format_of(DP_GRADIENTS)
@@ -110,7 +132,7 @@ def gradient_reduction(cluster: Cluster, job: Job, config: OptimusConfig, with_e
         sent, covered = low_rank_values(job, config)
         # Each phase, P and Q, is one all-reduce in the gradients' data type; uncompressed parameters are reduced dense.
         if config.low_rank_wire == "dense":
-            nbytes, summed = _ring(width * sent, job.dp, twice=True), all_reduce(cluster, group, width * sent / 2)
+            nbytes, summed = _ring(width * sent, group.ranks, twice=True), all_reduce(cluster, group, width * sent / 2)
         else:
             there, back = _sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
             nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
@@ -181,52 +203,55 @@ def _together(one: Sent, other: Sent) -> Sent:
     return Sent(nbytes=one.nbytes + other.nbytes, transfer=one.transfer + other.transfer)
 
 
-def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int]]:
-    """Return the shapes of a layer's matrices that low rank shrinks, as (rows, columns, rank) on one tensor rank."""
+def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, float]]:
+    """Return the matrices of a stage that low rank shrinks, as (rows, columns, compression rank, number) on one
+    tensor-parallel rank.
+    """
     found = []
-    for place, (inputs, outputs) in enumerate(job.model.layer_matrices):
-        # Tensor parallelism splits QKV and the first MLP matrix by outputs, the other two matrices by inputs.
-        rows, columns = (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
+    for matrix in job.model.matrices:
+        columns, rows = matrix.on_rank(job.tp)
         r = min(config.dp_compression_rank, rows, columns)
-        if r * (rows + columns) < rows * columns:
-            found.append((rows, columns, r))
+        if r * (rows + columns) < rows * columns and not (matrix.routed or matrix.router):
+            found.append((rows, columns, r, matrix.layers * job.layers_per_stage / job.model.layers))
     return found
 
 
 def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
     """Return the number of values of a stage's P and Q, and of the matrices that they approximate, on one rank."""
-    matrices, layers = _matrices(job, config), job.layers_per_stage
-    return layers * sum(r * (n + m) for n, m, r in matrices), layers * sum(n * m for n, m, _ in matrices)
+    matrices = _matrices(job, config)
+    sent, covered = sum(c * r * (n + m) for n, m, r, c in matrices), sum(c * n * m for n, m, _, c in matrices)
+    return round(sent), round(covered)
 
 
 def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> float:
     """Return the seconds to compress and decompress a stage's gradients."""
-    gpu, layers, spent = cluster.gpu, job.layers_per_stage, 0.0
+    gpu, spent = cluster.gpu, 0.0
     # M = G + E (gradient plus residual) is read and written, then E and G are written from the sum; each is in the
     # buffer's data type or in fp32.
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
-    for n, m, r in _matrices(job, config):
-        products = gemm(gpu, n, r, m, layers) + gemm(gpu, m, r, n, layers)
-        rebuild = gemm(gpu, n, m, r, layers)
-        spent += products + rebuild + _kernel(gpu, width * n * m * layers) + ORTHOGONALIZE_LAUNCHES * LAUNCH
+    for n, m, r, number in _matrices(job, config):
+        count = max(1, round(number))
+        products = gemm(gpu, n, r, m, count) + gemm(gpu, m, r, n, count)
+        rebuild = gemm(gpu, n, m, r, count)
+        spent += products + rebuild + _kernel(gpu, width * n * m * number) + ORTHOGONALIZE_LAUNCHES * LAUNCH
     return spent * cluster.coding_scale
 
 
 def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the sum of the tied embedding, after the first and the last stage have reduced their gradients."""
-    if job.pp == 1 or not job.model.tied:
+    if job.pp == 1 or not job.shares_embedding:
         return Sent()
     values: float = job.embedding_share
-    per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.dp > 1
+    per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.replicas > 1
     # First and last stage share a node only if the whole job does, or the pipeline does with --use-tp-pp-dp-mapping.
     together = job.gpus <= per_node or (job.pipeline_before_data and per_node % (job.tp * job.pp) == 0)
     pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
     group = Group(2, 2 if together else 1, max(1, pairs))
     if fused and job.distributed_optimizer:
-        values /= job.dp
+        values /= job.replicas
     elif fused:
-        replicas = Group.strided(job.dp, job.replica_stride, per_node)
-        group = Group(2 * job.dp, replicas.per_node * (2 if together else 1), replicas.rings)
+        replicas = Group.strided(job.replicas, job.replica_stride, per_node)
+        group = Group(2 * job.replicas, replicas.per_node * (2 if together else 1), replicas.rings)
     form = config.format_of(EMBEDDING)
     if form == "dense":
         nbytes = job.gradient_bytes * values
@@ -235,24 +260,35 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     return Sent(nbytes=there.nbytes + back.nbytes, transfer=there.transfer + back.transfer)
 
 
-def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig, parameters: float) -> Sent:
-    """Return the distributed optimizer's all-gather of a stage's parameters, as if nothing hid it."""
-    group, width = Group.strided(job.dp, job.replica_stride, cluster.gpus_per_node), job.value_bytes
-    form, inside = config.format_of(PARAM_GATHER), config.is_dense_inside(PARAM_GATHER) and group.nodes == 1
-    if form == "dense" or inside or job.dp == 1:
-        nbytes, coding = width * parameters, 0.0
+def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
+    """Return the distributed optimizer's all-gather of the first stage's parameters, as if nothing hid it."""
+    per_node, own = cluster.gpus_per_node, job.parameters_on(0) + job.embeddings_on(0)
+    parts = (
+        (Group.strided(job.replicas, job.replica_stride, per_node), own),
+        (Group.strided(job.expert_replicas, job.expert_stride, per_node), job.routed_on(0)),
+    )
+    found = [_gather(cluster, job, config, group, parameters) for group, parameters in parts if parameters]
+    return Sent(nbytes=sum(each.nbytes for each in found), transfer=sum(each.transfer for each in found))
+
+
+def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, parameters: int) -> Sent:
+    form, width, ranks = config.format_of(PARAM_GATHER), job.value_bytes, group.ranks
+    inside = config.is_dense_inside(PARAM_GATHER) and group.nodes == 1
+    if form == "dense" or inside or ranks == 1:
+        nbytes, coding = float(width * parameters), 0.0
     else:
-        gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / job.dp
+        gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / ranks
         # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
         # to the parameters.
-        coding = _kernel(gpu, 7 * width * shard + nbytes / job.dp) + _kernel(gpu, nbytes + 5 * width * parameters)
+        coding = _kernel(gpu, 7 * width * shard + nbytes / ranks) + _kernel(gpu, nbytes + 5 * width * parameters)
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
-    return Sent(nbytes=_ring(nbytes, job.dp, twice=False), transfer=transfer)
+    return Sent(nbytes=_ring(nbytes, ranks, twice=False), transfer=transfer)
 
 
 def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     """Return the bytes that a rank of the first stage, which needs most, uses for each purpose."""
-    parameters = job.stage_parameters + job.embedding_share
+    own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
+    parameters, shards = own + routed, own / job.replicas + routed / job.expert_replicas
     width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
     gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
     if gradients == "low-rank":
@@ -260,7 +296,7 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
     elif block_format(gradients):
         # Memory holds buffers for the messages of gradients in both phases; the sums reuse the first ones.
-        ours += 2 * format_named(gradients).bits_per_value / 8 * job.stage_parameters
+        ours += 2 * format_named(gradients).bits_per_value / 8 * (job.parameters_on(0) + routed)
     if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
     if config.backprop_remembers:
@@ -268,12 +304,12 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
     if block_format(gathered):
         # The gather keeps messages of all shards, this rank's shard before the step, and the change of one shard.
-        ours += (format_named(gathered).bits_per_value / 8 + 2 * job.value_bytes / job.dp) * parameters
+        ours += format_named(gathered).bits_per_value / 8 * parameters + 2 * job.value_bytes * shards
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
         # Master weights and Adam's two moments are in fp32.
-        "optimizer": 12.0 * parameters / (job.dp if job.distributed_optimizer else 1),
+        "optimizer": 12.0 * (shards if job.distributed_optimizer else parameters),
         "activations": activation_bytes(job),
         "compression": ours,
         "context": CONTEXT,
@@ -289,11 +325,19 @@ def activation_bytes(job: Job) -> float:
     """
     model, t = job.model, job.tp
     tokens = job.rows * model.hidden
-    scores = 5 * model.heads * model.sequence / model.hidden / t
-    whole = 34 / t if job.sequence_parallel else 10 + 24 / t
+    scores = 5 * model.heads * model.sequence * job.rows / t
+    attention = sum(each.outputs for each in model.attention[:-1]) + model.attention[-1].inputs
+    gated = 2 + model.gated
+    # Bytes per token that tensor parallelism splits: Q, K, V and their product, and both sides of the activation
+    # function, in 2 bytes each. A routed expert also keeps the copies of its tokens.
+    split = 2 * (attention + gated * model.inner * model.dense_layers / model.layers) * job.rows / t
+    if mixture := model.mixture:
+        routed = job.expert_rows * (model.hidden * job.etp + gated * mixture.ffn)
+        split += 2 * (routed + gated * mixture.shared * job.rows / t) * mixture.layers / model.layers
+    whole = 10 * tokens / (t if job.sequence_parallel else 1)
     if job.precision == "fp8":
-        whole -= 7 / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
-    layer = tokens * (whole + (0 if job.flash or job.recompute == "sel" else scores))
+        whole -= 7 * tokens / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
+    layer = whole + split + (0 if job.flash or job.recompute == "sel" else scores)
     layers = job.layers_per_stage
     # 1F1B (one forward, one backward) keeps the activations of `pp` micro-batches; the interleaved schedule keeps 1 +
     # (pp - 1) / (pp vpp) times as many.

@@ -16,10 +16,10 @@ from optimus_cc_ext.plan.hardware import Cluster, network_of
 from optimus_cc_ext.plan.iteration import PlannedIteration, iteration
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import DENSE, check_memory
-from optimus_cc_ext.plan.validate import BAND
+from optimus_cc_ext.plan.validate import band_of
 
 __all__ = [
-    "VARIANTS", "Band", "Gain", "Point", "Sweep", "Variant", "best", "layout_of", "layouts", "points", "variants",
+    "VARIANTS", "WORTH", "Band", "Gain", "Point", "Sweep", "Variant", "layout_of", "layouts", "points", "variants",
 ]  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def layout_of(job: Job) -> Layout:
     """Return a job's layout as training would know it."""
     return Layout(
         stages=job.pp,
-        data_parallel=job.dp,
-        tied_embeddings=job.model.tied,
+        data_parallel=job.replicas,
+        tied_embeddings=job.shares_embedding,
         distributed_optimizer=job.distributed_optimizer,
         master_copies=job.value_bytes == 2,
     )
@@ -99,7 +99,7 @@ class Band:
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
-        off = BAND[cluster.gpu.name]
+        off = band_of(cluster.gpu, job)
         self._job, self._corners = job, [
             replace(
                 cluster,
@@ -112,21 +112,24 @@ class Band:
         self._plain = [iteration(corner, job) for corner in self._corners]
         self.vanilla = self._plain[0]
 
+    def seconds(self, config: OptimusConfig) -> list[float]:
+        """Return the seconds with `config`: as planned, and at the two ends."""
+        return [iteration(corner, self._job, config).seconds for corner in self._corners]
+
     def gain(self, config: OptimusConfig) -> Gain:
         """Return the gain of `config`."""
-        pairs = zip(self._corners, self._plain, strict=True)
-        gains = [1 - iteration(corner, self._job, config).seconds / plain.seconds for corner, plain in pairs]
+        pairs = zip(self.seconds(config), self._plain, strict=True)
+        gains = [1 - seconds / plain.seconds for seconds, plain in pairs]
         return Gain(gains[0], min(gains), max(gains))
 
 
-def variants(cluster: Cluster, job: Job, own: Sequence[str] = ()) -> list[Variant]:
+def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) -> list[Variant]:
     """Return vanilla, then all variants that the layout allows and memory holds; `own` are the user's flags, if any.
 
     Raises:
         PlanError: vanilla or the user's variant does not fit in memory.
         FlagError: the user's flags are refused.
     """
-    band = Band(cluster, job)
     found = [Variant("vanilla", "", DENSE, band.vanilla, Gain(0.0, 0.0, 0.0), check_memory(cluster, job))]
     asked = {"yours": " ".join(own)} if own else {}
     for name, flags in (asked | VARIANTS).items():
@@ -139,12 +142,6 @@ def variants(cluster: Cluster, job: Job, own: Sequence[str] = ()) -> list[Varian
             continue
         found.append(Variant(name, flags, config, iteration(cluster, job, config), band.gain(config), used))
     return found
-
-
-def best(found: Sequence[Variant]) -> Variant:
-    """Return the variant with the largest gain among those that surely pay; vanilla if there is none."""
-    paying = [variant for variant in found if variant.gain.verdict == "pays"]
-    return max(paying, key=lambda variant: variant.gain.planned, default=found[0])
 
 
 MICRO_BATCHES = (1, 2, 4)
@@ -212,6 +209,7 @@ def layouts(job: Job, gpus: int, batch: int, gpus_per_node: int) -> Iterator[Job
     recompute = dict.fromkeys((job.recompute, "full"))
     for tp, pp, vpp, micro_batch, again in product(tensor, stages, (1, 2, 4), MICRO_BATCHES, recompute):
         sizes = {"gpus": gpus, "batch": batch, "tp": tp, "pp": pp, "vpp": vpp, "micro_batch": micro_batch}
+        sizes |= {"etp": tp} if job.etp == job.tp else {}
         with suppress(PlanError):
             yield job.replace(**sizes, recompute=again, sequence_parallel=tp > 1)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.plan.model import job_of
+from optimus_cc_ext.plan.flags import job_of
 from optimus_cc_ext.plan.traffic import memory
 from scripts.compat import cpu_attention
 from tests.forked_ranks import run_ranks

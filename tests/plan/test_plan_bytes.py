@@ -11,7 +11,8 @@ from optimus_cc_ext.forecast.timeline import Switches, When
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
-from optimus_cc_ext.plan.model import MODELS, Job, Model
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.shapes import MODELS, Model
 
 SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
 JOBS = {
@@ -39,14 +40,9 @@ CONFIGS = {
 
 
 def gpt_of(job: Job) -> Gpt:
-    """Return the model as doctor reads it from a launch line, without positions and the last norm, which no plan
-    counts.
-    """
+    """Return the model as doctor reads it from a launch line, without positions and the last norm."""
     model, vectors = job.model, [(job.model.hidden,)] * 4
-    matrices = [
-        (outputs // job.tp, inputs) if place % 2 == 0 else (outputs, inputs // job.tp)
-        for place, (inputs, outputs) in enumerate(model.layer_matrices)
-    ]
+    matrices = [matrix.on_rank(job.tp)[::-1] for matrix in model.matrices]
     biases = [(rows,) for rows, _ in matrices]
     layers = [Parameter(shape) for shape in (*matrices, *biases, *vectors)] * job.layers_per_stage
     words = Parameter((model.vocabulary // job.tp, model.hidden), tied=model.tied and job.pp > 1, embedding=True)
@@ -88,7 +84,7 @@ def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
         for message in schedule.messages(receiver):
             dense = switches.epilogue_only and not message.epilogue
             found["backward"] += (cost.dense if dense else switches.sent(cost, receiver)).nbytes
-    return {name: nbytes * job.tp * job.dp for name, nbytes in found.items()}
+    return {name: nbytes * job.tp * job.replicas for name, nbytes in found.items()}
 
 
 def plans(job: Job, config: OptimusConfig) -> dict[str, int]:

@@ -19,9 +19,10 @@ from itertools import combinations
 from pathlib import Path
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.plan.flags import job_of
 from optimus_cc_ext.plan.hardware import GPUS, Cluster, Network
 from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.model import Job, job_of
+from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import DENSE
 from optimus_cc_ext.report.table import Table
 from scripts.bench.cluster.page import load

@@ -1,0 +1,201 @@
+"""A job, read from a Megatron command line.
+
+Flags that concern neither the size of the model nor its layout do not change a plan.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.shapes import MODELS, Latent, Mixture, Model
+
+__all__ = ["job_of", "layout_flags"]
+
+_MODEL = {
+    "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "ffn-hidden-size": "ffn",
+    "kv-channels": "head_size", "seq-length": "sequence", "padded-vocab-size": "vocabulary",
+    "mtp-num-layers": "predictors",
+}  # fmt: skip
+_MIXTURE = {
+    "num-experts": "experts", "moe-router-topk": "top_k", "moe-ffn-hidden-size": "ffn",
+    "moe-shared-expert-intermediate-size": "shared",
+}  # fmt: skip
+_LATENT = {
+    "q-lora-rank": "query_rank", "kv-lora-rank": "key_value_rank", "qk-head-dim": "head",
+    "qk-pos-emb-head-dim": "positions", "v-head-dim": "value",
+}  # fmt: skip
+_LAYOUT = {
+    "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp",
+    "num-virtual-stages-per-pipeline-rank": "vpp", "context-parallel-size": "cp",
+    "expert-model-parallel-size": "ep", "expert-tensor-parallel-size": "etp",
+    "micro-batch-size": "micro_batch", "global-batch-size": "batch",
+}  # fmt: skip
+_HOW = {
+    "sequence-parallel": "sequence_parallel", "use-distributed-optimizer": "distributed_optimizer",
+    "overlap-grad-reduce": "overlap_grad_reduce", "overlap-param-gather": "overlap_param_gather",
+    "tp-comm-overlap": "tp_overlap", "overlap-moe-expert-parallel-comm": "expert_overlap",
+    "moe-shared-expert-overlap": "shared_expert_overlap",
+    "account-for-embedding-in-pipeline-split": "embedding_slot", "account-for-loss-in-pipeline-split": "loss_slot",
+}  # fmt: skip
+"""Flags, each with the field of `Model`, `Mixture`, `Latent` or `Job` that it sets."""
+
+_NOT_MODELLED = (
+    "hybrid-layer-pattern", "hybrid-override-pattern", "heterogeneous-layers-config-path",
+    "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "use-megatron-fsdp", "use-torch-fsdp2",
+)  # fmt: skip
+"""Flags that change shapes, layout or traffic in a way that no plan contains."""
+
+_SIZES = (
+    "vocab-size", "make-vocab-size-divisible-by", "num-layers-per-virtual-pipeline-stage", "num-query-groups",
+    "max-position-embeddings",
+)  # fmt: skip
+_SWITCHES = (
+    "swiglu", "untie-embeddings-and-output-weights", "recompute-activations", "bf16", "fp16", "grad-reduce-in-bf16",
+    "accumulate-allreduce-grads-in-fp32", "no-gradient-accumulation-fusion", "use-tp-pp-dp-mapping",
+    "group-query-attention", "multi-latent-attention", "disable-bias-linear", "add-qkv-bias", "qk-layernorm",
+)  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(message)
+
+
+def _whole(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _parser() -> _Parser:
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for flag, field in (_MODEL | _LAYOUT | {name: None for name in _SIZES}).items():
+        parser.add_argument(f"--{flag}", type=_whole, dest=field)
+    for prefix, table in (("mixture", _MIXTURE), ("latent", _LATENT)):
+        for flag, field in table.items():
+            parser.add_argument(f"--{flag}", type=_whole, dest=f"{prefix}_{field}")
+    parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall", "flex"), default="allgather")
+    parser.add_argument("--cp-comm-type", nargs="+", choices=("p2p", "a2a", "allgather", "a2a+p2p"), default=["p2p"])
+    parser.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    for flag, field in (_HOW | {name: None for name in _SWITCHES}).items():
+        parser.add_argument(f"--{flag}", action="store_true", dest=field)
+    parser.add_argument("--recompute-granularity", choices=("full", "selective"))
+    parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"), default="auto")
+    parser.add_argument("--fp8-format", "--fp8", choices=("e4m3", "hybrid"))
+    return parser
+
+
+def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Job, list[str]]:
+    """Return the job that `flags`, on the model `name`, describe on `gpus` GPUs, and the flags that were not read.
+
+    Raises:
+        PlanError: a size is missing or unknown, or no plan can be made of it.
+    """
+    for word in flags:
+        if word.startswith("--") and word[2:].partition("=")[0] in _NOT_MODELLED:
+            raise PlanError(f"{word.partition('=')[0]}: not modelled by the planner. Plan without it")
+    args, others = _parser().parse_known_args(list(flags))
+    given = {field: value for field, value in vars(args).items() if value}
+    layout = {field: given.get(field, 1) for field in _LAYOUT.values()}
+    tp, stages, micro_batch = layout["tp"], layout["pp"], layout["micro_batch"]
+    layout["etp"] = given.get("etp", tp)
+    model = _model(args, given, tp, name)
+    if per_chunk := args.num_layers_per_virtual_pipeline_stage:
+        if model.layers % (stages * per_chunk):
+            raise PlanError(f"{model.layers} layers do not divide among {stages} stages in chunks of {per_chunk}")
+        layout["vpp"] = model.layers // (stages * per_chunk)
+    if "batch" not in given:
+        layout["batch"] = 8 * max(1, gpus // (tp * stages * layout["cp"])) * micro_batch * stages
+    fp32 = args.accumulate_allreduce_grads_in_fp32 or not (args.grad_reduce_in_bf16 or args.fp16)
+    selective = args.recompute_activations or args.recompute_granularity == "selective"
+    args.sequence_parallel &= tp > 1
+    if len(set(args.cp_comm_type)) > 1:
+        raise PlanError(f"--cp-comm-type {' '.join(args.cp_comm_type)}: one way for all layers is modelled, no mix")
+    job = Job(
+        model=model,
+        gpus=gpus,
+        **layout,
+        **{field: getattr(args, field) for field in _HOW.values()},
+        recompute="full" if args.recompute_granularity == "full" else "sel" if selective else "none",
+        precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
+        flash=args.attention_backend not in ("unfused", "local"),
+        gradient_bytes=4 if fp32 else 2,
+        pipeline_before_data=args.use_tp_pp_dp_mapping,
+        accumulation="added" if args.no_gradient_accumulation_fusion else "fused",
+        cp_exchange=args.cp_comm_type[0],
+        dispatcher=args.moe_token_dispatcher_type,
+    )
+    return job, others
+
+
+def _model(args: argparse.Namespace, given: dict[str, Any], tp: int, name: str | None) -> Model:
+    """Return the model `name`, if any, with the sizes that the flags give instead."""
+    if name is not None and name.lower() not in MODELS:
+        raise PlanError(f"unknown model {name!r}: there are {', '.join(MODELS)}, or give Megatron's flags")
+    sizes = {field: given[field] for field in _MODEL.values() if field in given}
+    if words := given.get("vocab_size"):
+        multiple = given.get("make_vocab_size_divisible_by", 128) * tp
+        sizes.setdefault("vocabulary", -(-words // multiple) * multiple)
+    if args.group_query_attention:
+        sizes["groups"] = args.num_query_groups or 1
+    if name is None and args.position_embedding_type == "learned_absolute":
+        sizes["positions"] = args.max_position_embeddings or 0
+    sizes |= {
+        field: value
+        for switch, field, value in (
+            (args.untie_embeddings_and_output_weights, "tied", False), (args.disable_bias_linear, "biases", False),
+            (args.add_qkv_bias, "qkv_bias", True), (args.normalization == "RMSNorm", "rms_norm", True),
+            (args.qk_layernorm, "head_norms", True), (args.swiglu, "gated", True),
+            (args.multi_latent_attention, "latent", Latent(**_prefixed(given, "latent"))),
+        )
+        if switch
+    }  # fmt: skip
+    if name is None and (missing := [field for field in ("layers", "hidden", "heads") if field not in sizes]):
+        raise PlanError(f"no {', '.join(missing)}: give --model, or --num-layers, --hidden-size, --num-attention-heads")
+    model = replace(MODELS[name.lower()], **sizes) if name else Model(**sizes)
+    if "mixture_experts" not in given:
+        return model
+    mixture = {"ffn": model.inner, **_prefixed(given, "mixture")}
+    return replace(model, mixture=Mixture(**mixture, layers=_mixture_layers(args.moe_layer_freq, model.layers)))
+
+
+def _prefixed(given: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(f"{prefix}_"): value for name, value in given.items() if name.startswith(f"{prefix}_")}
+
+
+def _mixture_layers(pattern: str, layers: int) -> int:
+    """Return the number of layers with a mixture, by Megatron's `--moe-layer-freq`: N for one of N layers, or a list of
+    0 and 1 such as ([0]*3+[1]*58).
+    """
+    if pattern.isdecimal() and int(pattern):
+        return len(range(0, layers, int(pattern)))
+    parts = re.findall(r"\[([01, ]+)\](?:\*(\d+))?", pattern)
+    rest = re.sub(r"\[[01, ]+\](\*\d+)?|[()+ ]", "", pattern)
+    found = [each for part, times in parts for each in re.findall(r"[01]", part) * int(times or 1)]
+    if rest or len(found) != layers:
+        raise PlanError(
+            f"--moe-layer-freq {pattern}: give a number, or a list of 0 and 1 for {layers} layers, such as "
+            f"[0]*1+[1]*{layers - 1}"
+        )
+    return found.count("1")
+
+
+def layout_flags(job: Job) -> str:
+    """Return Megatron's flags for the layout of `job`, without the model's sizes."""
+    usual = {"vpp": 1, "cp": 1, "ep": 1, "etp": job.tp if job.model.mixture else job.etp}
+    words = [
+        f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if getattr(job, field) != usual.get(field)
+    ]
+    words += [f"--moe-token-dispatcher-type {job.dispatcher}"] if job.model.mixture else []
+    words += [f"--cp-comm-type {job.cp_exchange}"] if job.cp > 1 else []
+    if job.recompute != "none":
+        words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
+    words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
+    return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])
