@@ -25,7 +25,7 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.doctor.shapes import Parameter, stages_of
-from optimus_cc_ext.doctor.tokens import Tokens, away, mixture_layers
+from optimus_cc_ext.doctor.tokens import NO_MIXTURE, Mixture, Tokens, away
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
@@ -60,8 +60,7 @@ class Gpt:
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
     tensor_parallel: int
-    mixture_layers: int = 0
-    """Number of layers whose tokens are sent to the experts of other ranks."""
+    mixture: Mixture = NO_MIXTURE
 
     expert_replicas: int = 0
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
@@ -86,7 +85,7 @@ def gpt_from(args: argparse.Namespace) -> Gpt | None:
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
-        mixture_layers=mixture_layers(args),
+        mixture=Mixture.of(args),
         expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
         if args.expert_model_parallel_size > 1
         else 0,
@@ -223,7 +222,8 @@ def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
     """Return the tokens of an exchange; None if no token is sent to other ranks."""
     sequence, batch, hidden = gpt.message
     width, number = layout.row_width or hidden, sequence * batch * layout.rows_per_token
-    return Tokens(layout=layout, number=number, dtype=gpt.parameter_dtype, hidden=width) if gpt.mixture_layers else None
+    found = Tokens(layout=layout, number=number, dtype=gpt.parameter_dtype, hidden=width, mixture=gpt.mixture)
+    return found if gpt.mixture.layers else None
 
 
 def _of_tokens(
@@ -232,7 +232,7 @@ def _of_tokens(
     """Return the (raw, sent) bytes of the tokens of one rank of each stage, those that stay on the rank included."""
     if (tokens := tokens_of(gpt, layout)) is None:
         return {}
-    times = gpt.mixture_layers * sum(work.forward for work in schedule.passes(0)) // schedule.chunks
+    times = gpt.mixture.layers * sum(work.forward for work in schedule.passes(0)) // schedule.chunks
     return {
         traffic: (
             times * tokens.sent_bytes(traffic, "dense"),

@@ -17,10 +17,35 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.techniques.expert_rows import exchange_bytes
 from optimus_cc_ext.techniques.grid import RankPlace
 
-__all__ = ["PROBABILITY", "Tokens", "about_dispatchers", "away", "mixture_layers"]
+__all__ = ["NO_MIXTURE", "Mixture", "Tokens", "about_dispatchers", "away"]
 
-PROBABILITY = 4
-"""Bytes of the probability that a token has at an expert, which travels with the token to the expert."""
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Facts about a model's mixture of experts."""
+
+    layers: int = 0
+    """Number of layers whose tokens are sent to the experts of other ranks, also of multi-token prediction."""
+
+    probability: int = 4
+    """Bytes of the probability that a token has at an expert, which travels with the token to the expert."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Mixture":
+        """Return the facts in Megatron's arguments."""
+        if not args.num_experts or args.expert_model_parallel_size == 1:
+            return cls()
+        frequency = args.moe_layer_freq
+        pattern = [not index % frequency for index in range(frequency)] if isinstance(frequency, int) else frequency
+        layers = [bool(each) for each in islice(cycle(pattern), args.num_layers)]
+        return cls(
+            layers=sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0),
+            probability={"fp32": 4, "fp64": 8}.get(args.moe_router_dtype, args.params_dtype.itemsize),
+        )
+
+
+NO_MIXTURE = Mixture()
+"""The facts about a model whose ranks send no token to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +60,8 @@ class Tokens:
     hidden: int
     """Number of values of a token."""
 
+    mixture: "Mixture"
+
     def row_bytes(self, chosen: str) -> int:
         """Return the bytes of a token in a format."""
         format = block_format(chosen)
@@ -43,7 +70,7 @@ class Tokens:
     def sent_bytes(self, traffic: TrafficClass, chosen: str) -> float:
         """Return the bytes that a rank sends for one layer and micro-batch in a direction, to all ranks and itself."""
         times = 2 if traffic is EXPERT_DISPATCH and self.layout.recomputes_experts else 1
-        return times * self.number * (2 * self.row_bytes(chosen) + PROBABILITY)
+        return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
 
     def memory(self, config: OptimusConfig) -> float:
         """Return the bytes of an exchange: two messages and the decoded tokens."""
@@ -63,16 +90,6 @@ class Tokens:
             )
 
 
-def mixture_layers(args: argparse.Namespace) -> int:
-    """Return the number of layers with a mixture of experts, those of multi-token prediction included."""
-    if not args.num_experts or args.expert_model_parallel_size == 1:
-        return 0
-    frequency = args.moe_layer_freq
-    pattern = [not index % frequency for index in range(frequency)] if isinstance(frequency, int) else frequency
-    layers = [bool(each) for each in islice(cycle(pattern), args.num_layers)]
-    return sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0)
-
-
 def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
     """Return the share of the tokens that leave their rank, or with `nodes` their node."""
     node = {place.rank: place.node.name if nodes else place.rank for place in places}
@@ -86,7 +103,7 @@ def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
 
 def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> str | None:
     """Return the advice to use another dispatcher between nodes; None if there is none to give."""
-    if args.moe_token_dispatcher_type != "allgather" or not away(places, nodes=True) or not mixture_layers(args):
+    if args.moe_token_dispatcher_type != "allgather" or not away(places, nodes=True) or not Mixture.of(args).layers:
         return None
     return (
         "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks of an expert group, "

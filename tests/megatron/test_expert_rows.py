@@ -91,12 +91,12 @@ def test_pass_through_rows_end_where_vanilla_ends_after_a_resume(runs):
         assert rank.losses == plain.losses[2:] and rank.weights == plain.weights
 
 
-def rows_alone(run: Run, name: str, itemsize: int) -> float:
-    """Return the sent share of the bytes of rows on all ranks. On one of its two ways a row has a probability in fp32
-    beside its 128 values.
+def rows_alone(run: Run, name: str) -> float:
+    """Return the sent share of the bytes of rows on all ranks. On one of its two ways a row has a probability of
+    the same dtype beside its 128 values.
     """
     raw, sent = (sum(rank.ours.traffic[name][side] for rank in run.ranks) for side in (0, 1))
-    probabilities = 4 * raw / (2 * 128 * itemsize + 4)
+    probabilities = raw / (2 * 128 + 1)
     return (sent - probabilities) / (raw - probabilities)
 
 
@@ -107,7 +107,7 @@ def test_rows_of_8_bits_are_0_254_of_fp32s_bytes_and_what_is_off_is_counted_as_i
     (memory,) = (line for line in coded.said if line.startswith("an exchange of experts' tokens"))
     assert "takes 0.2 MB on a rank" in memory and "twice" not in memory
     for name in ("expert dispatch", "expert gradient"):
-        assert rows_alone(coded, name, 4) == pytest.approx(130 / 512)  # 0.254
+        assert rows_alone(coded, name) == pytest.approx(130 / 512)  # 0.254
         for rank, plain in zip(coded.ranks, off.ranks, strict=True):
             raw, sent = plain.ours.traffic[name]
             # other errors send other tokens to an expert: within 20 % in three iterations
@@ -119,7 +119,7 @@ def test_rows_of_8_bits_are_0_254_of_fp32s_bytes_and_what_is_off_is_counted_as_i
 @uses(full(CODED_BF16))
 def test_rows_of_8_bits_are_0_508_of_bf16s_bytes(runs):
     for name in ("expert dispatch", "expert gradient"):
-        assert rows_alone(runs, name, 2) == pytest.approx(130 / 256)  # 0.508
+        assert rows_alone(runs, name) == pytest.approx(130 / 256)  # 0.508
 
 
 @uses(full(CODED, RECOMPUTED))
