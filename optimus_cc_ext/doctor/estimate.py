@@ -25,7 +25,7 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.doctor.shapes import Parameter, stages_of
-from optimus_cc_ext.doctor.tokens import NO_MIXTURE, Mixture, Tokens, away
+from optimus_cc_ext.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
@@ -60,7 +60,7 @@ class Gpt:
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
     tensor_parallel: int
-    mixture: Mixture = NO_MIXTURE
+    mixture: ExpertLayers = NO_EXPERT_LAYERS
 
     expert_replicas: int = 0
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
@@ -85,7 +85,7 @@ def gpt_from(args: argparse.Namespace) -> Gpt | None:
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
-        mixture=Mixture.of(args),
+        mixture=ExpertLayers.of(args),
         expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
         if args.expert_model_parallel_size > 1
         else 0,

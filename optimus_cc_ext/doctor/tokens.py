@@ -17,11 +17,11 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.techniques.expert_rows import exchange_bytes
 from optimus_cc_ext.techniques.grid import RankPlace
 
-__all__ = ["NO_MIXTURE", "Mixture", "Tokens", "about_dispatchers", "away"]
+__all__ = ["NO_EXPERT_LAYERS", "ExpertLayers", "Tokens", "about_dispatchers", "away"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class ExpertLayers:
     """Facts about a model's mixture of experts."""
 
     layers: int = 0
@@ -31,7 +31,7 @@ class Mixture:
     """Bytes of the probability that a token has at an expert, which travels with the token to the expert."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Mixture":
+    def of(cls, args: argparse.Namespace) -> "ExpertLayers":
         """Return the facts in Megatron's arguments."""
         if not args.num_experts or args.expert_model_parallel_size == 1:
             return cls()
@@ -44,7 +44,7 @@ class Mixture:
         )
 
 
-NO_MIXTURE = Mixture()
+NO_EXPERT_LAYERS = ExpertLayers()
 """The facts about a model whose ranks send no token to each other."""
 
 
@@ -60,7 +60,7 @@ class Tokens:
     hidden: int
     """Number of values of a token."""
 
-    mixture: "Mixture"
+    mixture: "ExpertLayers"
 
     def row_bytes(self, chosen: str) -> int:
         """Return the bytes of a token in a format."""
@@ -103,7 +103,11 @@ def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
 
 def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> str | None:
     """Return the advice to use another dispatcher between nodes; None if there is none to give."""
-    if args.moe_token_dispatcher_type != "allgather" or not away(places, nodes=True) or not Mixture.of(args).layers:
+    if (
+        args.moe_token_dispatcher_type != "allgather"
+        or not away(places, nodes=True)
+        or not ExpertLayers.of(args).layers
+    ):
         return None
     return (
         "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks of an expert group, "
