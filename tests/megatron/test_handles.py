@@ -207,6 +207,34 @@ def test_residuals_are_shrunk_by_what_megatrons_optimizer_clipped() -> None:
         assert 0 < clipped < 0.01 * usual
 
 
+def what_one_rank_alone_knows() -> tuple[bool, list[float]]:
+    """Return whether a step that one rank did not apply left a trace, and the norms of the residuals where the first
+    rank knows no norm, usual and strongly clipped.
+    """
+    own_loops.start(1)
+    rank = torch.distributed.get_rank()
+    model = own_loops.build(1)
+    handle = optimus_cc_ext.compress(model, None, LOW_RANK)
+    before = residuals(handle)
+    with handle.step() as this:
+        own_loops.pass_of(model)
+        this.done(applied=rank == 0, grad_norm=1.0)
+    trace, norms = not equal(before, residuals(handle)), []
+    for clip_grad in (1e6, 1e-3):
+        with handle.step() as this:
+            own_loops.pass_of(model)
+            session_of(handle)._usual_clipping["main"].shrinkage(1.0)
+            this.done(grad_norm=None if rank == 0 else 1.0, clip_grad=clip_grad)
+        norms.append(float(sum(r.norm() for r in residuals(handle))))
+    return trace, norms
+
+
+def test_a_step_is_applied_on_all_ranks_or_none_and_clipped_by_the_norm_that_any_of_them_knows() -> None:
+    for trace, (usual, clipped) in run_ranks(2, what_one_rank_alone_knows, timeout=60):
+        assert not trace
+        assert 0 < clipped < 0.01 * usual
+
+
 # -- finalising ------------------------------------------------------------------------------------------------------
 
 
