@@ -187,10 +187,10 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
     def counting(name: str, part: int) -> None:
         original = getattr(dist, name)
 
-        def collective_(out: torch.Tensor, tensor: torch.Tensor, **how: Any) -> Any:
+        def collective_(out: torch.Tensor, tensor: torch.Tensor, *parts: Any, **how: Any) -> Any:
             assert tensor.dtype == torch.uint8
             sent[0] += tensor.nbytes * (ranks - 1) // part
-            return original(out, tensor, **how)
+            return original(out, tensor, *parts, **how)
 
         setattr(collective.dist, name, collective_)
 
@@ -362,7 +362,9 @@ def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     gradient = torch.randn(60, NUMEL // 60, generator=torch.Generator().manual_seed(dist.get_rank()))
     mine = gradient.clone()
     sent, all_to_all = [], dist.all_to_all_single
-    dist.all_to_all_single = lambda out, tensor, **how: sent.append(tensor.nbytes) or all_to_all(out, tensor, **how)
+    dist.all_to_all_single = lambda out, tensor, *parts, **how: (
+        sent.append(tensor.nbytes) or all_to_all(out, tensor, *parts, **how)
+    )
     technique.make_room(gradient)
     # NCCL takes the memory of the union's all-to-all then; the pair of stages makes none.
     assert sent == ([] if sharded else [16 * dist.get_world_size()])

@@ -196,8 +196,8 @@ def counted_bytes() -> list[float]:
     def counting(name: str, share: float) -> None:
         original = getattr(dist, name)
 
-        def call(*tensors: torch.Tensor, **how: Any) -> Any:
-            sent[0] += tensors[-1].nbytes * share
+        def call(*tensors: Any, **how: Any) -> Any:
+            sent[0] += [tensor for tensor in tensors if tensor is not None][-1].nbytes * share
             return original(*tensors, **how)
 
         setattr(collective.dist, name, call)
@@ -349,7 +349,9 @@ def _connected_before_training() -> tuple[list[int], int, int, int]:
     """Add two bucket groups, then let `auto` choose their stage; return the bytes sent, needed and kept."""
     dist.init_process_group("gloo")
     sent, all_to_all = [], dist.all_to_all_single
-    dist.all_to_all_single = lambda out, tensor, **how: sent.append(tensor.nbytes) or all_to_all(out, tensor, **how)
+    dist.all_to_all_single = lambda out, tensor, *parts, **how: (
+        sent.append(tensor.nbytes) or all_to_all(out, tensor, *parts, **how)
+    )
     config = DataParallelCompressionConfig(
         dp_compression=True, dp_compression_format="int4", dp_compression_stages="auto"
     )  # fmt: skip

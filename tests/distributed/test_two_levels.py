@@ -183,7 +183,7 @@ def _bytes_and_memory(members: int, sharded: bool, whole: bool) -> tuple[int, in
 
     counting("all_reduce", lambda tensor, ranks: all_reduce_bytes(tensor.nbytes, ranks))
     counting("reduce_scatter_tensor", lambda part, _, ranks: part.nbytes * (ranks - 1))
-    counting("all_to_all_single", lambda _, tensor, ranks: tensor.nbytes * (ranks - 1) // ranks)
+    counting("all_to_all_single", lambda _, tensor, *rest: tensor.nbytes * (rest[-1] - 1) // rest[-1])
     counting("all_gather_into_tensor", lambda _, part, ranks: part.nbytes * (ranks - 1))
     bucket = gradients(dist.get_rank(), dist.get_world_size())
     reducer = reducer_of(bucket, codecs("int4"), groups, sharded)

@@ -91,9 +91,11 @@ def test_every_variant_works_on_every_layout_without_flags_of_classes_that_are_n
     for layout in map(Layout.parsed, ("pp2dp2", "pp2dp1", "pp1dp2", "tp2pp4dp2z1")):
         training = Training(model=MODELS["small"], layout=layout)
         tables = STUDY | CLUSTER, *GRADIENTS.values()
-        for name, text in ((name, text) for table in tables for name, text in table.items()):
+        # Variants of tokens are for models with experts, which "small" is not.
+        variants = [(name, text) for table in tables for name, text in table.items() if "--expert-" not in text]
+        for name, text in variants:
             flags = flags_of(text, layout, papers_ranks(256), ["--no-compression-metrics"])
-            config = training.config_of(flags)
+            config = training.config_of(flags, ignore_others="instances" in name)  # these have a flag of Megatron
             between, replicas = config.compressed_backprop or config.fused_embedding_sync, config.dp_compression
             assert not (between and layout.stages == 1) and not (replicas and layout.replicas == 1), name
             assert name == "vanilla" or flags[-1] == "--no-compression-metrics"

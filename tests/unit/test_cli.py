@@ -13,6 +13,7 @@ from tests.launches import Launch, call
 from tests.shell_scripts import ROOT
 
 SEAMS = [
+    "megatron.core.transformer.moe.token_dispatcher:all_to_all",
     "megatron.training.arguments:add_megatron_arguments",
     "megatron.training.arguments:parse_args",
     "megatron.training.arguments:validate_args",
