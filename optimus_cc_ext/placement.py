@@ -33,7 +33,7 @@ class Placement:
     """True with Megatron's `--use-tp-pp-dp-mapping`."""
 
     expert: int = 1
-    """The number of ranks over which the experts of a layer are dealt out."""
+    """Expert-parallel size: the number of ranks that share the experts of a layer."""
 
     expert_tensor: int = 1
     """The number of ranks over which an expert is sharded."""

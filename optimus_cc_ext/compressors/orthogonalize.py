@@ -41,7 +41,7 @@ def gram_schmidt(p: Tensor) -> Tensor:
     for matrix in basis:
         for j in range(matrix.shape[1]):
             column, rest = matrix[:, j : j + 1], matrix[:, j + 1 :]
-            # The vector is first divided by its largest entry: the squares of 1e-25 and 1e+25 are outside fp32's range.
+            # Divided by its largest entry first, because squares of entries such as 1e-25 or 1e+25 leave fp32's range.
             largest = column.abs().max()
             if largest != 0:
                 column /= largest

@@ -57,7 +57,7 @@ class Layout:
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
 
     expert_parallel: int = 0
-    """The number of ranks over which the experts of a layer are dealt out; 0 for a model without experts."""
+    """Expert-parallel size: the number of ranks that share the experts of a layer; 0 for a model without experts."""
 
     row_width: int = 0
     """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""

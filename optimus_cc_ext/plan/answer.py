@@ -34,7 +34,7 @@ bound of 0.06 %.
 
 PRICE = "together +0.006 % of loss (docs/study.md)"
 CLASS_WORTH = WORTH / 4
-"""Smallest share of vanilla's seconds for which a class is compressed."""
+"""Smallest share of vanilla's seconds that a class must save to be recommended."""
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
                 ClassCost(GRADIENTS, When.AFTER_BACKWARD, Link.REPLICAS, *reduction),
             ),
             buckets=job.buckets if job.overlap_grad_reduce else 1,
-            # With model chunks, the last group of `pp` micro-batches completes the gradients of one chunk after the
-            # other.
+            # With several model chunks, the backward passes of the last `pp` micro-batches complete the gradients, one
+            # chunk after the other.
             last_passes=1 + (job.vpp - 1) * job.pp,
         )
 
@@ -246,7 +246,7 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
         exposed - last, whole.seconds - exposed - whole.step - times.after_step, whole.step, times.after_step,
         last - all_of_them,
     )  # fmt: skip
-    # Differences of equal times leave rounding errors.
+    # The difference of two equal times may be a rounding error instead of 0.
     return {name: 0.0 if abs(part) < 1e-12 * whole.seconds else part for name, part in zip(CLASSES, parts, strict=True)}
 
 

@@ -21,7 +21,7 @@ class Job:
     """Number of model chunks per stage."""
 
     cp: int = 1
-    """Context-parallel size: number of ranks that share a sequence."""
+    """Context-parallel size: the number of ranks that divide each sequence among them."""
 
     cp_exchange: Literal["p2p", "a2a", "allgather", "a2a+p2p"] = "p2p"
     ep: int = 1

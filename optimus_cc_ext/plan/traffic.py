@@ -308,7 +308,7 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
-        # Master weights and Adam's two moments are in fp32.
+        # The optimizer keeps master weights and Adam's two moments in fp32: 12 bytes for each parameter.
         "optimizer": 12.0 * (shards if job.distributed_optimizer else parameters),
         "activations": activation_bytes(job),
         "compression": ours,

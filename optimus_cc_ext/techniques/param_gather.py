@@ -70,7 +70,7 @@ class Shards:
         """True if there is an encoded message that has not been sent."""
 
         self.gathered = False
-        """True if all replicas have the parameters of this rank's shard since the last pass began."""
+        """True if all replicas have received the parameters of this rank's shard since the last pass began."""
 
     def keep(self) -> None:
         """Keep a copy of the own shard before the optimizer writes it."""

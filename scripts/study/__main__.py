@@ -74,6 +74,14 @@ def add_common_options(parser: argparse.ArgumentParser, output: Path) -> None:
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
 
 
+def points_of(parser: argparse.ArgumentParser, text: str) -> list[int]:
+    """Return the iterations of --points, sorted; bad input ends the process with status 2."""
+    points = text.split(",")
+    if not all(point.isdecimal() and int(point) for point in points):
+        parser.error("--points: give whole numbers of at least 1")
+    return sorted(map(int, points))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the study.
 

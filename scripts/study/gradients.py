@@ -31,7 +31,7 @@ from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of
 from scripts.experiments.variants import GRADIENTS
 from scripts.hosts.launch import RunFailed
-from scripts.study.__main__ import KEPT, add_common_options, prepared
+from scripts.study.__main__ import KEPT, add_common_options, points_of, prepared
 
 DENSE = "dense"
 KINDS = {
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the study; return the exit status of `scripts.study`."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    points = options.points.split(",")
-    if not all(point.isdecimal() and int(point) for point in points) or options.iterations < 1:
-        parser.error("--points, --iterations: give whole numbers of at least 1")
-    return run_command(lambda: study(options, sorted(map(int, points))), KEPT)
+    points = points_of(parser, options.points)
+    if options.iterations < 1:
+        parser.error("--iterations: give a whole number of at least 1")
+    return run_command(lambda: study(options, points), KEPT)
 
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:

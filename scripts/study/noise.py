@@ -33,7 +33,7 @@ def block_noise(gradients: torch.Tensor, generator: torch.Generator, error: floa
 
 
 def train_with(noise: Noise) -> None:
-    """Train with the package's own entry point, and add `noise` to each bucket just before it is reduced."""
+    """Train with the package's own entry point; `noise` changes a bucket's gradients just before their reduction."""
     reduce = _ParamAndGradBucketGroup.start_grad_sync
     generator: list[torch.Generator] = []
 

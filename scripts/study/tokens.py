@@ -25,7 +25,7 @@ from optimus_cc_ext.report.table import Table
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of
-from scripts.study.__main__ import KEPT, add_common_options, prepared
+from scripts.study.__main__ import KEPT, add_common_options, points_of, prepared
 
 MODEL = dataclasses.replace(MODELS["moe-ep2"], hidden=128, vocabulary=1024)
 WAYS = ("dispatch-forward", "combine-forward", "dispatch-backward", "combine-backward")
@@ -59,10 +59,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the study; return the exit status of `scripts.study`."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    points = options.points.split(",")
-    if not all(point.isdecimal() and int(point) for point in points):
-        parser.error("--points: give whole numbers of at least 1")
-    return run_command(lambda: study(options, sorted(map(int, points))), KEPT)
+    points = points_of(parser, options.points)
+    return run_command(lambda: study(options, points), KEPT)
 
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:

@@ -21,7 +21,8 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 
-# Some matrices end in the middle of a block, next to other matrices and to vectors; shards end inside of both.
+# Some matrices do not fill their last block, and are followed by matrices and by vectors. The shards of the ranks begin
+# and end inside of matrices and of vectors.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS = 3
 INT4, INT8 = 0.12, 0.008

@@ -19,8 +19,8 @@ from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
 from tests.formats import formats_of
 
-# Some matrices end in the middle of a block, next to other matrices and to vectors; shards end inside of both, and in
-# padding.
+# Some matrices do not fill their last block, and are followed by matrices and by vectors. The shards of the ranks begin
+# and end inside of matrices, of vectors and of the padding.
 SHAPES = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 RANKS, STEPS = 3, 4
 UPDATE = 1e-2

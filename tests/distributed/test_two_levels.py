@@ -20,7 +20,7 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes
 from tests.forked_ranks import run_ranks
 
-# Some matrices end in the middle of a block, of a shard, and of a node's part.
+# Some matrices do not fill their last block. Shards of ranks and parts of nodes begin and end inside of matrices.
 SHAPES: Shapes = [(48, 32), (96, 32), (7,), (5, 9), (3, 11), (32,), (32, 64), (3, 4, 5), (48,)]
 TINY: Shapes = [(3, 4), (5,)]
 KINDS = pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_bytes_are_shares_of_what_vanilla_sends(runs):
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["DP gradients"]
         # With shards, int4 sends 4.13 bits in place of 16; without, 4.13 bits and int8's 8.13 in place of 32 twice.
-        # Short blocks and vectors come on top.
+        # Blocks that are not full, and vectors, which stay dense, add to these bytes.
         assert (0.26 < sent / raw < 0.35) if sharded else (0.19 < sent / raw < 0.24)
         raw, sent = rank.ours.traffic["embedding"]
         # V is the embedding's size. With shards and two replicas vanilla sends V over the replicas and V between the

@@ -197,8 +197,8 @@ if dist.get_rank() == 3:
 
 
 def test_ranks_that_are_through_before_the_slowest_end_well(tmp_path: Path, mark: str):
-    # Ranks that end before the slowest one abort rarely, at the interpreter's end, so the test asserts that the
-    # prevention ran.
+    # Without prevention, a rank that ends before the slowest one aborts only now and then. The test therefore asserts
+    # that the code which prevents the abort has run.
     script = tmp_path / "leaves.py"
     script.write_text(LEAVING_EARLY)
     ended = torchrun([str(script)], tmp_path, mark, ranks=4)

@@ -52,14 +52,8 @@ def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_mes
     (checkout / "tests" / "unit_tests" / "test_optimizer.py").write_text(TESTS)
     command = [ROOT / "scripts" / "compat_tests.sh", checkout, "--only", "test_optimizer", "--ranks", "2"]
     command += ["--limit", "40", "--results", results]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OPTIMUS_CC_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=False,
-    )
+    how = {"env": os.environ | {"OPTIMUS_CC_DEVICE": "cpu"}, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, **how, timeout=420)
     assert done.returncode == 0, done.stderr
 
     found = [json.loads(line) for line in (results / "outcomes.jsonl").read_text().splitlines()]
@@ -75,12 +69,5 @@ def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_mes
     assert by_name["lossless", "sums_gradients"]["sent"] > 0 == by_name["off", "sums_gradients"]["sent"]
     assert "| all | 2 | 2 | 2 | 1 |" in done.stdout
 
-    again = subprocess.run(
-        command,
-        env={**os.environ, "OPTIMUS_CC_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    again = subprocess.run(command, **how, timeout=240)
     assert again.stdout == done.stdout and len((results / "outcomes.jsonl").read_text().splitlines()) == len(found)

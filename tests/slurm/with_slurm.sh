@@ -84,7 +84,7 @@ start() { # NAME COMMAND...
   daemons+=($!)
 }
 
-# All processes of this Slurm (daemons, steps, jobs) were started with its configuration in the environment.
+# The daemons, steps and jobs of this Slurm are found by their environment, which has the path of its configuration.
 # shellcheck disable=SC2329  # by stop
 kill_all() {
   local environment

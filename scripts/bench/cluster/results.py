@@ -81,7 +81,7 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
 
 def payload(counted: Sequence[Iteration]) -> float:
     """Return the bytes of an iteration on all hosts, by the kernel's counters."""
-    # Bytes are averaged: some that belong to one iteration are read in the next one, and a median would lose them.
+    # The mean, not the median: some bytes of one iteration are counted in the next one, and a median would omit them.
     return statistics.mean(sum(each.payload) for each in counted)
 
 
