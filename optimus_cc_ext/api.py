@@ -82,10 +82,11 @@ def compress(
 
 
 def pad_buckets[T](ddp_config: T) -> T:
-    """Return a copy of the configuration of a DistributedDataParallel that pads buckets, so that kernels load 16 bytes.
+    """Return a copy of `ddp_config` with which DistributedDataParallel pads its buckets, so that kernels load 16 bytes
+    at once.
 
-    Take it before the model is wrapped, where a handle says that shards begin at odd places. Padding adds up to 65,535
-    values to each bucket of the distributed optimizer; Megatron's checkpoints do not contain it.
+    Wrap the model with the copy if the log says that shards begin at multiples of less than 8 values. Padding adds up
+    to 65,535 values to each bucket of the distributed optimizer; Megatron's checkpoints do not contain the padding.
 
     Args:
         ddp_config: megatron-core's DistributedDataParallelConfig.

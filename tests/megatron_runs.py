@@ -156,8 +156,7 @@ def megatron_run(
     if before is not None:
         before()
     if entry is None:
-        # This entry is imported here, because an older Megatron runs another one, and lacks modules that this one
-        # needs.
+        # imported here, because an older Megatron lacks modules that this entry needs, and runs another entry
         from optimus_cc_ext import pretrain_gpt
 
         entry = pretrain_gpt.main

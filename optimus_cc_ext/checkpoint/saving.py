@@ -86,7 +86,7 @@ class Save:
 
     @property
     def staging(self) -> Path:
-        """The folder that this save writes into first, after `stage`."""
+        """Folder that this save writes its files to, from `stage` until `publish` moves it into the checkpoint."""
         return state_files.staging_folder(self._save_folder, self.mark)
 
     @property

@@ -5,9 +5,9 @@
 
 A state without tensors that is the same on all ranks lies in topology.json, and no rank has a file.
 
-They are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one step,
-so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError, unreadable
-files raise `DamagedState`.
+The files are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one
+step, so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError,
+unreadable files raise `DamagedState`.
 """
 
 import hashlib
@@ -48,8 +48,9 @@ FOLDER = "optimus_cc"
 _STAGING = ".optimus_cc_incomplete"
 MANIFEST = "topology.json"
 _FORMAT = 3
-"""Version of the file format; all can be read. Format 3 may hold the state in topology.json, format 2 has named states,
-format 1 numbered ones."""
+"""Version of the file format that is written; all versions can be read. Format 3 may hold the state in topology.json,
+format 2 has named states, format 1 numbered ones.
+"""
 
 
 class DamagedState(OptimusError):
@@ -97,10 +98,10 @@ class Manifest:
 
 
 def staging_folder(save_folder: Path, mark: str) -> Path:
-    """Return the folder that the save `mark` writes into first; it is on the file system of the checkpoints.
+    """Return the folder, on the checkpoints' file system, that the save `mark` writes to first.
 
-    Each save has a name of its own. A client of a network file system may still take the name of an earlier folder,
-    which was renamed, for that one: the file of a rank would end up in the checkpoint before.
+    Each save has a folder name of its own: a client of a network file system may still resolve the name of an earlier
+    folder, which has been moved into a checkpoint, and would write the rank's file into that checkpoint.
     """
     return save_folder / f"{_STAGING}_{mark}"
 
@@ -264,14 +265,14 @@ class _Hashed:
         self._file, self.size, self.sha256 = file, 0, hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        """Write `content`, bytes or a view of memory, behind what was written before."""
+        """Append `content`, bytes or a view of memory, to the file."""
         written = self._file.write(content)
         self.size += written
         self.sha256.update(content)
         return written
 
     def flush(self) -> None:
-        """Hand over to the system what was written."""
+        """Hand all bytes written so far to the operating system."""
         self._file.flush()
 
 
@@ -281,7 +282,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save reports a failed write as a RuntimeError; the OSError is its cause, or only known to its context.
+        # torch.save raises a failed write as a RuntimeError, with the OSError as its cause or its context.
         causes = (error, error.__cause__, error.__context__)
         reason = next(
             (os.strerror(cause.errno) for cause in causes if isinstance(cause, OSError) and cause.errno), None

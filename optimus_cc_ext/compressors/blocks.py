@@ -303,7 +303,7 @@ class Codec:
             _, scales, codes = self._split(by_message[index], layout, values.dtype)
             decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
             sent = self._load(values, piece)
-            # The zeros that fill up a short block are left out of the errors: rotated, they have errors that no rank
+            # Errors leave out the zeros that fill up a short block: once rotated, these have errors that no rank
             # receives.
             note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
 
@@ -321,7 +321,7 @@ class Codec:
 
     @torch.no_grad()
     def encode_rows(self, rows: Tensor) -> Tensor:
-        """Encode each row of (n, width), contiguous, by itself: (n, row_bytes) in uint8; there may be no row.
+        """Encode each row of (n, width), contiguous, by itself: (n, row_bytes) in uint8; n may be 0.
 
         Memory comes from torch's allocator, because the number of rows changes from call to call.
         """

@@ -89,10 +89,10 @@ class Needed:
 
 
 def kernels(needed: Needed) -> tuple[str, str | None]:
-    """Return the library that compresses on this machine, and the reason why it is not Triton; None without a GPU.
+    """Return the library that compresses on this machine, and why it is not Triton. The reason is None without a GPU.
 
-    Compiles each variant, runs it once, and waits for it: one rank of a node first, and again in a fresh folder if
-    that fails.
+    Compiles and runs each variant of the kernels once. One rank of a node compiles first. If a variant fails, all are
+    tried again in a fresh folder.
     """
     if not _has_gpu():
         return "torch", None
@@ -133,5 +133,5 @@ def _triton_applies() -> bool:
 
 
 def _has_gpu() -> bool:
-    # The CPU runtime answers torch.cuda.is_available() itself, so the build is asked.
+    # The CPU runtime replaces torch.cuda.is_available(), so this function reads for which device PyTorch was built.
     return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0

@@ -19,7 +19,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        # Tensors are kept by request, because making a tensor of a part of a buffer costs as much as a small product.
+        # Tensors are cached by the arguments of `take`: making a view of a buffer costs as much as a small product.
         self._taken: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,7 +34,7 @@ class Scratch:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-            # Tensors of the smaller buffer would keep its memory allocated.
+            # Cached views of the smaller buffer would keep its memory allocated.
             self._taken = {request: part for request, part in self._taken.items() if (request[0], *request[2:]) != key}
         part = self._taken[name, shape, dtype, device] = buffer[:numel].view(shape)
         return part

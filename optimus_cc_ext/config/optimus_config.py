@@ -99,7 +99,7 @@ class OptimusConfig(
         False,
         "End the run where Triton's kernels are not available, instead of compressing with torch, which is slower.",
     )
-    # A preset names here, with commas between, the classes that are compressed only where they leave a node.
+    # A preset lists here, separated by commas, the classes that it compresses only if their traffic leaves a node.
     only_between_nodes: str = option("", None)
     compression_debug: bool = option(
         False, "Compare number and length of all messages before each iteration, and name the first two ranks that "

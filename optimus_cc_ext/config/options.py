@@ -69,7 +69,7 @@ def option[T](
         follows: the source of the field's value if that is None.
         switched_by: for the switch of a class of traffic: the field of the format, which overrides the switch.
         low_rank_only: true if the option has no effect on other formats than low-rank.
-        said: text about the field in the line that lists what is on, by value; the key None stands for all other
+        said: text about the field in the log line about the techniques, by value; the key None stands for all other
             values, `{}` for the value.
     """
     metadata = {
@@ -80,7 +80,7 @@ def option[T](
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field; a field of the tests begins with an underscore."""
+    """Return the flag of a field, without the leading underscore of fields that only tests set."""
     return "--" + name.lstrip("_").replace("_", "-")
 
 

@@ -45,7 +45,7 @@ class Layout:
     """True if each replica's optimizer reads only its own shard of the gradients."""
 
     instances: int = 1
-    """The number of instances of the distributed optimizer: runs of replicas, each with all of its shards."""
+    """Number of distributed-optimizer instances: equal runs of replicas, each of which holds all shards."""
 
     sums_in_fp32: bool = False
     """True with Megatron's `--ddp-reduce-scatter-with-fp32-accumulation`."""
@@ -63,7 +63,9 @@ class Layout:
     """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""
 
     rows_per_token: float = 0
-    """The number of experts that a token is sent to, with capacity padding in proportion to the capacity."""
+    """Mean number of rows that a token becomes: one for each of its experts, and padding of the capacity in
+    proportion.
+    """
 
     recomputes_experts: bool = False
     """True if the backward pass computes the experts' layers once more, and sends their tokens again."""
@@ -291,7 +293,7 @@ def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:
 
 
 def cost_of_shards(config: OptimusConfig, replicas: int) -> str | None:
-    """Return the cost to the kernels of shards in buckets that are not padded; None: there is no cost.
+    """Return the sentence that says how unpadded buckets cost the kernels time; None: they cost nothing.
 
     Args:
         replicas: the number of shards of a bucket.

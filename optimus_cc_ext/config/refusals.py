@@ -87,7 +87,8 @@ def _added_up_in_the_buckets_dtype(config: OptimusConfig, traffic: TrafficClass)
 
 
 def _graph_of_experts(args: argparse.Namespace) -> bool:
-    # The modules of a layer that have graphs; Megatron 0.17 and 0.18 call them scopes. None given: whole layers.
+    # The flag names the modules of a layer that CUDA graphs capture ("scopes" in Megatron 0.17 and 0.18). Without a
+    # name, whole layers are captured.
     given = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None) or ("moe",)
     on = getattr(args, "cuda_graph_impl", None) not in (None, "none")
     return on and any(getattr(module, "name", module) == "moe" for module in given)
@@ -196,8 +197,8 @@ def remarks(args: argparse.Namespace, config: OptimusConfig) -> list[str]:
     found = [line for name, line in _REMARKS.items() if getattr(args, name, False)]
     if getattr(args, "num_experts", None) and args.expert_model_parallel_size > 1 and _other_dispatcher(args):
         found.append(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: tokens travel to experts and back as in "
-            "vanilla Megatron; only those of alltoall can be compressed"
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}: tokens are exchanged as in vanilla "
+            "Megatron; only those of alltoall can be compressed"
         )
     return found
 

@@ -23,7 +23,7 @@ __all__ = ["PreparedData", "prepare"]
 
 _MANIFEST = "manifest.json"
 _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
-# By default Megatron writes its dataset index into a folder of the dataset's name beside it.
+# By default Megatron writes its index beside the dataset, into a folder of the dataset's name.
 _REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
 # Bytes of text that are tokenized at once: enough to keep all threads busy, little enough for the progress bar to move.
 _BATCH_BYTES = 4 * 1024 * 1024
@@ -170,7 +170,7 @@ def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _END_OF_DOCUMENT,
-        # With this cleaning up, decoding could join "a ," into "a,".
+        # With the tokenizer's clean-up of spaces, decoding could join "a ," into "a,".
         "clean_up_tokenization_spaces": False,
         # The tokenizer sets no limit, because Megatron cuts documents into sequences. Larger numbers lose digits in
         # JSON.

@@ -108,7 +108,7 @@ class OnNodes:
     """
 
     beside_in_union: int = 1
-    """Number of these ranks on one node."""
+    """Number of ranks of that union on one node."""
 
     left_dense: frozenset[TrafficClass] = frozenset()
     """Classes that are left dense because nothing of them leaves a node."""
@@ -425,8 +425,8 @@ def new_communicator_bytes(layout: Layout, config: OptimusConfig) -> int:
 
 
 def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    """Return a rank's bytes for the parameter gather: of all shards' messages, and of its own shard before the step
-    and its change.
+    """Return a rank's bytes for the parameter gather: messages of all shards, this rank's shard before the step, and
+    the change of its shard.
     """
     if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
         return 0, 0

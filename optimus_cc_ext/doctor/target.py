@@ -93,8 +93,8 @@ def emulate(target: str) -> None:
         for module in (extensions, moe_utils, rope_utils):
             for name in [name for name, value in vars(module).items() if name.startswith("fused_") and value is None]:
                 patches.replace(module, name, _never_called)
-        # Megatron, already imported, has noted that Transformer Engine is missing: only its later checks find these
-        # modules.
+        # Megatron is imported already, and has noted that Transformer Engine is missing. The stand-ins reach only the
+        # checks that Megatron makes later.
         names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
         stand_ins = [ModuleType(name) for name in names]
         stand_ins[-1].FusedAdam = _FusedAdam  # type: ignore[attr-defined]

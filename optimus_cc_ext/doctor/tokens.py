@@ -68,7 +68,7 @@ class Tokens:
         return self.hidden * self.dtype.itemsize if format is None else Codec(format).row_bytes(self.hidden)
 
     def sent_bytes(self, traffic: TrafficClass, chosen: str) -> float:
-        """Return the bytes that a rank sends for one layer and micro-batch in a direction, to all ranks and itself."""
+        """Return the bytes that a rank sends in one direction of one layer and micro-batch, to all ranks and itself."""
         times = 2 if traffic is EXPERT_DISPATCH and self.layout.recomputes_experts else 1
         return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
 
@@ -80,9 +80,9 @@ class Tokens:
 
     def lines(self, config: OptimusConfig) -> Iterator[str]:
         """Yield the lines about the assumptions of the estimates."""
-        yield "counted as if every expert got equally many; the log counts real ones, by the ranks that they go to"
+        yield "counted as if every expert got equally many tokens; the log counts the real ones, by destination rank"
         if self.layout.recomputes_experts:
-            yield "recomputation sends those of the forward pass twice"
+            yield "recomputation sends the tokens of the forward pass twice"
         if nbytes := self.memory(config):
             yield (
                 f"an exchange takes {nbytes / 1e6:.1f} MB on a rank for two messages and the decoded tokens, and more "

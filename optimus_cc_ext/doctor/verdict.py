@@ -232,7 +232,7 @@ def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, floa
     except Exception:
         return {}  # Megatron has no formula for hybrid and some other models
     found = {"weights and optimizer": float(weights)}
-    with contextlib.suppress(PlanError):  # heads or micro-batches that the planner does not divide
+    with contextlib.suppress(PlanError):  # raised if heads or micro-batches do not divide
         found["activations"] = activation_bytes(_job_of(copy, micro_batches))
     return found
 

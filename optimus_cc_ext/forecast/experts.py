@@ -34,7 +34,7 @@ class InPasses:
             return cls()
         number = max(1, passes.count("forward"))
         there, back = session.dispatch, session.expert_gradients
-        # A recomputed layer's tokens travel in the forward pass, and once more in the backward pass.
+        # The tokens of a recomputed layer are sent in the forward pass, and once more in the backward pass.
         again = there.noted.recomputed / max(1, there.noted.exchanges)
         return cls(
             tuple(
@@ -48,7 +48,7 @@ class InPasses:
         )
 
     def without(self, seconds: float, when: When) -> float:
-        """Return the seconds of a pass that took `seconds`, without the exchanges in it, which were compressed."""
+        """Return `seconds` of a timed pass without the exchanges in it, which were compressed."""
         inside = (cost.compressed for cost in self.classes if cost.when is when)
         return max(0.0, seconds - sum(sent.transfer + sent.encode for sent in inside))
 

@@ -93,7 +93,7 @@ def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, 
     replicas = found[Collective.ALL_REDUCE]
     rates = _Rates.of({collective: rate or FREE for collective, rate in found.items()})
     if blocks and any(buckets.plan.rules.in_fp32 for buckets in gradients.buckets):
-        rates = replace(rates, dense=rates.blocks)  # vanilla's reduce-scatter is an all-to-all
+        rates = replace(rates, dense=rates.blocks)  # in fp32, vanilla adds up by an all-to-all
     inside = across = None
     if session.two_levels or several:
         inside = probe_collective(node, device, everyone, Collective.REDUCE_SCATTER)
@@ -225,7 +225,8 @@ def _gradients(
     share = _second_phase(gradients.codecs, sharded and not several)
     inside = sum(plan.inside_bytes for plan in plans)
     if inside:
-        # In two levels each rank encodes only its own part of the node's sum; it factors all matrices.
+        # In two levels a rank encodes only its own part of the node's sum, whereas low rank factors all matrices on
+        # each rank.
         first = later = rates.across
         coding /= 1 if gradients.codecs is None else max(plan.rules.levels.members for plan in plans)
     elif gradients.codecs is not None:

@@ -158,7 +158,7 @@ def time_rows(codec: Codec, rows: int, width: int, dtype: torch.dtype, device: t
     most = max(1, min(rows, _SAMPLE_BYTES // (width * dtype.itemsize)))
     sample = _noise((most, width), torch.empty(0, dtype=dtype, device=device))
     seconds = []
-    for _ in range(1 + _TRIES):  # the first time allocates
+    for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed
         stopwatch = Stopwatch(on=True)
         with stopwatch.timed("rows", device):
             codec.decode_rows(codec.encode_rows(sample), dtype)

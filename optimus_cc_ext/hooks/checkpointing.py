@@ -90,7 +90,7 @@ class _Saving:
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
         setattr(megatron_args, _LEVELS, self._session.levels_of_sums)
-        # starting a save removes files that an earlier one left there
+        # starting a save removes files of an earlier save there
         publish = partial(state_files.publish, None, iteration_folder)
         with _ends_the_run():
             save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
@@ -120,7 +120,7 @@ class _Saving:
     def finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         blocking = arguments_of(original, args, kwargs)["blocking"]
         if self._under_way and not blocking and not self._under_way[0].is_written():
-            return None  # the training loop calls again after each iteration
+            return None  # not written yet; the training loop calls `finalize` again after each iteration
         return original(*args, **kwargs)
 
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
@@ -191,7 +191,7 @@ class _Loading:
 
 @contextmanager
 def _ends_the_run() -> Iterator[None]:
-    """End this rank with the reason and without a traceback if the work inside fails, as it then does on all ranks."""
+    """End this rank with the reason and without a traceback if the `with` block fails, as it then does on all ranks."""
     try:
         yield
     except OptimusError as error:

@@ -255,11 +255,12 @@ def _start_param_sync(
     The gather starts with the optimizer's step, or with the forward pass that needs the parameters.
     """
     if force_sync and bucket_group.param_gather_handle is not None:
-        original(force_sync)  # Megatron's function waits for the gather under way
+        original(force_sync)  # Megatron's function waits for the gather that has been started
         return
     # The first gather, and one after a skipped step, carry no update: leave them to Megatron.
     ours = bool(shards) and all(shard.updated for shard in shards)
-    # Without overlap, each optimizer of a model gathers all buckets: the routed experts' also those of the others.
+    # Without overlap each optimizer of a model gathers all buckets: that of the routed experts gathers the other
+    # parameters' buckets, too.
     at_once = not bucket_group.ddp_config.overlap_param_gather
     again = at_once and bool(shards) and all(shard.gathered and not shard.updated for shard in shards)
     if again:
@@ -301,7 +302,8 @@ def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> 
             "cached_param_buffer_shard_list": [None] * len(bucket_group.buckets),
         }
     if plan.rules.instances > 1:
-        # One instance: without the all-reduce between instances, and with a handle instead of a stream of its own.
+        # With one instance Megatron makes no all-reduce between instances, and returns a handle instead of using a
+        # stream of its own.
         lent["ddp_config"] = copy.copy(bucket_group.ddp_config)
         lent["ddp_config"].num_distributed_optimizer_instances = 1
     own = {name: getattr(bucket_group, name) for name in lent}

@@ -141,7 +141,7 @@ def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradi
     undecided = session.gradients.stages_are_open
     forecaster.before_pass(session, schedule, gradient, training_device())
     if undecided and session.gradients.compressed_stages:
-        _announce_memory(session)  # the first log line of memory lacked the stages that were just chosen
+        _announce_memory(session)  # logged again: the first line did not count the stages that `auto` has just chosen
 
 
 def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor | None:

@@ -1,4 +1,6 @@
-"""Steps of a handle's model: where one begins and ends, and if every class of traffic has seen its messages in it."""
+"""Steps of a handle's model: the calls that begin and end a step, and the check that every class of traffic saw its
+messages in it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,14 +17,14 @@ from optimus_cc_ext.techniques.session import Session
 __all__ = ["Step", "check_messages", "follow"]
 
 _CHECKED_STEPS = 3
-"""Applied steps until whose end the ranks exchange if a class saw no message: what is wired wrong is so from the
-beginning.
+"""Number of applied steps after which ranks no longer check together if a class saw no message: a loop that is wired
+wrongly fails in its first steps.
 """
 
 
 def follow(session: Session, models: Iterable[Any], optimizer: Any, measure_every: int, patches: Patches) -> None:
-    """Begin a step when the gradients are zeroed, and end it after the optimizer's step; None: `step` announces
-    steps.
+    """Begin a step when the gradients are zeroed, and end it after the optimizer's step. If `optimizer` is None,
+    `Handle.step` announces the steps.
 
     Args:
         measure_every: errors and times are measured in steps whose number is a multiple of this; 0: in no step.
@@ -158,8 +160,8 @@ def _end_step(
 def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, float | None], clip_grad: float) -> None:
     """End a step once all ranks of the model agree on it. Collective over these ranks.
 
-    The step counts as applied if the update was made on all ranks, and the norm is the largest of all, because ranks
-    without trainable parameters know neither, as in Megatron's `train_step`.
+    The step counts as applied if all ranks made the update. The norm is the largest of all ranks, as in Megatron's
+    `train_step`, because ranks without trainable parameters know neither norm nor update.
     """
     from megatron.core.optimizer import optimizer
 

@@ -29,7 +29,7 @@ def _all_to_all(
     sessions: Sessions, original: Callable[..., Any], group: torch.distributed.ProcessGroup, input_: torch.Tensor,
     output_split_sizes_: Any = None, input_split_sizes: Any = None, **rest: Any,
 ) -> Any:  # fmt: skip
-    """Exchange tokens or probabilities; tokens compressed if they belong to an open pass of a session."""
+    """Exchange tokens or probabilities; compress tokens that belong to an open pass of a session."""
     session = sessions.with_experts_on(group) if group.size() > 1 else None
     if session is None:
         return original(group, input_, output_split_sizes_, input_split_sizes, **rest)

@@ -111,7 +111,7 @@ def agree_on_messages(grid: Grid, planned: Planned, iteration: int) -> None:
     """Compare the messages of an iteration before the first one is sent. Collective over all ranks of the model.
 
     Raises:
-        RanksDisagree: on all ranks: two ranks plan another number of messages, or another length.
+        RanksDisagree: on all ranks: two ranks plan messages of different number or length.
     """
     first: dict[str, tuple[int, tuple[int, ...]]] = {}
     for rank, theirs in grid.gather((grid.place.rank, planned)):

@@ -290,7 +290,7 @@ def _reduction(
 ) -> ReductionPlan:
     """Plan the sum of the gradients of `coded` in `format`, and of those of `others` uncompressed."""
     dense = [parameter.range for parameter in others]
-    if not coded and not rules.in_fp32:  # else by a coded exchange without a code, which adds up in fp32
+    if not coded and not rules.in_fp32:  # with in_fp32, ranks add up dense values in fp32 by an exchange
         return DensePlan(
             numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded,
             instances=rules.instances,

@@ -67,7 +67,7 @@ class BucketRules:
     """Format of gradients; "dense": none are compressed on any stage."""
 
     sums: str = SUM_FORMAT
-    """Block format of sums of blocks, on their way to all ranks."""
+    """Block format in which sums of blocks are sent to all ranks."""
 
     rank: int = 128
     """Compression rank of low-rank gradients."""
@@ -153,10 +153,11 @@ class BucketRules:
 
     @property
     def encodes(self) -> bool:
-        """True if anything is compressed in this group, which a single rank is not, because it sends nothing.
+        """True if this group compresses anything. A single rank does not, because it sends nothing: encoding would
+        change its gradients and save no byte.
 
-        Encoding would change its gradients and save no byte. Routed experts have such a group if every expert has one
-        replica (EP x ETP = TP x CP x DP, with the expert-parallel size EP and the experts' tensor-parallel size ETP).
+        Routed experts have such a group if every expert has one replica (EP x ETP = TP x CP x DP, with the
+        expert-parallel size EP and the experts' tensor-parallel size ETP).
         """
         return self.ranks > 1 or self.force
 

@@ -80,7 +80,7 @@ def start_reduce_scatters(
 
 
 class _SumsInFp32:
-    """Sums over a group of this rank's parts of several tensors, in fp32 and rounded once, in `wait`.
+    """Sums over a group of this rank's parts of several tensors; `wait` adds up in fp32 and rounds once.
 
     Args:
         parts: pairs of a part and its tensor, which has one part for each rank of the group.
@@ -152,7 +152,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str)
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make one small all-to-all of `group`. Collective over its ranks.
 
-    NCCL takes the memory for the connections between all pairs at the first one. In the middle of training PyTorch
+    The first all-to-all makes NCCL allocate memory for the connections of all pairs. In the middle of training PyTorch
     would hold nearly all memory.
     """
     out, tensor = torch.zeros(2, 16 * group.size(), dtype=torch.uint8, device=device)

@@ -59,8 +59,8 @@ _STEPS = {"send_prev": -1, "send_next": 1}
 def levels_of_group(places: Sequence[RankPlace], ranks: Sequence[int]) -> Levels:
     """Return the levels in which a group of ranks adds up gradients.
 
-    A data-parallel group has one level if the groups of its tensor-parallel neighbours have other levels, because these
-    groups hold some parameters alike.
+    A data-parallel group has one level if the groups of its tensor-parallel neighbours have other levels: these groups
+    replicate some parameters, which have to stay equal.
     """
     found, nodes = _levels_of_replicas(places), _nodes(places)
     return found[tuple(ranks)] if tuple(ranks) in found else levels_of([nodes[rank] for rank in ranks])

@@ -65,7 +65,7 @@ class Noted:
 
 
 class ExpertRows(Technique):
-    """Rows of one direction, the forward or the backward pass, which travel twice: to the experts and back.
+    """Exchanges of rows in one direction, the forward or the backward pass: to the experts and back.
 
     Args:
         traffic: the class of traffic.
@@ -162,7 +162,8 @@ class ExpertRows(Technique):
 
 
 class RowExchange(torch.autograd.Function):
-    """Exchange of rows as one node of the graph: Megatron orders its shared experts by the node of the result.
+    """Exchange of rows as one node of autograd's graph, because Megatron orders its shared experts by the result's
+    node.
 
     The directions are chosen in the forward pass, because the backward pass may run in another thread.
     """

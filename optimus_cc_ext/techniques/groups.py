@@ -38,7 +38,7 @@ def new_group(
     options = None if like is None else _nccl_options(like)
     with Patches() as patches:
         # torch would name a group by its ranks and by the number of groups of this process. Members with unequal
-        # numbers would wait for each other for ever, and a destroyed group's name would come again.
+        # numbers would wait for each other for ever, and the name of a destroyed group would be used again.
         patches.replace(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name)
         return dist.new_group(
             list(ranks), timeout=timeout if options is None else options._timeout, pg_options=options,

@@ -207,7 +207,7 @@ def _packs(shapes: Sequence[EqualMatrices], itemsize: int) -> list[list[EqualMat
     packs: list[list[EqualMatrices]] = []
     room = 0
     for index, (same, size) in enumerate(zip(shapes, sizes, strict=True)):
-        # Only parameters that are enough for a whole pack begin another one.
+        # A new pack begins only if the remaining shapes are enough to fill it.
         if not packs or (room >= least and sum(sizes[index:]) >= least):
             packs.append([])
             room = 0

@@ -159,7 +159,7 @@ class ParamGather(Technique):
         return Gather(buckets, self._side)
 
     def begin(self, this: Iteration) -> None:
-        """Begin a pass. What happens to parameters between two passes is known only as far as a step writes them."""
+        """Begin a pass. Any code may have changed parameters before it, so no shard counts as gathered."""
         super().begin(this)
         for shards in self.buckets:
             shards.gathered = False
@@ -187,7 +187,7 @@ class ParamGather(Technique):
     def add_bucket(
         self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups, record: object = None
     ) -> Shards:
-        """Take over the gather of one more of Megatron's buckets; `Shards` has the arguments.
+        """Take over the gather of one more of Megatron's buckets; for the other arguments see `Shards`.
 
         Args:
             record: the bucket's record, if its gradients may be reduced in blocks, with the same memory for messages.

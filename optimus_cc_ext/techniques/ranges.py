@@ -9,7 +9,7 @@ Range = tuple[int, int]
 
 
 def cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
-    """Cut ranges at every multiple of `size`; return the pieces of each part, which lie between two multiples."""
+    """Cut ranges at every multiple of `size`; return the pieces of each of the `parts` intervals between multiples."""
     pieces: list[list[Range]] = [[] for _ in range(parts)]
     for start, length in ranges:
         end = start + length
@@ -22,8 +22,8 @@ def cut(ranges: Sequence[Range], parts: int, size: int) -> list[list[Range]]:
 
 
 def dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
-    """Deal ranges out to parts in whole units, counted from each range's start, so that all parts but the last get as
-    many.
+    """Deal ranges out to parts in whole units, counted from each range's start. All parts but the last get equally many
+    units.
     """
     share = -(-sum(-(-length // unit) for _, length in ranges) // parts)
     taken_by: list[list[Range]] = [[] for _ in range(parts)]

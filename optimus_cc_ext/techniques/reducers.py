@@ -277,7 +277,8 @@ class Reduction:
         with self._beside():
             for reducer in reducers:
                 reducer.start(whole)
-            # Earlier reductions go on once this one's first phase is posted, which then runs while they are waited for.
+            # Earlier reductions continue after this one's first phase is posted, so that it runs while they are waited
+            # for.
             self._go_on()
         under_way.extend(reducers)
 

@@ -200,7 +200,7 @@ class SelectiveStageCompression(Technique):
         self._one_level = False
         self._stream: SideStream | None = None
         self._connected: list[dist.ProcessGroup] = []
-        """Groups whose ranks have made an all-to-all."""
+        """Groups that have made their first all-to-all (`connect`)."""
 
         self._single_rank: set[str] = set()
         """Kinds of gradients that stay dense because a group of one rank sends nothing."""

@@ -106,7 +106,7 @@ class Session:
         """True if some group of replicas can add up gradients in two levels, and the flags allow it."""
 
         self.levels_of_sums: str | None = None
-        """The levels in which gradients are added up in blocks, in words; None: none are."""
+        """Levels in which gradients are added up in blocks, in words; None: no gradients are added up in blocks."""
 
         self.expects_rows = False
         """True if this rank has experts, to which tokens travel."""
@@ -124,7 +124,7 @@ class Session:
         """True if no optimizer is known that ends the steps, so that the training loop has to announce each of them."""
 
         self.applied_steps = 0
-        """Number of steps that were applied since the session was made, whatever the number of completed ones."""
+        """Number of steps applied since the session was made; those before a checkpoint do not count."""
 
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)

@@ -148,7 +148,7 @@ class ShapeGroup:
         everywhere = whole or not self._sharded
         lacking = None
         if self._feedback:
-            lacking = self.matrices(scratch)  # M is copied before the bucket changes, from which it may be computed
+            lacking = self.matrices(scratch)  # M may be computed from the bucket, which changes below
             if not everywhere:
                 compressor.subtract_reconstruction(lacking, self.p, self.q, share=1.0 / ranks)
         for part in self._whole if everywhere else self._own:

@@ -209,7 +209,7 @@ class FactorStates:
         self._made_on_demand = made_on_demand
         self._states: dict[str, FactorState] = {}
         self._used: dict[str, None] = {}
-        """Names of states that are limited in number, the one not used longest first."""
+        """Names of states that are limited in number, the one unused longest first."""
 
         self._warm_starts: tuple[LowRank, Scratch] | None = None
         self._waiting: dict[str, _Saved] = {}
@@ -219,7 +219,7 @@ class FactorStates:
 
         Args:
             kin: the beginning of the names of states that are limited in number.
-            most: the limit: a state more takes the place of the one not used longest. None: there is none.
+            most: largest number of such states; a further one replaces the one unused longest. None: no limit.
         """
         state = self._states.get(name)
         if state is None:

@@ -31,8 +31,8 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
         tables.read_runs(results, name) for name in ("table2", "figure10", "figure11", "figure12")
     )
     statistics, summary = tables.figure11(figure11)
-    # Each row has a name, a drawing function, the table of the picture, and the table that is shown if it is another
-    # one.
+    # Each row has a name, a drawing function, the table of the picture, and the table that is shown, if that is a
+    # different one.
     figures = [
         ("figure9", plots.learning_curves, tables.learning_curves(table2), tables.table2(table2)),
         ("figure10", plots.breakdown, tables.figure10(figure10), None),

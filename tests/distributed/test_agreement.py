@@ -191,7 +191,7 @@ def test_models_that_come_and_go_leave_no_group_and_their_ranks_find_each_other(
 
 
 def _begin_a_pass(rows: list[int], micro_batches: list[int], debug: bool) -> str:
-    """Begin a pass over two stages, whose ranks may take another micro-batch size or number for granted."""
+    """Begin a pass over two stages, whose ranks may expect different micro-batch sizes or numbers."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     session = Session(CB.replace(compressed_backprop_format="int8", compression_debug=debug))

@@ -367,7 +367,8 @@ def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
         sent.append(tensor.nbytes) or all_to_all(out, tensor, *parts, **how)
     )
     technique.make_room(gradient)
-    # NCCL takes the memory of the union's all-to-all then; the pair of stages makes none.
+    # `make_room` makes one small all-to-all over the union, so that NCCL allocates memory for its connections then. The
+    # pair of stages needs no all-to-all.
     assert sent == ([] if sharded else [16 * dist.get_world_size()])
     memory = technique.message_bytes
     technique.reduce(gradient)

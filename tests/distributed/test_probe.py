@@ -79,7 +79,9 @@ def _probe_pairs() -> tuple[Rate | None, bool]:
 
 
 def test_where_training_posts_messages_one_by_one_so_does_the_probe() -> None:
-    """NCCL's communicator of a whole pipeline, made by the first batch, would otherwise stay for nothing."""
+    """Otherwise NCCL would make a communicator of the whole pipeline for the probe's batch, which training never
+    uses.
+    """
     for rate, in_batches in run_ranks(4, _probe_pairs, timeout=60):
         assert rate is not None and not in_batches
 

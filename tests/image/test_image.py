@@ -47,8 +47,8 @@ class Image:
         container = self.buildah("from", "--pull-never", "optimus-cc").strip()
         settings = [f"--env={name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **environment}.items()]
         try:
-            # The container's host name has to resolve, because torchrun's ranks meet under it. Container engines see to
-            # that themselves.
+            # The container's host name has to resolve, because torchrun's ranks meet under it. Container engines add
+            # the name themselves.
             host = ("--hostname", "localhost")
             return self.buildah("run", "--isolation", "chroot", *host, *settings, container, "--", *command)
         finally:

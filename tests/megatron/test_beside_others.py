@@ -1,4 +1,4 @@
-"""Law: a handle works beside what else its process does: threads, evaluation, other models, wraps and groups."""
+"""Law: a handle works beside all else in its process: threads, evaluation, other models, wraps and groups."""
 
 import functools
 import threading
@@ -52,7 +52,7 @@ def groups_of_this_rank() -> int:
 
 
 def with_a_thread_that_generates(busy: bool) -> list[str]:
-    """Train a policy; if `busy`, another thread has a pass of a reference open at every message of the policy."""
+    """Train a policy; if `busy`, another thread has a pass of a reference model open at every message of the policy."""
     own_loops.start(2)
     model = own_loops.build(2)
     groups = own_loops.groups_of_ones_own(1)
@@ -213,7 +213,7 @@ def test_ranks_without_the_model_are_not_waited_for() -> None:
 
 
 def many_handles() -> tuple[list[int], list[str]]:
-    """Return the number of process groups after each handle, and the gradients' hash with each."""
+    """Return the number of process groups after each handle, and the hash of each handle's gradients."""
     own_loops.start(2)
     for _ in range(dist.get_rank()):  # ranks get unequal numbers of groups
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -264,7 +264,9 @@ def test_a_model_of_new_groups_is_compressed_by_them_and_by_no_earlier_ones() ->
 
 
 def tapped_by_others() -> dict[str, bool]:
-    """Let a profiler wrap Megatron's functions around our wraps, and remove the handle under it."""
+    """Let a profiler wrap Megatron's functions around our wraps, and remove the handle while the profiler's wraps
+    stay.
+    """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import p2p_communication, schedules
 

@@ -65,7 +65,7 @@ BAD = [
     (PP2 + "--optimus-cc --tensor-model-parallel-size 2 --num-attention-heads 5", 8, ""),
     ("--pipeline-model-parallel-size 2 --optimus-cc", 4, "args.micro_batch_size is not None"),
     (PP2 + "--optimus-cc --batch-size 4", 4, "--micro-batch-size instead"),
-    # Megatron refuses this one while it builds objects from its validated arguments.
+    # Megatron refuses this command line while it builds objects from its validated arguments.
     (PP2 + "--optimus-cc --use-precision-aware-optimizer --use-distributed-optimizer --bf16", 4, "TransformerEngine"),
     # Optimus-CC refuses these command lines.
     (PP2 + "--optimus-cc --yaml-cfg a.yaml", 4, "--yaml-cfg: Optimus-CC cannot be set up from a YAML file"),
@@ -410,6 +410,6 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     ).output
     assert "compressed as asked for, although nothing of it leaves a node: compressed expert dispatch" in said
     assert "counted as if every expert got equally many" in said
-    assert "recomputation sends those of the forward pass twice" in said
+    assert "recomputation sends the tokens of the forward pass twice" in said
     # 64 x 2 tokens of 2 experts each: two messages of 130 bytes and 128 values in fp32
     assert "an exchange takes 0.2 MB on a rank" in said

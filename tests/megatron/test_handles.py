@@ -208,8 +208,8 @@ def test_residuals_are_shrunk_by_what_megatrons_optimizer_clipped() -> None:
 
 
 def what_one_rank_alone_knows() -> tuple[bool, list[float]]:
-    """Return whether a step that one rank did not apply left a trace, and the norms of the residuals where the first
-    rank knows no norm, usual and strongly clipped.
+    """Return if a step that one rank did not apply left a trace, and the norms of the residuals after a usual and a
+    strongly clipped step, whose gradient norm the first rank does not know.
     """
     own_loops.start(1)
     rank = torch.distributed.get_rank()

@@ -34,8 +34,9 @@ MORE = [
         "a tied embedding", PP2_DP4, f"--train-iters 5 {table.SHARDED} {TWO}",
         f"{EXACT} --fused-embedding-sync-format int8",
     ),
-    # Not overlapped: then Megatron 0.19.2 reduces the gradients of all stages but the first twice in its first step
-    # (schedules.py calls `grad_sync_func`, and `finish_grad_sync` finds no handle that would say so).
+    # This case and the next one do not overlap: with overlap Megatron 0.19.2 reduces the gradients of all stages but
+    # the first twice in its first step (schedules.py calls `grad_sync_func`, and `finish_grad_sync` finds no handle
+    # that shows that the reduction has begun).
     limit(
         "a tied embedding alone", PP2_DP4, f"--train-iters 5 {table.SHARDED} {TWO}",
         "--fused-embedding-sync-format int8 --exact-blocks",
@@ -67,8 +68,9 @@ def test_replicas_stay_bit_identical_across_instances_and_few_bytes_leave_a_node
     assert sum(line in said for said in runs.said) == 1
     for rank in runs.ranks:
         raw, sent = rank.ours.leaving
-        # A rank sends its half of the values, in 4 bytes each to the other instance; or in 0.52, and in 1.02 back. An
-        # all-reduce of 2 ranks sends a value once, and so does a reduce-scatter and a gather of half of them each.
+        # Each rank exchanges its half of the values with the other instance. Vanilla's all-reduce over 2 ranks sends
+        # each of these values once, in 4 bytes. Compressed, a reduce-scatter and a gather send half of them each, in
+        # 0.52 and 1.02 bytes.
         share = (0.52 + 1.02) / 2 / 4
         assert share < sent / raw < 1.2 * share
 

@@ -74,7 +74,7 @@ def test_a_handle_says_the_cost_once_unless_one_call_before_ddp_padded_the_bucke
 @pytest.mark.full
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_a_checkpoint_without_padding_goes_on_with_it_as_without_it(format: str, tmp_path: Path) -> None:
-    """Megatron saves the optimizer's state without the padding. 2 replicas, so that sums have one order."""
+    """Megatron saves the optimizer's state without the padding. With 2 replicas sums have one order."""
     flags = f"--use-distributed-optimizer --bf16 --lr-decay-style constant --ckpt-format {format}".split()
     run_megatron(2, [*flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2"])
     load = [*flags, "--load", str(tmp_path), "--override-opt_param-scheduler"]

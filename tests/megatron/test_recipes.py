@@ -72,7 +72,7 @@ def case(limit: Limit) -> tuple[Run, Run]:
 def assert_like_vanilla(
     vanilla: Run, ours: Run, *classes: str, loss: float = TOLERANCE, norm: float = TOLERANCE
 ) -> None:
-    """Assert that losses and norms are vanilla's up to rounding, and that these classes were sent in another form."""
+    """Assert that losses and norms are vanilla's up to rounding, and that messages of these classes were compressed."""
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < loss
     norms, expected = ([norm or 0.0 for norm in run.ranks[0].grad_norms] for run in (ours, vanilla))
     assert relative_gap(norms, expected) < norm
@@ -123,7 +123,7 @@ def balanced(run: RunSpec) -> tuple[RunSpec, RunSpec]:
 
 
 def assert_near_vanilla(vanilla: Run, ours: Run) -> None:
-    """The last loss is within 2 % of vanilla's, and the messages are smaller."""
+    """Assert that the last loss is within 2 % of vanilla's, and that the messages are smaller."""
     assert relative_gap(last_stage_losses(ours.ranks)[-1:], last_stage_losses(vanilla.ranks)[-1:]) < 0.02
     traffic = [counts for rank in ours.ranks for counts in rank.ours.traffic.values()]
     assert sum(sent for _, sent in traffic) < 0.6 * sum(raw for raw, _ in traffic)

@@ -34,7 +34,7 @@ START_UP_SECONDS = 2
 
 
 def rank_of(ranks: int, flags: str, *more: str, rank: int = 0) -> dict[str, Any]:
-    """Run one rank of so many, and return what `one_of_many` prints."""
+    """Run one rank of a run of `ranks` ranks, and return what `one_of_many` prints."""
     command = [sys.executable, "-m", "tests.megatron.one_of_many", "--ranks", str(ranks), "--rank", str(rank), *more]
     ended = subprocess.run(
         [*command, "--", *flags.split()], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],

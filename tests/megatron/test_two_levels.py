@@ -79,10 +79,10 @@ def test_replicas_stay_bit_identical_in_two_levels(runs):
     assert len({tuple(sorted(rank.weights.items())) for rank in runs.ranks}) == 1
     for rank in runs.ranks:
         raw, sent = rank.ours.leaving
-        # Bytes that leave a node, per value of its 2 ranks together. LOSSY, with shards: int4 reduces half of the
-        # values at 0.52 bytes each, a ring gathers parameters in bf16 at 1.5; vanilla's ring sends 3 + 1.5. Otherwise
-        # int4 goes at 0.52 and int8 comes back at 1.02, for half of the values; vanilla's ring sends 6. Vectors come on
-        # top.
+        # Bytes that leave a node, per value of the bucket, of the node's 2 ranks together. LOSSY, with shards: int4
+        # reduces half of the values at 0.52 bytes each, and a ring gathers parameters in bf16 at 1.5; vanilla's rings
+        # send 3 + 1.5. Otherwise half of the values are sent in int4 at 0.52 and their sums in int8 at 1.02; vanilla's
+        # ring sends 6. Dense vectors add to these bytes.
         share = (0.52 / 2 + 1.5) / (3 + 1.5) if runs.spec is LOSSY else (0.52 + 1.02) / 2 / 6
         assert share < sent / raw < 1.2 * share
 

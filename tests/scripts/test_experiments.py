@@ -95,7 +95,8 @@ def test_every_variant_works_on_every_layout_without_flags_of_classes_that_are_n
         variants = [(name, text) for table in tables for name, text in table.items() if "--expert-" not in text]
         for name, text in variants:
             flags = flags_of(text, layout, papers_ranks(256), ["--no-compression-metrics"])
-            config = training.config_of(flags, ignore_others="instances" in name)  # these have a flag of Megatron
+            # these variants set a flag of Megatron's
+            config = training.config_of(flags, ignore_others="instances" in name)
             between, replicas = config.compressed_backprop or config.fused_embedding_sync, config.dp_compression
             assert not (between and layout.stages == 1) and not (replicas and layout.replicas == 1), name
             assert name == "vanilla" or flags[-1] == "--no-compression-metrics"

@@ -74,8 +74,8 @@ def test_instances_send_dense_what_an_instance_sends_between_nodes_and_sums_in_f
     plan = block_plan(
         values, [(0, values)], (), torch.float32, 8, sharded=True, formats=Formats("int8", "int8"), levels=levels
     )
-    # Each of 4 ranks that hold a shard of half of the values sends a quarter of it to each that is on another node. The
-    # sums come back in a ring, which leaves a node once for all of its ranks.
+    # Each of 4 ranks holds the same half of the values, and sends a quarter of that half to each of the three others,
+    # of which those on other nodes count. The sums come back in a ring, which leaves a node once for all of its ranks.
     there, back = sums * CODED["int8"] / 8, 3 * CODED["int8"] / 8 / max(1, beside // 2)
     assert plan.leaving_bytes(beside) == pytest.approx(values * (inside + there + back))
     dense = DensePlan(numel=values, dense=[], dtype=torch.float32, ranks=8, sharded=True, instances=4)

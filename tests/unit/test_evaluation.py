@@ -251,7 +251,7 @@ def test_bad_input_ends_with_status_2_and_one_line(
 @pytest.mark.parametrize("script", ["perplexity.sh", "tasks.sh"])
 def test_help_fetches_nothing(script: str) -> None:
     installed = {path.name for path in (ROOT / ".eval").glob("*")}
-    # In a job the environment is there already, as it is here.
+    # In a job the virtual environment exists already, as it does in this test.
     shown = run_script(f"eval/{script}", "--help", env={"SLURM_JOB_ID": "1"}, limit=120)
     assert (shown.code, shown.errors) == (0, "") and "usage: harness" in shown.output
     assert {path.name for path in (ROOT / ".eval").glob("*")} == installed

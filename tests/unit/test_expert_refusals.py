@@ -33,7 +33,7 @@ def test_other_dispatchers_conflict_with_tokens_alone_and_one_line_says_that_the
     found = conflicts(args, TOKENS.replace(dp_compression=True))
     assert found.keys() == {EXPERT_DISPATCH, EXPERT_GRADIENT}
     (line,) = remarks(args, OptimusConfig(dp_compression=True))
-    assert line.startswith(f"--moe-token-dispatcher-type {dispatcher}: tokens travel to experts and back as in vanilla")
+    assert line.startswith(f"--moe-token-dispatcher-type {dispatcher}: tokens are exchanged as in vanilla")
     assert remarks(options(), TOKENS) == remarks(args, OptimusConfig()) == []
     assert remarks(options(moe_token_dispatcher_type=dispatcher, num_experts=None), TOKENS) == []
 

@@ -92,7 +92,7 @@ def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -
 
 
 def _in_levels(two: float, one: float) -> Forecast:
-    """Forecast one stage whose reduction takes 10 s dense, and so many seconds in two levels and in one."""
+    """Forecast one stage whose reduction takes 10 s dense, and the given seconds in two levels and in one."""
 
     def cost(seconds: float) -> RankCost:
         found = rank(0, Rate(0.0, 1e6), stages=1).cost
@@ -193,8 +193,8 @@ def test_encoded_activations_gain_what_they_save_and_cost_what_encoding_takes() 
         forecast(cluster(rate, activation_bytes=250_000, encode=0.01), SCHEDULE, config, frozenset())
         for rate in (1e6, 1e12)
     )
-    # With compressed activations the first one arrives 0.75 s earlier; afterwards the iteration waits for gradients,
-    # one after the other.
+    # With compressed activations the first activation arrives 0.75 s earlier; afterwards the iteration waits for
+    # gradients, one after the other.
     assert slow.plain.reduced - slow.ours.reduced == pytest.approx(0.75, abs=0.05)
     assert "It does not pay here: leave out --pipeline-forward-format" in both(fast)
 

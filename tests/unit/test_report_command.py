@@ -53,7 +53,7 @@ def test_the_page_of_a_run_says_that_torch_compressed_and_why(
     write_run(tmp_path / "events")
     assert report(tmp_path / "events", "--output", tmp_path / "with kernels") == 0
     assert "compressed by torch" not in (tmp_path / "with kernels" / "index.html").read_text()
-    with SummaryWriter(str(tmp_path / "events")) as writer:  # as the hook does, beside the scalars of a later file
+    with SummaryWriter(str(tmp_path / "events")) as writer:  # as in training, where our event file is not the last one
         writer.add_scalar(TRAINING, 7.0, 7)
         writer.add_text(FALLBACK, WHERE, 7)
     (tmp_path / "log").mkdir()

@@ -121,7 +121,7 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
 
 
 def test_no_two_saves_have_one_staging_folder(tmp_path: Path) -> None:
-    """A client of a network file system may take a name that was renamed away for the folder that it was before."""
+    """A client of a network file system may still resolve the name of an earlier folder, which has been renamed."""
     assert staging_folder(tmp_path, "one") != staging_folder(tmp_path, "other")
     start_staging(tmp_path, "one")
     start_staging(tmp_path, "other")
@@ -130,7 +130,9 @@ def test_no_two_saves_have_one_staging_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [1, 1 << 18])
 def test_a_full_disk_is_named_with_file_and_cure(values: int, tmp_path: Path) -> None:
-    """The kernel's own full device; of few values the last flush fails, of many torch's writer."""
+    """The test writes to /dev/full, the kernel's full disk: few values fail in the last flush, many in torch's
+    writer.
+    """
     start_staging(tmp_path, "mark")
     path = staging_folder(tmp_path, "mark") / "rank_00000.pt"
     path.symlink_to("/dev/full")

@@ -70,7 +70,7 @@ def test_compressing_costs_the_sender_decompressing_the_receiver() -> None:
     costs = alike(2, epilogue=Sent(transfer=1.0, encode=0.25, decode=0.5))
     assert last_backward_ends(NonInterleaved(2, 1), costs) == [1 + 1 + 2 + 0.25 + 1 + 0.5 + 2, 4.25]
     remembering = alike(2, epilogue=Sent(transfer=1.0, remember=3.0))
-    # Only the sender computes a residual, while its message travels, so the receiver waits no longer.
+    # Only the sender computes a residual, during its message's transfer, so the receiver waits no longer.
     assert last_backward_ends(NonInterleaved(2, 1), remembering) == [1 + 1 + 2 + 1 + 2, 4 + 3]
 
 

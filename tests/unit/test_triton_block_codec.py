@@ -74,8 +74,7 @@ def test_the_block_kernels_hold_in_tritons_interpreter() -> None:
 @ALL
 def test_what_the_kernels_do_not_take_goes_the_parents_way(format, rotated) -> None:
     ours, parent = both(format, rotated)
-    # The kernels take no such values: on a CPU without the interpreter none at all, elsewhere neither fp64 nor strided
-    # ones.
+    # The kernels take no values on a CPU without Triton's interpreter, and elsewhere neither fp64 nor strided values.
     values = gaussian(NUMEL, dtype=torch.float64 if RUNS_HERE else torch.float32)
     messages = encoded(ours, values)
     assert torch.equal(messages, encoded(parent, values))

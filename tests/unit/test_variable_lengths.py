@@ -56,8 +56,8 @@ def test_64_lengths_take_little_more_memory_than_the_longest_ones(make: Callable
     many = make()
     for rows in range(1, 65):
         assert torch.allclose(pass_through(many, rows), torch.ones(rows, 1, HIDDEN), rtol=2e-2)
-    # Four shapes of a chunk, and in each direction a buffer of each power of two up to the longest length, which are
-    # twice that length together: 3.1 to 4.0 times the memory of one length.
+    # The bound holds residuals of four shapes, and for each direction one buffer of each power of two up to the longest
+    # length, which together have twice that length: 3.1 to 4.0 times the memory of one length.
     assert kept(many) < 4.2 * kept(longest)
 
 

@@ -65,7 +65,9 @@ def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
 
 @triton.jit
 def _place_in_row(numbers, blocks, per_row):
-    """Return starts and lengths of the blocks `numbers` of all rows, and for each its row and its place in the row."""
+    """Return starts and lengths of the blocks `numbers` of all rows, the row of each block, and its place in the
+    row.
+    """
     start, length = numbers.to(tl.int64) * BLOCK, tl.where(numbers < blocks, BLOCK, 0)
     return tl.multiple_of(start, BLOCK), tl.multiple_of(length, BLOCK), numbers // per_row, numbers % per_row
 
@@ -165,7 +167,7 @@ def _butterflies(a, b, c, d):
 
 @triton.jit
 def _quarter(start, length, WHICH: tl.constexpr):
-    """Return the places of quarter WHICH of each block in the tensor, and a mask of those that exist."""
+    """Return the places of quarter WHICH of each block in the tensor, and a mask of the places that exist."""
     columns = WHICH * QUARTER + tl.arange(0, QUARTER)
     return start[:, None] + columns[None, :], columns[None, :] < length[:, None]
 
@@ -178,7 +180,7 @@ def _codes_of(codes, message, rows, stride, BITS: tl.constexpr):
 
 @triton.jit
 def _at_byte(codes, FIRST: tl.constexpr):
-    """Point to 32 bytes of the codes of blocks, from byte 32 times FIRST on."""
+    """Return pointers to 32 bytes of each block's codes, from byte 32 * FIRST on."""
     return codes[:, None] + (FIRST * QUARTER + tl.arange(0, QUARTER)[None, :])
 
 

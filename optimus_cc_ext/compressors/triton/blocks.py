@@ -73,7 +73,7 @@ class TritonCodec(Codec):
             super().encode(values, layout, out, skipped=skipped)
             return
         tables = self._tables_of(layout, values.device)
-        # A message between others is encoded, because to skip it would take a second launch.
+        # A skipped message that lies between others is encoded all the same: leaving it out would take a second launch.
         ends = {0: slice(1, None), layout.messages - 1: slice(-1)}
         which = ends.get(skipped, slice(None)) if skipped is not None else slice(None)
         dense, scales, codes = (each[which] for each in self._sections(messages, layout, values))

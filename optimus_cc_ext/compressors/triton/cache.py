@@ -70,9 +70,10 @@ def one_rank_first(folder: Path) -> Iterator[None]:
 
 
 def twice(attempt: Callable[[], str | None], environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Call `attempt`, and again with a fresh folder if it fails; return its last reason, or None if it succeeded.
+    """Call `attempt`, and once more with a fresh folder if it fails; return the last failure's reason, None after
+    success.
 
-    A file that is damaged, or was written by two ranks at once, must not take Triton from a whole run.
+    One file that is damaged, or was written by two ranks at once, must not cost a whole run Triton's kernels.
     """
     try:
         folder = choose(environment)

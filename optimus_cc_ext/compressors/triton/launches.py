@@ -237,9 +237,8 @@ def add_up(partial: Tensor, out: Tensor) -> Tensor:
 
 
 def copy_unless(finite: Tensor, before: Tensor, out: Tensor) -> None:
-    """Copy `before` onto `out`, both contiguous, (B, n, m), if `finite`, a 0-dim bool tensor, is False.
-
-    Reads and writes nothing else if it is True.
+    """Copy `before` onto `out`, both contiguous, (B, n, m), if `finite`, a 0-dim bool tensor, is False. Otherwise
+    neither tensor is read or written.
     """
     batch, n, m = out.shape
     programs = max(1, min(PROGRAMS // batch, triton.cdiv(n * m, COPIED)))

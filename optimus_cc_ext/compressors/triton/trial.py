@@ -32,12 +32,12 @@ def failure(
     aligns: Iterable[int] = (WIDEST,),
     row_width: int = 0,
 ) -> str | None:
-    """Return why a kernel does not work on `device`, at these compression ranks, in these formats; None: all do.
+    """Return why a kernel fails on `device`, at these compression ranks, in these formats; None: all kernels work.
 
-    It cannot be compiled, it cannot be run, or a block format's messages are not those of torch.
+    A kernel fails if it cannot be compiled or run, or if its messages in blocks are not those of torch.
 
-    Triton needs a C compiler and Python's headers on every machine, and a GPU with enough shared memory. What training
-    launches afterwards is compiled then: a kernel depends on its sizes only by whether they are multiples of 16, and
+    Triton needs a C compiler and Python's headers on every machine, and a GPU with enough shared memory. After this
+    trial, training compiles nothing: a kernel depends on its sizes only by whether they are multiples of 16, and on
     `aligns`.
 
     Args:
@@ -77,7 +77,7 @@ def _low_rank(r: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torc
         launches.add_up(p.expand(splits, -1, -1).contiguous(), p)
     for state in (total.to(state_dtype), q.to(state_dtype)):
         launches.copy_unless(torch.ones((), dtype=torch.bool, device=device), state, state)
-    # Factors travel in `dtype`; those of gradients are widened to fp32 on arrival.
+    # Factors are sent in `dtype`; the receiver widens those of gradients to fp32.
     for wire in {dtype, torch.float32}:
         compressor.orthogonalize(p.to(wire), out=p)
         compressor.back_project(total, p.to(wire), out=q)
@@ -130,7 +130,9 @@ def _rows(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, 
 def _compared(
     format: str, dtype: torch.dtype, device: torch.device, rotated: bool, numel: int
 ) -> tuple[Codec, Codec, Tensor, str]:
-    """Return the codecs of the kernels and of torch, values for both, and the words about them in an error."""
+    """Return the codecs of the kernels and of torch, values for both, and format and dtype as an error message
+    names them.
+    """
     generator = private_generator(0, "trial", format)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).mul_(2).sub_(1).float() if rotated else None
     # The values are multiples of 1/16 to +-8: 16 bits hold them, and fp32 their sums in any order, so the scales are

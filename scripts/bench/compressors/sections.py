@@ -218,7 +218,7 @@ def check_bucket(
         was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
         lost = float((sent + kept - was).norm() / was.norm())
         apart = float((sent - expected).norm() / expected.norm())
-        # The loss is fp32 rounding; the gap between the two reducers is that rounding, amplified over the steps by the
+        # Only fp32 rounding is lost. The two reducers differ by the same rounding, amplified over the steps by the
         # condition of the factors.
         if not (lost < 1e-5 and apart < 1e-3):
             raise SystemExit(f"bucket of {shape}: {lost:.1e} lost, {apart:.1e} off the hook")
