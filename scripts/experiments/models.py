@@ -81,12 +81,18 @@ _EXPERTS = (
     " --moe-token-dispatcher-type alltoall --expert-model-parallel-size"
 )
 _MOE = replace(_LLAMA, layers_per_stage=2, flags=f"{_LLAMA.flags}{_EXPERTS} 1")
+_BIASED_EXPERTS = (
+    " --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-router-load-balancing-type none"
+    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"
+    " --moe-token-dispatcher-type alltoall --expert-model-parallel-size"
+)
 
 MODELS: Mapping[str, Model] = {
     "gpt": _GPT,
     "llama": _LLAMA,
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
+    "moe-bias-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_BIASED_EXPERTS} 2"),
     "test": Model(1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, micro_batches=4),
     "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
     # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as for the paper's 8.3B
@@ -97,8 +103,9 @@ MODELS: Mapping[str, Model] = {
     "experts": replace(_MOE, vocabulary=1024, layers_per_stage=4, flags=f"{_LLAMA.flags}{_EXPERTS} 4"),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts) and
-`moe-ep2` (two replicas share the experts); their tests train `test`; the cluster benchmark trains the others.
+"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts),
+`moe-ep2` (two replicas share the experts) and `moe-bias-ep2` (likewise, with twice as many experts of half the size,
+balanced by a bias in place of an auxiliary loss); their tests train `test`; the cluster benchmark trains the others.
 """
 
 

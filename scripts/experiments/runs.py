@@ -59,7 +59,7 @@ class Runs:
         `read` reads the measurements from the run's folder; `beside` consecutive ranks count as a node.
 
         Raises:
-            RunFailed: the run failed, now or before.
+            RunFailed: the run failed, now or before, or `read` says so.
             OSError: the disk is full; the run is not marked as failed.
         """
         if known := self.known(name, flags):
@@ -74,12 +74,13 @@ class Runs:
         try:
             deadline = time.monotonic() + 60 * self.minutes
             run(flags, folder, _tell, deadline, ranks=processes, device=self.device, beside=beside)
+            found = read(folder)
         except RunFailed:
             if shutil.disk_usage(folder).free < 1 << 20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
             failure.touch()
             raise
-        row = {"commit": commit(), "seed": seed, "text": self.text, "flags": list(flags), **read(folder)}
+        row = {"commit": commit(), "seed": seed, "text": self.text, "flags": list(flags), **found}
         write_whole(folder / "result.json", json.dumps(row, indent=1))
         return row
 
@@ -105,8 +106,12 @@ def commit() -> str:
     """Return the commit of the checkout that contains this file, or the package's version if there is no checkout."""
     if not (_ROOT / ".git").exists():
         return __version__
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or __version__
+    git = ["git", "-C", str(_ROOT)]
+    found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    # The rows of finished runs are not part of what is measured.
+    command = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)*.csv"]
+    changed = subprocess.run(command, capture_output=True, check=False).returncode
+    return f"{found}{'-dirty' * bool(changed)}" if found else __version__
 
 
 @contextmanager

@@ -51,8 +51,9 @@ class Text:
 
 
 TEXTS: Mapping[str, Text] = {
+    # Names that begin with _ are left out: setuptools names a file so that holds the path of this checkout.
     "python": Text(
-        Path(sysconfig.get_path("purelib")), "*.py", "the Python sources of this environment's packages"
+        Path(sysconfig.get_path("purelib")), "[!_]*.py", "the Python sources of this environment's packages"
     ),
     "prose": Text(
         Path("/usr/share/dictd/gcide.dict.dz"), "*.txt", "an English dictionary with definitions and quotations",

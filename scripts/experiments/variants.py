@@ -35,13 +35,15 @@ STUDY: Mapping[str, str] = {
     **_TABLES["common"],
     **_TABLES["study"],
     **_TABLES["levels"],
+    **_TABLES["screen"],
     **{
         f"{name}-{form}": flags
         for name, traffic in _CLASSES.items()
         for form, flags in _block_format_flags(traffic).items()
     },
 }
-CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["levels"] | _TABLES["cluster"]
+EXPERTS: Mapping[str, str] = _TABLES["experts"]
+CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["levels"] | EXPERTS | _TABLES["cluster"]
 GRADIENTS: Mapping[str, Mapping[str, str]] = {
     traffic.tag: _settings(traffic) for traffic in (PIPELINE_BACKWARD, PIPELINE_FORWARD, DP_GRADIENTS)
 }

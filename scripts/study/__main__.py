@@ -27,7 +27,7 @@ from scripts.experiments.command import add_text_options, words_and_further
 from scripts.experiments.models import MODELS, Training, device_here
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of, text_of
-from scripts.experiments.variants import STUDY, flags_of, larger_ranks
+from scripts.experiments.variants import EXPERTS, STUDY, flags_of, larger_ranks
 from scripts.hosts.launch import RunFailed
 from scripts.study.results import CONTROLS, draw_prices, losses, prices, spread, traffic
 
@@ -37,9 +37,13 @@ SCRIPTS = {
     "other-order": "scripts/study/other_order.py",
     "noise-1e-6": "scripts/study/noise_1e6.py",
     "noise-int4": "scripts/study/noise_int4.py",
+    "int8-vocabulary": "scripts/study/in_formats.py int4 int8",
+    "int4-vocabulary": "scripts/study/in_formats.py int8 int4",
+    "int5": "scripts/study/in_formats.py int5 int5",
+    "int6": "scripts/study/in_formats.py int6 int6",
 }
-"""Training scripts of the variants that are not trained by the package's own entry point, relative to the folder that
-holds scripts/, so that a run does not depend on the checkout's path.
+"""Training scripts, with their arguments, of the variants that are not trained by the package's own entry point. Paths
+are relative to the folder that holds scripts/, so that a run does not depend on the checkout's path.
 """
 
 NAMES = (*STUDY, *CONTROLS, "noise-int4")
@@ -109,7 +113,8 @@ def words_of(variant: str, training: Training) -> list[str]:
         # One ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value, so this factor moves a weight by one or
         # two.
         return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
-    return flags_of(STUDY.get(variant, ""), training.layout, larger_ranks(training.model.hidden))
+    text = {**STUDY, **EXPERTS}.get(variant, "")
+    return flags_of(text, training.layout, larger_ranks(training.model.hidden))
 
 
 def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[int], mine: Sequence[str]) -> int:
@@ -137,7 +142,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
             seeded = dataclasses.replace(training, seed=seed)
             tensorboard = runs.folder / name / "tensorboard"
             flags = [
-                *([SCRIPTS[variant]] if variant in SCRIPTS else []), *seeded.megatron_flags(data, tensorboard),
+                *SCRIPTS.get(variant, "").split(), *seeded.megatron_flags(data, tensorboard),
                 *ours[variant],
                 # A run validates once, after its last iteration.
                 "--eval-interval", str(10 * training.iterations), *common,

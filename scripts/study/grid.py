@@ -15,15 +15,18 @@ import functools
 import hashlib
 import itertools
 import math
+import re
 import shlex
 import shutil
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
@@ -31,18 +34,27 @@ from optimus_cc_ext.report.table import Table, printed
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, claimed
 from scripts.experiments.texts import TEXTS, hash_of, text_of
-from scripts.experiments.variants import STUDY, VANILLA
-from scripts.hosts.launch import RunFailed
+from scripts.experiments.variants import EXPERTS, VANILLA
+from scripts.hosts.launch import RunFailed, lines_in
 from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
+from scripts.study.results import CONTROLS
 
 RUNS = Path(__file__).resolve().parents[2] / "docs" / "study-runs.csv"
 COLUMNS = (
     "model", "layout", "text", "iterations", "seed", "variant", "loss", "validations", "bytes", "seconds", "cpu",
-    "text_hash", "settings", "flags", "commit",
+    "text_hash", "settings", "flags", "commit", "load",
 )  # fmt: skip
 """Columns of the file. `loss` is the mean of the last four of `validations` (iteration:loss), `bytes` all traffic over
-vanilla's, `seconds` the median iteration, `settings` a hash of Megatron's flags without paths.
+vanilla's, `seconds` the median iteration, `settings` a hash of Megatron's flags without paths. `load` is the most
+tokens of an expert over the mean, in the mean of the layers, micro-batches and ranks of the second half of a training.
 """
+
+_MODES = {"noise-on-rows": ("noise", VANILLA), "experts-coded-validation": ("coded-validation", "experts")}
+"""Mode of scripts/study/experts.py, and the variant whose flags are given, of each control of experts' tokens."""
+
+VARIANTS = (*NAMES, *EXPERTS, *_MODES)
+
+_LOAD = re.compile(r"expert load in the second half: ([\d.]+)")
 
 LAST = 4
 LIMIT, MEAN_LIMIT = 0.05, 0.03
@@ -59,10 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", default="gpt,llama,moe", help="models, of gpt, llama, moe, moe-ep2 (%(default)s)")
+    add("--models", default="gpt,llama,moe", help="models, of gpt, llama, moe, moe-ep2, moe-bias-ep2 (%(default)s)")
     add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)}, or files and folders (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of each text (%(default)g)")
-    add("--variants", default="vanilla,balanced", help=f"variants, of {', '.join(NAMES)} (%(default)s)")
+    add("--variants", default="vanilla,balanced", help=f"variants, of {', '.join(VARIANTS)} (%(default)s)")
     add("--seeds", default="1,2,3", help="seeds of the trainings (%(default)s)")
     add("--layout", type=Layout.parsed, default=Layout(), help="[tpT]ppPdpD[z1][nL], such as pp1dp4n2 (%(default)s)")
     add("--iterations", type=int, default=400, metavar="N", help="iterations of each run (%(default)s)")
@@ -81,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the study; return the exit status of `scripts.study`."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    known = {"--models": MODELS, "--variants": NAMES}
+    known = {"--models": MODELS, "--variants": VARIANTS}
     for flag, names in known.items():
         for name in getattr(options, flag[2:]).split(","):
             if name not in names:
@@ -102,7 +114,8 @@ def study(options: argparse.Namespace) -> int:
     """Make the missing runs, then show the table of all runs in the file."""
     failed = 0
     if not options.show:
-        options.output.mkdir(parents=True, exist_ok=True)
+        for folder in (options.output, options.rows.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         with claimed(options.output):
             failed = make_runs(options)
     rows = read_rows(options.rows)
@@ -126,13 +139,31 @@ class Wanted:
     @property
     def ours(self) -> list[str]:
         """Our flags."""
-        return words_of(self.variant, self.training)
+        return words_of(_MODES.get(self.variant, ("", self.variant))[1], self.training)
+
+    @property
+    def script(self) -> list[str]:
+        """The training script with its arguments; empty: the package's own entry point."""
+        mode = _MODES.get(self.variant, ("plain", ""))[0]
+        own = f"scripts/study/experts.py {mode}" if self.training.model.expert_parallel else ""
+        return SCRIPTS.get(self.variant, own).split()
+
+    @property
+    def asked(self) -> list[str]:
+        """Tags of the classes of traffic that the variant compresses.
+
+        Raises:
+            FlagError: a flag cannot work on this layout.
+        """
+        config = self.training.config_of(self.ours, ignore_others=self.variant in CONTROLS)
+        return [traffic.tag for traffic in CLASSES if config.format_of(traffic) != "dense"]
 
     @property
     def flags(self) -> list[str]:
-        """The training script, if it is not the package's own entry point, Megatron's flags, and ours."""
-        script = [SCRIPTS[self.variant]] if self.variant in SCRIPTS else []
-        return [*script, *self.training.megatron_flags(self.data), "--eval-interval", str(self.interval), *self.ours]
+        """The training script, Megatron's flags, and ours."""
+        return [
+            *self.script, *self.training.megatron_flags(self.data), "--eval-interval", str(self.interval), *self.ours,
+        ]  # fmt: skip
 
     def key(self, text_hash: str, cpu: str) -> dict[str, str]:
         """Return the columns of the file that tell this run from others, as text."""
@@ -140,7 +171,7 @@ class Wanted:
         return {
             "model": self.model, "layout": str(self.training.layout), "text": self.text,
             "iterations": str(self.training.iterations), "seed": str(self.training.seed), "variant": self.variant,
-            "cpu": cpu, "text_hash": text_hash[:12], "flags": shlex.join(self.ours),
+            "cpu": cpu, "text_hash": text_hash[:12], "flags": shlex.join([*self.script, *self.ours]),
             "settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
         }  # fmt: skip
 
@@ -164,8 +195,9 @@ def wanted_runs(options: argparse.Namespace) -> list[Wanted]:
         training.check(data)
         for variant in options.variants.split(","):
             runs.append(Wanted(model, name, variant, training, data, options.interval))
-            if variant in STUDY:
-                training.config_of(runs[-1].ours)
+            if variant in _MODES and not training.model.expert_parallel:
+                raise ExperimentError(f"--variants {variant}: {model} has no experts. Leave it out, or give moe-ep2")
+            _ = runs[-1].asked  # flags that cannot work are refused here
     return runs
 
 
@@ -181,8 +213,9 @@ def make_runs(options: argparse.Namespace) -> int:
         training = wanted.training
         try:
             row = runs.made(
-                name, training.processes, wanted.flags, training.seed, measured, beside=training.layout.beside
-            )
+                name, training.processes, wanted.flags, training.seed,
+                partial(measured, asked=wanted.asked), beside=training.layout.beside,
+            )  # fmt: skip
         except RunFailed as failure:
             failed += 1
             print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
@@ -195,21 +228,24 @@ def make_runs(options: argparse.Namespace) -> int:
 def shrunk(model: Model) -> Model:
     """Return a model of the same architecture that trains in seconds, for tests."""
     return dataclasses.replace(
-        model, layers_per_stage=1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1
+        model, layers_per_stage=1, hidden=128, heads=2, sequence=32, vocabulary=512, micro_batch=1
     )
 
 
-def measured(folder: Path) -> dict[str, Any]:
-    """Return the measurements of a run, from its log.
+def measured(folder: Path, asked: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the measurements of a run, from its log; `asked` are the tags of the classes that it compresses.
 
     Raises:
-        ExperimentError: the run validated less than four times.
+        RunFailed: the run validated less than four times, or the log shows no compressed bytes of a class.
     """
     record = read_logs(folder)
-    validation = record.validation
+    validation, sent = record.validation, {share.name: share for share in shares(record)}
     if len(validation.values) < LAST:
-        raise ExperimentError(f"{folder}: {len(validation.values)} validations, {LAST} are needed. See its log.txt")
-    total = next((share for share in shares(record) if share.name == "all traffic"), None)
+        raise RunFailed(f"{len(validation.values)} validations, {LAST} are needed", folder / "log.txt")
+    if dense := [tag for tag in asked if tag not in sent or sent[tag].sent >= sent[tag].raw]:
+        raise RunFailed(f"the log shows no compressed bytes of {', '.join(dense)}", folder / "log.txt")
+    total = sent.get("all traffic")
+    loads = [float(load) for line in lines_in(folder) for load in _LOAD.findall(line)]
     return {
         "loss": round(statistics.fmean(validation.values[-LAST:]), 6),
         "validations": " ".join(
@@ -217,6 +253,7 @@ def measured(folder: Path) -> dict[str, Any]:
         ),
         "bytes": round(total.sent / total.raw, 4) if total and total.raw else "",
         "seconds": round(record.seconds.median, 3),
+        "load": round(statistics.fmean(loads), 4) if loads else "",
     }
 
 
@@ -232,11 +269,19 @@ def kind_of_cpu() -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the finished runs in the file, with all values as text."""
+    """Return the finished runs in the file, with all values as text.
+
+    Raises:
+        ExperimentError: the file has other columns.
+    """
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+        rows = csv.DictReader(stream)
+        if tuple(rows.fieldnames or ()) != COLUMNS:
+            names = ", ".join(rows.fieldnames or ())
+            raise ExperimentError(f"--rows {path}: the columns are {names}. Give another file")
+        return list(rows)
 
 
 def add_row(path: Path, row: Row) -> None:

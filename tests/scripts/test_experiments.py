@@ -83,7 +83,7 @@ def test_a_text_is_prepared_once_and_known_by_its_tokens(tmp_path: Path) -> None
     again = text_of(tmp_path / "one").prepared(tmp_path / "one-data", 300, 1.0)
     assert (one.up_to_date, again.up_to_date) == (False, True)
     assert hash_of(one) == hash_of(again) != hash_of(other)
-    assert text_of(None).pattern == "*.py" and text_of(tmp_path).pattern == "*.txt"
+    assert text_of(None).pattern == "[!_]*.py" and text_of(tmp_path).pattern == "*.txt"
     assert text_of(None, "*.rst").pattern == "*.rst"
 
 

@@ -10,6 +10,8 @@ from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.data import DataError, PreparedData
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.texts import Text
+from scripts.hosts.launch import RunFailed
+from scripts.study import grid
 from scripts.study.grid import COLUMNS, Cell, add_row, compared, main, pooled, read_rows, student, upper_bound, verdicts
 from scripts.study.noise import block_noise, relative_noise
 
@@ -77,6 +79,23 @@ def test_a_finished_run_is_a_line_of_the_file(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "runs.csv") == [row(1, "vanilla", 5.0), row(2, "vanilla", 5.0)]
 
 
+def test_a_file_of_other_columns_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    rows = tmp_path / "runs.csv"
+    rows.write_text("model,loss\n")
+    with pytest.raises(ExperimentError, match=r"the columns are model, loss\. Give another file"):
+        read_rows(rows)
+
+
+def test_a_run_without_compressed_bytes_of_a_class_that_was_asked_for_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = Path(__file__).parents[1] / "unit" / "log_of_d851e77" / "balanced"
+    monkeypatch.setattr(grid, "LAST", 1)  # the run validated once
+    assert grid.measured(log, ["pipeline forward", "DP gradients"])["bytes"] < 1
+    with pytest.raises(RunFailed, match="the log shows no compressed bytes of expert dispatch"):
+        grid.measured(log, ["pipeline forward", "expert dispatch"])
+
+
 def test_the_architectures_of_the_study_are_what_their_names_say() -> None:
     flags = {name: Training(model=MODELS[name]).flags() for name in ("gpt", "llama", "moe", "moe-ep2")}
     assert "--swiglu" not in flags["gpt"] and "--untie-embeddings-and-output-weights" in flags["llama"]
@@ -135,7 +154,28 @@ def test_the_grid_trains_every_cell_once_and_goes_on_where_it_was(tmp_path: Path
     before = rows.read_text()
     assert main([*words, "--variants", "vanilla,balanced,noise-1e-6"]) == 0
     assert rows.read_text().startswith(before) and len(read_rows(rows)) == 6
+    assert all(bool(row["load"]) == (row["variant"] != "noise-1e-6") for row in read_rows(rows)
+               if row["model"] != "llama")  # fmt: skip
     assert len({row["settings"] for row in read_rows(rows)}) == 2, "one for each model"
     for each in read_rows(rows):
         assert math.isfinite(float(each["loss"])) and len(each["validations"].split()) == 4
         assert (float(each["bytes"]) < 0.6) == (each["variant"] == "balanced")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)  # six trainings, each of which starts four ranks
+def test_controls_of_experts_change_what_their_names_say(tmp_path: Path) -> None:
+    rows = tmp_path / "runs.csv"
+    words = ["--tiny", "--texts", "python", "--seeds", "1", "--iterations", "8", "--interval", "2"]
+    words += ["--evaluations", "1", "--rows", str(rows), "--output", str(tmp_path / "out")]
+    controls = "vanilla,experts,noise-on-rows,experts-coded-validation"
+    assert main([*words, "--models", "moe-ep2", "--variants", controls]) == 0
+    assert main([*words, "--models", "moe-bias-ep2", "--variants", "vanilla,experts"]) == 0
+    found = {(row["model"], row["variant"]): row for row in read_rows(rows)}
+    vanilla, experts, noise, coded = (found["moe-ep2", name] for name in controls.split(","))
+    assert len({row["loss"] for row in (vanilla, experts, noise, coded)}) == 4
+    assert experts["load"] == coded["load"] != vanilla["load"], "the weights are those of coded training"
+    # fp32 rounds a relative change of 1e-6 to steps of 1e-7, and after 8 iterations losses are far less than 1 % apart.
+    assert float(noise["loss"]) == pytest.approx(float(vanilla["loss"]), rel=1e-3)
+    assert float(experts["bytes"]) < float(vanilla["bytes"]) == float(noise["bytes"])
+    assert float(found["moe-bias-ep2", "vanilla"]["load"]) >= 1
