@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.document import ReportDocument
 from optimus_cc_ext.report.record import read_logs, shares
@@ -83,11 +84,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     data = prepared(options, training)
     runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)
     checkpoints = (runs.folder / "training" / "save").absolute()
-    flags = [
-        *training.megatron_flags(data, checkpoints.parent / "tensorboard"),
-        "--save", str(checkpoints), "--save-interval", str(math.gcd(*points)), "--ckpt-format", "torch_dist",
-        "--eval-interval", str(2 * training.iterations), "--no-save-optim",
-    ]  # fmt: skip
+    flags = training_flags(training, data, checkpoints, points)
     runs.made("training", training.processes, flags, options.seed, lambda folder: {})
 
     failed, rows = 0, []
@@ -115,10 +112,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                 folder = (runs.folder / name).absolute()
                 flags = [
                     *fixed.megatron_flags(data, folder / "tensorboard"), *ours.split(),
-                    "--load", str(checkpoints), "--ckpt-step", str(point), "--ckpt-format", "torch_dist", "--finetune",
-                    "--no-load-optim", "--no-load-rng", "--save", str(folder / "save"), "--no-save-optim",
-                    "--save-wgrads-interval", "1", "--save-interval", str(2 * fixed.iterations),
-                    "--eval-interval", str(2 * fixed.iterations),
+                    *from_weights(checkpoints, point, folder, fixed.iterations),
                 ]  # fmt: skip
                 dense = runs.folder / f"{stages}-stages-{point}-{DENSE}"
                 read = kept if setting == DENSE else lambda folder, dense=dense: against(folder, dense)
@@ -139,6 +133,25 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     print(document.markdown())
     document.write(options.output, markdown="gradients.md")
     return 1 if failed else 0
+
+
+def training_flags(training: Training, data: PreparedData, checkpoints: Path, points: Sequence[int]) -> list[str]:
+    """Return the flags of vanilla's training, which saves its weights at each of `points`."""
+    return [
+        *training.megatron_flags(data, checkpoints.parent / "tensorboard"),
+        "--save", str(checkpoints), "--save-interval", str(math.gcd(*points)), "--ckpt-format", "torch_dist",
+        "--eval-interval", str(2 * training.iterations), "--no-save-optim",
+    ]  # fmt: skip
+
+
+def from_weights(checkpoints: Path, point: int, folder: Path, iterations: int) -> list[str]:
+    """Return the flags of a run that begins with the weights of iteration `point`, and writes its gradients down."""
+    return [
+        "--load", str(checkpoints), "--ckpt-step", str(point), "--ckpt-format", "torch_dist", "--finetune",
+        "--no-load-optim", "--no-load-rng", "--save", str(folder / "save"), "--no-save-optim",
+        "--save-wgrads-interval", "1", "--save-interval", str(2 * iterations),
+        "--eval-interval", str(2 * iterations),
+    ]  # fmt: skip
 
 
 def kept(folder: Path) -> dict[str, Any]:
