@@ -11,17 +11,14 @@ that of vanilla with the same seed, text, settings and kind of CPU. An interrupt
 import argparse
 import csv
 import dataclasses
-import functools
 import hashlib
 import itertools
-import math
 import re
 import shlex
 import shutil
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +27,14 @@ from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
-from optimus_cc_ext.report.table import Table, printed
+from optimus_cc_ext.report.table import printed
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, claimed
 from scripts.experiments.texts import TEXTS, hash_of, text_of
 from scripts.experiments.variants import EXPERTS, VANILLA
 from scripts.hosts.launch import RunFailed, lines_in
 from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
+from scripts.study.cells import LAST, Row, compared, losses, verdicts
 from scripts.study.results import CONTROLS
 
 RUNS = Path(__file__).resolve().parents[2] / "docs" / "study-runs.csv"
@@ -55,14 +53,6 @@ _MODES = {"noise-on-rows": ("noise", VANILLA), "experts-coded-validation": ("cod
 VARIANTS = (*NAMES, *EXPERTS, *_MODES)
 
 _LOAD = re.compile(r"expert load in the second half: ([\d.]+)")
-
-LAST = 4
-LIMIT, MEAN_LIMIT = 0.05, 0.03
-"""A variant passes if the one-sided 95 % upper bound of every cell is below LIMIT percent over vanilla's loss, and the
-mean of all cells is at most MEAN_LIMIT percent.
-"""
-
-Row = Mapping[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -292,93 +282,6 @@ def add_row(path: Path, row: Row) -> None:
         if new:
             writer.writeheader()
         writer.writerow(row)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """Paired differences of one variant on one model, text, layout and number of iterations."""
-
-    model: str
-    text: str
-    layout: str
-    iterations: int
-    variant: str
-    differences: tuple[float, ...]
-    """Percent over vanilla's loss, seed by seed."""
-
-    @property
-    def mean(self) -> float:
-        """The mean difference, in percent."""
-        return statistics.fmean(self.differences)
-
-
-def compared(rows: Sequence[Row]) -> list[Cell]:
-    """Pair every run with vanilla's of the same settings, text and kind of CPU; return one cell for each variant."""
-    same = ("settings", "text_hash", "cpu")
-    vanilla = {tuple(row[name] for name in same): float(row["loss"]) for row in rows if row["variant"] == VANILLA}
-    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for row in rows:
-        plain = vanilla.get(tuple(row[name] for name in same))
-        if row["variant"] != VANILLA and plain:
-            cell = tuple(str(row[name]) for name in ("model", "text", "layout", "iterations", "variant"))
-            found[cell].append(100 * (float(row["loss"]) / plain - 1))
-    return [Cell(model, text, layout, int(iterations), variant, tuple(differences))
-            for (model, text, layout, iterations, variant), differences in sorted(found.items())]  # fmt: skip
-
-
-def pooled(cells: Sequence[Cell], variant: str) -> tuple[float, int]:
-    """Return the standard deviation of a variant's differences, pooled over its cells, and its degrees of freedom."""
-    ours = [cell.differences for cell in cells if cell.variant == variant and len(cell.differences) > 1]
-    freedom = sum(len(differences) - 1 for differences in ours)
-    squares = sum((len(differences) - 1) * statistics.variance(differences) for differences in ours)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
-
-
-def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
-    """Return the one-sided 95 % upper bound of a cell's mean difference, in percent; NaN without two seeds."""
-    return cell.mean + student(freedom) * deviation / math.sqrt(len(cell.differences)) if freedom else math.nan
-
-
-@functools.cache
-def student(freedom: int) -> float:
-    """Return the 95 % quantile of Student's t distribution."""
-    # mpmath is installed with torch, which needs sympy.
-    from mpmath import betainc, findroot
-
-    def beyond(t: float) -> Any:
-        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - 0.05
-
-    return float(findroot(beyond, (1.0, 8.0), solver="anderson"))
-
-
-def losses(cells: Sequence[Cell]) -> Table:
-    """Make the table of paired differences, one row for each cell and variant."""
-    rows = []
-    for cell in cells:
-        deviation, freedom = pooled(cells, cell.variant)
-        each = ", ".join(f"{difference:+.3f}" for difference in cell.differences)
-        rows.append((
-            cell.model, cell.text, cell.layout, cell.iterations, cell.variant, len(cell.differences), cell.mean,
-            upper_bound(cell, deviation, freedom), each,
-        ))  # fmt: skip
-    columns = ("model", "text", "layout", "iterations", "variant", "n", "mean, %", "95 % below, %", "each, %")
-    note = "Percent over vanilla's loss with the same seed. The deviation is pooled over the cells of a variant."
-    return Table(columns, rows, "Losses", note, name="losses")
-
-
-def verdicts(cells: Sequence[Cell]) -> Table:
-    """Make the table of the variants: the worst cell, the mean of all cells, and whether the variant passes."""
-    rows = []
-    for variant in sorted({cell.variant for cell in cells}):
-        ours = [cell for cell in cells if cell.variant == variant]
-        deviation, freedom = pooled(cells, variant)
-        worst = max(upper_bound(cell, deviation, freedom) for cell in ours)
-        mean = statistics.fmean(cell.mean for cell in ours)
-        passes = worst < LIMIT and mean <= MEAN_LIMIT
-        rows.append((variant, len(ours), deviation, worst, mean, "yes" if passes else "no"))
-    columns = ("variant", "cells", "deviation, %", "worst bound, %", "mean, %", "passes")
-    note = f"A variant passes if every bound is below {LIMIT} % and the mean of all cells is at most {MEAN_LIMIT} %."
-    return Table(columns, rows, "Verdicts", note, name="verdicts")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.document import Picture, ReportDocument
 from optimus_cc_ext.report.table import Table
 from scripts.experiments.models import ExperimentError
-from scripts.study.grid import RUNS, Cell, compared, pooled, read_rows, upper_bound
+from scripts.study.cells import Cell, compared, pooled, upper_bound
+from scripts.study.grid import RUNS, read_rows
 from scripts.study.in_formats import ROWS
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.texts import Text
 from scripts.hosts.launch import RunFailed
 from scripts.study import grid
-from scripts.study.grid import COLUMNS, Cell, add_row, compared, main, pooled, read_rows, student, upper_bound, verdicts
+from scripts.study.cells import Cell, behind, compared, pooled, student, upper_bound, verdicts
+from scripts.study.grid import COLUMNS, add_row, main, read_rows
 from scripts.study.noise import block_noise, relative_noise
 
 ROW = dict.fromkeys(COLUMNS, "") | {
@@ -71,6 +72,15 @@ def test_a_variant_passes_if_every_bound_and_the_mean_of_all_cells_are_low_enoug
     assert verdicts(cells).column("passes") == ["yes", "no"]
     assert verdicts([cell("a", 0.03, 0.031, 0.032)]).column("passes") == ["no"], "the mean is above 0.03 %"
     assert verdicts([cell("a", 0.0)]).column("passes") == ["no"], "one seed has no bound"
+
+
+def test_a_loss_is_as_many_iterations_behind_as_vanillas_curve_says() -> None:
+    falling = " ".join(f"{iteration}:{5 - iteration / 100}" for iteration in range(10, 101, 10))
+    end = 5 - 85 / 100  # the mean of the validations after 70, 80, 90 and 100 iterations
+    assert behind(falling, end) == pytest.approx(0)
+    assert behind(falling, end + 0.05) == pytest.approx(5) and behind(falling, end + 0.25) == pytest.approx(25)
+    assert behind(falling, end - 0.03) == pytest.approx(-3)
+    assert math.isnan(behind(falling, 9.0)) and math.isnan(behind("10:5 20:5 30:5 40:5 50:5", 5.0))
 
 
 def test_a_finished_run_is_a_line_of_the_file(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext.compressors.formats import FORMATS
-from scripts.study.grid import COLUMNS, Cell, add_row
+from scripts.study.cells import Cell
+from scripts.study.grid import COLUMNS, add_row
 from scripts.study.in_formats import ROWS
 from scripts.study.screen import FORMAT_OF, main, prices, slope
 

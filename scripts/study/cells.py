@@ -1,0 +1,144 @@
+"""Cells of the study of several models and texts: paired differences, their 95 % bounds, and the rule of a preset."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optimus_cc_ext.report.table import Table
+from scripts.experiments.variants import VANILLA
+
+LAST = 4
+"""Number of validations whose mean is a run's loss."""
+
+LIMIT, MEAN_LIMIT = 0.05, 0.03
+"""A variant passes if the one-sided 95 % upper bound of every cell is below LIMIT percent over vanilla's loss, and the
+mean of all cells is at most MEAN_LIMIT percent.
+"""
+
+Row = Mapping[str, Any]
+"""Line of the file of finished runs, by column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Paired differences of one variant on one model, text, layout and number of iterations."""
+
+    model: str
+    text: str
+    layout: str
+    iterations: int
+    variant: str
+    differences: tuple[float, ...]
+    """Percent over vanilla's loss, seed by seed."""
+
+    behind: tuple[float, ...] = ()
+    """Iterations by which vanilla reached the loss earlier, seed by seed."""
+
+    @property
+    def mean(self) -> float:
+        """The mean difference, in percent."""
+        return statistics.fmean(self.differences)
+
+
+def compared(rows: Sequence[Row]) -> list[Cell]:
+    """Pair every run with vanilla's of the same settings, text and kind of CPU; return one cell for each variant."""
+    same = ("settings", "text_hash", "cpu")
+    vanilla = {tuple(row[name] for name in same): row for row in rows if row["variant"] == VANILLA}
+    found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        plain = vanilla.get(tuple(row[name] for name in same))
+        if row["variant"] != VANILLA and plain:
+            cell = tuple(str(row[name]) for name in ("model", "text", "layout", "iterations", "variant"))
+            loss = float(row["loss"])
+            found[cell].append((100 * (loss / float(plain["loss"]) - 1), behind(str(plain["validations"]), loss)))
+    return [Cell(model, text, layout, int(iterations), variant, *zip(*pairs, strict=True))
+            for (model, text, layout, iterations, variant), pairs in sorted(found.items())]  # fmt: skip
+
+
+def behind(validations: str, loss: float) -> float:
+    """Return by how many iterations vanilla reached `loss` before its end; negative if vanilla would need more
+    iterations, and NaN if its curve does not tell.
+
+    Args:
+        validations: vanilla's, as iteration:loss. The curve is the mean of `LAST` successive ones.
+    """
+    points = [(int(iteration), float(value)) for iteration, value in (each.split(":") for each in validations.split())]
+    curve = [
+        (points[end - 1][0], statistics.fmean(value for _, value in points[end - LAST : end]))
+        for end in range(LAST, len(points) + 1)
+    ]
+    for (before, higher), (after, lower) in reversed(list(itertools.pairwise(curve))):
+        if max(lower, loss) < higher or loss == higher > lower:
+            return curve[-1][0] - after + (loss - lower) * (after - before) / (higher - lower)
+    return math.nan
+
+
+def pooled(cells: Sequence[Cell], variant: str) -> tuple[float, int]:
+    """Return the standard deviation of a variant's differences, pooled over its cells, and its degrees of freedom."""
+    ours = [cell.differences for cell in cells if cell.variant == variant and len(cell.differences) > 1]
+    freedom = sum(len(differences) - 1 for differences in ours)
+    squares = sum((len(differences) - 1) * statistics.variance(differences) for differences in ours)
+    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
+
+
+def upper_bound(cell: Cell, deviation: float, freedom: int) -> float:
+    """Return the one-sided 95 % upper bound of a cell's mean difference, in percent; NaN without two seeds."""
+    return cell.mean + student(freedom) * deviation / math.sqrt(len(cell.differences)) if freedom else math.nan
+
+
+@functools.cache
+def student(freedom: int) -> float:
+    """Return the 95 % quantile of Student's t distribution."""
+    # mpmath is installed with torch, which needs sympy.
+    from mpmath import betainc, findroot
+
+    def beyond(t: float) -> Any:
+        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - 0.05
+
+    return float(findroot(beyond, (1.0, 8.0), solver="anderson"))
+
+
+def losses(cells: Sequence[Cell]) -> Table:
+    """Make the table of paired differences, one row for each cell and variant."""
+    rows = []
+    for cell in cells:
+        deviation, freedom = pooled(cells, cell.variant)
+        each = ", ".join(f"{difference:+.3f}" for difference in cell.differences)
+        rows.append((
+            cell.model, cell.text, cell.layout, cell.iterations, cell.variant, len(cell.differences), cell.mean,
+            upper_bound(cell, deviation, freedom), _mean_of_known(cell.behind), each,
+        ))  # fmt: skip
+    columns = (
+        "model", "text", "layout", "iterations", "variant", "n", "mean, %", "95 % below, %", "iterations behind",
+        "each, %",
+    )  # fmt: skip
+    note = (
+        "Percent over vanilla's loss with the same seed. The deviation is pooled over the cells of a variant."
+        " Iterations behind: vanilla reached the loss so many iterations before its end."
+    )
+    return Table(columns, rows, "Losses", note, name="losses")
+
+
+def _mean_of_known(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else None
+
+
+def verdicts(cells: Sequence[Cell]) -> Table:
+    """Make the table of the variants: the worst cell, the mean of all cells, and whether the variant passes."""
+    rows = []
+    for variant in sorted({cell.variant for cell in cells}):
+        ours = [cell for cell in cells if cell.variant == variant]
+        deviation, freedom = pooled(cells, variant)
+        worst = max(upper_bound(cell, deviation, freedom) for cell in ours)
+        mean = statistics.fmean(cell.mean for cell in ours)
+        passes = worst < LIMIT and mean <= MEAN_LIMIT
+        rows.append((variant, len(ours), deviation, worst, mean, "yes" if passes else "no"))
+    columns = ("variant", "cells", "deviation, %", "worst bound, %", "mean, %", "passes")
+    note = f"A variant passes if every bound is below {LIMIT} % and the mean of all cells is at most {MEAN_LIMIT} %."
+    return Table(columns, rows, "Verdicts", note, name="verdicts")
