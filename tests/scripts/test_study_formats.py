@@ -61,15 +61,15 @@ def test_the_vocabulary_has_a_format_of_its_own_and_every_value_is_sent_once() -
         ("int4", 641 * 64), ("int8", 641 * 64)
     ]  # fmt: skip
     assert [list(part.coded) for part in bucket.compressed.parts] == [[(512 * 64, 128 * 64)], [(0, 512 * 64)]]
-    # The two replicas send each other half of the gradients; an int8 code has half a byte more than one of int4.
+    # Each of two replicas sends half of the gradients; an int8 code has half a byte more than one of int4.
     extra = plan.compressed_bytes() - in_one
-    assert extra == pytest.approx(512 * 64 / 2 * 0.5 * 2, abs=64), "the sections of a message are padded to 16 bytes"
+    assert extra == pytest.approx(512 * 64 / 2 * 0.5, abs=64), "the sections of a message are padded to 16 bytes"
     (alone,) = planned(embedding=False).buckets
     assert isinstance(alone.compressed, PartsPlan) and len(alone.compressed.parts) == 1
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_parts_add_up_to_vanillas_sums(tmp_path: Path) -> None:
     """The pass-through format leaves the losses as they are, in every digit; int4 for the vocabulary changes them."""
     model = shrunk(MODELS["llama"])
@@ -85,7 +85,7 @@ def test_parts_add_up_to_vanillas_sums(tmp_path: Path) -> None:
         folder.mkdir()
         flags = [*(["scripts/study/in_formats.py", *script] if script else []), *training.megatron_flags(data), *ours]
         flags += ["--eval-interval", "1", "--no-compression-forecast"]
-        run(flags, folder, lambda line: None, time.monotonic() + 90, ranks=training.processes)
+        run(flags, folder, lambda line: None, time.monotonic() + 150, ranks=training.processes)
         found[name] = measured(folder, ["DP gradients"] if name == "vocabulary" else [])["validations"]
     assert found["exact"] == found["vanilla"] != found["vocabulary"]
 
