@@ -33,8 +33,10 @@ from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 __all__ = ["ExpertRows", "Noted", "RowExchange", "exchange_bytes"]
 
-_MEASURED_ROWS = 1024
-"""Largest number of rows of an exchange whose errors are measured."""
+_MEASURED_ROWS = 128
+"""Number of rows of an exchange whose errors are measured: an iteration has many exchanges, so that a few rows of each
+show the error, and cost little next to coding.
+"""
 
 
 def exchange_bytes(rows: float, coded: int, dense: int) -> float:
@@ -141,7 +143,7 @@ class ExpertRows(Technique):
 
     def _measure(self, codec: Codec, rows: torch.Tensor, message: torch.Tensor) -> None:
         if self.gauge.on and rows.numel():
-            every = max(1, rows.shape[0] // _MEASURED_ROWS)
+            every = -(-rows.shape[0] // _MEASURED_ROWS)
             values = rows[::every].float()
             self.gauge.note(values, values - codec.decode_rows(message[::every].contiguous(), torch.float32))
 

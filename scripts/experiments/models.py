@@ -99,8 +99,15 @@ MODELS: Mapping[str, Model] = {
     # model; `proportions` of the cluster benchmark computes the ratio.
     "small": Model(4, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=1, micro_batches=12),
     "deep": Model(8, hidden=256, heads=4, sequence=128, vocabulary=1024, micro_batch=4, micro_batches=6),
-    # Four ranks share the experts of each layer, so most of the traffic is tokens.
-    "experts": replace(_MOE, vocabulary=1024, layers_per_stage=4, flags=f"{_LLAMA.flags}{_EXPERTS} 4"),
+    # Four ranks share the experts of each layer, so most of the traffic is tokens. Coding grows with the width and
+    # computation with its square, and real models are wider than the other models here.
+    "experts": replace(
+        _MOE,
+        hidden=512,
+        vocabulary=1024,
+        micro_batches=2,
+        flags=f"{_LLAMA.flags}{_EXPERTS} 4 --moe-ffn-hidden-size 1024",
+    ),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
 """Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts),
