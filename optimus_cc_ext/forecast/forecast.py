@@ -134,7 +134,8 @@ class Forecast:
         if name == GRADIENTS:
             if not self.compressed_stages:
                 return f"{title}: no stage's reduction is worth compressing"
-            where = f" on stages {', '.join(map(str, sorted(self.compressed_stages)))} of {len(self.ours.ends)}"
+            chosen = sorted(self.compressed_stages)
+            where = f" on {len(chosen)} of {len(self.ours.ends)} stages ({', '.join(map(str, chosen))})"
             cure = ", or give --dp-compression-stages auto"
         change = f"{title}: {1e3 * (ours - without):+.0f} ms ({_change(ours, without)}){where}"
         if ours > without * (1 + INDIFFERENT):
@@ -219,7 +220,8 @@ def _mean_rate(rates: Sequence[Rate | None]) -> float:
 
 
 def _change(new: float, old: float) -> str:
-    return f"{100 * (new / old - 1):+.1f} %" if old else "0.0 %"
+    share = new / old - 1 if old else 0.0
+    return f"{100 * abs(share):.1f} % {'less' if share < 0 else 'more'}"
 
 
 class Forecaster:

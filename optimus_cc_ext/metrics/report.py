@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from optimus_cc_ext.compressors.scratch import Scratch
-from optimus_cc_ext.config.classes import CLASSES, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import Gauge, norm
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
@@ -162,7 +162,8 @@ class Report:
         residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
         milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
         kept = f", residual norm {residual:.3e}" if residual else ""
-        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{kept}, {milliseconds:.2f} ms"
+        share = " of a step's change, which the next step makes up" if title == PARAM_GATHER.title else ""
+        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{share}{kept}, {milliseconds:.2f} ms"
 
 
 def collect(

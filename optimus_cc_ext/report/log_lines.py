@@ -25,7 +25,9 @@ _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 _SCALARS = {
     "optimus-cc/{} sent bytes": re.compile(r"\| ([^|:]+): ([\d.]+) of [\d.]+ MB"),
     "optimus-cc/{} raw bytes": re.compile(r"\| ([^|:]+): [\d.]+ of ([\d.]+) MB"),
-    "optimus-cc/{} milliseconds": re.compile(rf"{_TITLE}: error \S+ %(?:, residual norm \S+)?, ([\d.]+) ms"),
+    "optimus-cc/{} milliseconds": re.compile(
+        rf"{_TITLE}: error \S+ %(?: of [^|]*?)?(?:, residual norm \S+)?, ([\d.]+) ms"
+    ),
     "optimus-cc/{} relative error": re.compile(rf"{_TITLE}: error (\S+) %"),
     "optimus-cc/error cosine/stage {}": re.compile(r"stage (\d+): cosine ([^\s,]+)"),
     "optimus-cc/error mean/stage {}": re.compile(r"stage (\d+): cosine \S+ mean error ([^\s,]+)"),

@@ -106,14 +106,15 @@ def test_where_there_are_only_logs_as_of_the_papers_runs_these_are_read(
     lines = (
         f" iteration {i}/ 4 | consumed samples: 8 | elapsed time per iteration (ms): 500.0 | lm loss: 7.5E+00 |\n"
         "  optimus-cc traffic per iteration | DP gradients: 1.000 of 4.000 MB (25.0 %)\n"
-        "  optimus-cc compression | SC low-rank: error 40.00 %, residual norm 1.0e+00, 3.00 ms\n"
+        "  optimus-cc compression | SC low-rank: error 40.00 %, residual norm 1.0e+00, 3.00 ms | gather int4: error "
+        "12.00 % of a step's change, which the next step makes up, 5.00 ms\n"
         for i in range(1, 5)
     )
     (tmp_path / "log.txt").write_text("".join(lines))
     assert report(tmp_path, "--output", tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "| final training loss | 7.5000 |" in said and "| DP gradients | 4.000 | 1.000 | 25.0% |" in said
-    assert "| SC | 40 | 3 |" in said and "no validation loss" in said
+    assert "| SC | 40 | 3 |" in said and "| gather | 12 | 5 |" in said and "no validation loss" in said
 
 
 def test_a_resumed_run_is_one_run_and_its_later_file_counts(tmp_path: Path) -> None:
