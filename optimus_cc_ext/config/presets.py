@@ -115,13 +115,16 @@ def experts_in(model: Any, ranks: int) -> dict[str, Any]:
     }
 
 
-def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = False) -> OptimusConfig:
+def config_of(
+    flags: Sequence[str], layout: Layout, *, ignore_others: bool = False, megatron: argparse.Namespace | None = None
+) -> OptimusConfig:
     """Return the configuration that training would use for these Optimus-CC flags on a layout.
 
     Args:
         flags: words of a command line.
         layout: the run's layout.
         ignore_others: skip flags that are not ours, such as Megatron's, instead of refusing them.
+        megatron: Megatron's arguments; None: there are no conflicts to look for.
 
     Raises:
         FlagError: a flag is not one of ours, or training would refuse it.
@@ -132,7 +135,7 @@ def config_of(flags: Sequence[str], layout: Layout, *, ignore_others: bool = Fal
         raise FlagError(
             others[0], "not an Optimus-CC flag", "Leave it out: compared runs differ in Optimus-CC's flags only"
         )
-    return resolve(request_from(args), layout).config
+    return resolve(request_from(args), layout, megatron).config
 
 
 def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | None = None) -> Resolution:

@@ -8,19 +8,20 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
     TrafficClass,
 )
-from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster
 from optimus_cc_ext.plan.iteration import breakdown, iteration, rank_costs
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import check_memory
-from optimus_cc_ext.plan.variants import WORTH, Band, Variant, layout_of
+from optimus_cc_ext.plan.variants import WORTH, Band, Variant, config_in
 
 __all__ = ["Answer", "answer_lines", "answers", "class_of", "in_bf16", "recommended", "why"]
 
@@ -32,6 +33,10 @@ together cost +0.006 % (the gather nothing that can be told); `balanced`, with g
 bound of 0.06 %.
 """
 
+UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}
+"""The format in which the answer gives the seconds of a class that no study has a price of; it is not recommended."""
+
+NO_PRICE = "docs/study.md has no price of it in loss"
 PRICE = "together +0.006 % of loss (docs/study.md)"
 CLASS_WORTH = WORTH / 4
 """Smallest share of vanilla's seconds that a class must save to be recommended."""
@@ -45,7 +50,7 @@ class Answer:
     form: str
     saved: tuple[float, ...]
     """Seconds that this class saves if all others are compressed: as planned, at least, at most; empty if the layout
-    does not allow it.
+    or an option of Megatron does not allow it.
     """
 
     taken: bool
@@ -60,32 +65,31 @@ class Answer:
         planned, least, most = self.saved
         what = f"{'saves' if planned >= 0 else 'costs'} {abs(planned):.3f} s an iteration beside the others"
         share = f"{100 * planned / vanilla:.1f} % of vanilla's seconds"
+        why_not = self.reason or f"less than {100 * CLASS_WORTH:g} % is sure"
         return f"{tag}: {'yes' if self.taken else 'no'}, {self.form} {what} ({least:.3f} to {most:.3f} s; {share})" + (
-            "" if self.taken else f": at least {100 * CLASS_WORTH:g} % would be worth it"
+            "" if self.taken else f": {why_not}"
         )
 
 
 def _flags(chosen: Sequence[TrafficClass]) -> list[str]:
-    return [word for traffic in chosen for word in (traffic.format_flag, ADMITTED[traffic])]
+    return [word for traffic in chosen for word in (traffic.format_flag, (ADMITTED | UNPRICED)[traffic])]
 
 
 def answers(band: Band, job: Job) -> list[Answer]:
     """Return the answer for every class of traffic. The class that saves least is left out first, until every other one
     surely saves `CLASS_WORTH`.
     """
-    layout, allowed, refused = layout_of(job), list[TrafficClass](), dict[TrafficClass, str]()
+    sent, refused = list[TrafficClass](), dict[TrafficClass, str]()
     for traffic in CLASSES:
-        if traffic not in ADMITTED:
-            refused[traffic] = "docs/study.md has no price of it"
-            continue
         try:
-            config_of(_flags([traffic]), layout)
-            allowed.append(traffic)
+            config_in(_flags([traffic]), job)
+            sent.append(traffic)
         except FlagError as error:
             refused[traffic] = error.reason
+    allowed = [traffic for traffic in sent if traffic in ADMITTED]
 
     def seconds(chosen: Sequence[TrafficClass]) -> list[float]:
-        return band.seconds(config_of(_flags(chosen), layout))
+        return band.seconds(config_in(_flags(chosen), job))
 
     def saved(chosen: Sequence[TrafficClass]) -> dict[TrafficClass, tuple[float, float, float]]:
         whole, found = seconds(chosen), {}
@@ -101,9 +105,13 @@ def answers(band: Band, job: Job) -> list[Answer]:
         if left[smallest][1] >= CLASS_WORTH * band.vanilla.seconds:
             break
         left = saved([traffic for traffic in left if traffic is not smallest])
+    if len(sent) > len(allowed):
+        everything = saved(sent)
+        first = first | {traffic: everything[traffic] for traffic in sent if traffic in UNPRICED}
+        refused |= {traffic: NO_PRICE for traffic in sent if traffic in UNPRICED}
     return [
         Answer(
-            traffic, ADMITTED.get(traffic, ""), first.get(traffic, ()), traffic in left, refused.get(traffic, "")
+            traffic, (ADMITTED | UNPRICED)[traffic], first.get(traffic, ()), traffic in left, refused.get(traffic, "")
         )
         for traffic in CLASSES
     ]  # fmt: skip
@@ -114,7 +122,7 @@ def recommended(cluster: Cluster, job: Job, band: Band, found: Sequence[Answer],
     gain `WORTH`.
     """
     flags = _flags([answer.traffic for answer in found if answer.taken])
-    config = config_of(flags, layout_of(job))
+    config = config_in(flags, job)
     gain = band.gain(config)
     if not flags or gain.verdict != "pays":
         return vanilla
@@ -136,10 +144,10 @@ def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Va
         return [*said, f"use no compression: nothing here surely gains {100 * WORTH:g} %"]
     gain = chosen.gain
     said.append(
-        f"use: {layout_words} {chosen.flags}   ({100 * gain.planned:.1f} % less, "
+        f"use: {layout_words} {chosen.flags}   ({100 * gain.planned:.1f} % less time, "
         f"{100 * gain.least:.1f} to {100 * gain.most:.1f} %; {PRICE})"
     )
-    int4 = config_of([*chosen.flags.split(), DP_GRADIENTS.format_flag, "int4"], layout_of(job))
+    int4 = config_in([*chosen.flags.split(), DP_GRADIENTS.format_flag, "int4"], job)
     if chosen.config.format_of(DP_GRADIENTS) == "int8":
         more = chosen.result.seconds - iteration(cluster, job, int4).seconds
         said.append(
@@ -167,10 +175,10 @@ def why(cluster: Cluster, job: Job, answer: Answer, vanilla: Variant) -> list[st
         said.append(f"  exposed in vanilla's iteration, which nothing hides: {exposed:.3f} of {plain.seconds:.3f} s")
     if not answer.saved:
         return said
-    config: OptimusConfig = config_of(_flags([traffic]), layout_of(job))
+    config: OptimusConfig = config_in(_flags([traffic]), job)
     stage = min(1, job.pp - 1) if traffic is PIPELINE_BACKWARD else 0
     for cost in rank_costs(cluster, job, config)[stage].classes:
-        if cost.name == traffic.tag:
+        if cost.name == traffic.tag and cost.dense.nbytes:
             for form, sent in (("dense", cost.dense), (answer.form, cost.compressed)):
                 coding = sent.encode + sent.decode + sent.remember
                 said.append(

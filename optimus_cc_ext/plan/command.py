@@ -16,14 +16,17 @@ from optimus_cc_ext.plan import PlanError, validate
 from optimus_cc_ext.plan.answer import answer_lines, answers, class_of, recommended, why
 from optimus_cc_ext.plan.flags import job_of, layout_flags
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
+from optimus_cc_ext.plan.left_out import left_out
+from optimus_cc_ext.plan.measured import calibrated, read_run, with_nccl_tests
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.recipes import configurations, judged
 from optimus_cc_ext.plan.shapes import MODELS
+from optimus_cc_ext.plan.validate import band_of
 from optimus_cc_ext.plan.variants import VARIANTS, Band, Sweep, layout_of, points, variants
 
 __all__ = ["add_arguments", "run"]
 
-SWEPT = ("paper", "int8", "int8, gradients int4")
+SWEPT = ("int8", "balanced", "paper")
 """The variants that a sweep compares with vanilla if no flags of ours are given."""
 
 
@@ -41,6 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs of each node, and so ranks (default: 8, or the cluster file's number)",
     )
     parser.add_argument("--model", help=f"model to plan: {', '.join(MODELS)} (default: the sizes in Megatron's flags)")
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN",
+        help="log, or folder of logs, of a run without compression: it gives the model, the layout and the seconds of "
+        "computation; --nodes plans it on another number of nodes",
+    )
+    parser.add_argument(
+        "--nccl-tests",
+        type=Path,
+        metavar="FILE",
+        help="output of all_reduce_perf or alltoall_perf on the cluster: it gives the network's rate and latency",
+    )
     parser.add_argument(
         "--sweep",
         metavar="KEY=VALUES,...",
@@ -94,17 +111,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    for wanted in ("cluster", "nodes"):
-        if getattr(options, wanted) is None:
-            raise PlanError(f"give --{wanted}, or --validate")
-    cluster = cluster_of(options.cluster)
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise PlanError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not a positive number")
-    if options.gpus_per_node:
-        cluster = replace(cluster, gpus_per_node=options.gpus_per_node)
-    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
-    job, others = job_of(flags, options.nodes * cluster.gpus_per_node, options.model)
+    cluster, job, others, measured = _basis(options)
     own, unread = _own(others, job)
     if options.sweep:
         _sweep(options, cluster, job, own)
@@ -113,6 +120,7 @@ def _plan(options: argparse.Namespace) -> None:
     from optimus_cc_ext.report.table import printed
 
     band = Band(cluster, job)
+    left, unread = left_out(cluster, job, unread, band.vanilla, cluster.error or band_of(cluster.gpu, job))
     found, said = variants(cluster, job, band, own), answers(band, job)
     if options.why:
         traffic = class_of(options.why)
@@ -124,7 +132,9 @@ def _plan(options: argparse.Namespace) -> None:
     constants = tables.constants(cluster)
     lines = [
         *answer_lines(cluster, job, said, chosen, found, layout_flags(job)),
+        *measured,
         *tables.lines(cluster, job, found, chosen),
+        *left,
         *([f"Not part of a plan: {' '.join(unread)}"] if unread else []),
         *(constants if options.constants else []),
     ]
@@ -135,6 +145,40 @@ def _plan(options: argparse.Namespace) -> None:
         from optimus_cc_ext.plan.page import write_plan
 
         write_plan(options.output, job, found, chosen, shown, list(dict.fromkeys([*lines, *constants])))
+
+
+def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[str]]:
+    """Return the cluster, the job, the words that the planner does not read, and the lines about measurements.
+
+    Raises:
+        PlanError: an argument is missing or wrong, or a measurement cannot be used.
+    """
+    for wanted in ("cluster", "nodes"):
+        if getattr(options, wanted) is None and not (wanted == "nodes" and options.run):
+            raise PlanError(f"give --{wanted}, or --validate")
+    cluster, said = cluster_of(options.cluster), list[str]()
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise PlanError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not a positive number")
+    if options.gpus_per_node:
+        cluster = replace(cluster, gpus_per_node=options.gpus_per_node)
+    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    if options.nccl_tests:
+        cluster, line = with_nccl_tests(cluster, options.nccl_tests)
+        said.append(line)
+    if not options.run:
+        return cluster, *job_of(flags, options.nodes * cluster.gpus_per_node, options.model), said
+    if options.model:
+        raise PlanError("--model: the log of --from gives the model. Leave one of the two out")
+    run = read_run(options.run)
+    per_node = min(cluster.gpus_per_node, run.job.gpus)
+    cluster = calibrated(replace(cluster, gpus_per_node=per_node), run)
+    said.append(run.words(cluster.software_scale, cluster.gpu.name))
+    gpus = options.nodes * per_node if options.nodes else run.job.gpus
+    job, others = job_of([*run.flags, *flags], gpus)
+    if run.job.precision == "fp32":
+        job = job.replace(precision="fp32", gradient_bytes=4)
+    return cluster if job == run.job else replace(cluster, error=0.0), job, others, said
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.shapes import MODELS, Latent, Mixture, Model
 
-__all__ = ["job_of", "layout_flags"]
+__all__ = ["job_of", "layout_flags", "parsed_flags"]
 
 _MODEL = {
     "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "ffn-hidden-size": "ffn",
@@ -33,26 +33,27 @@ _LAYOUT = {
     "num-virtual-stages-per-pipeline-rank": "vpp", "context-parallel-size": "cp",
     "expert-model-parallel-size": "ep", "expert-tensor-parallel-size": "etp",
     "micro-batch-size": "micro_batch", "global-batch-size": "batch",
+    "num-distributed-optimizer-instances": "instances",
 }  # fmt: skip
 _HOW = {
     "sequence-parallel": "sequence_parallel", "use-distributed-optimizer": "distributed_optimizer",
     "overlap-grad-reduce": "overlap_grad_reduce", "overlap-param-gather": "overlap_param_gather",
-    "tp-comm-overlap": "tp_overlap", "overlap-moe-expert-parallel-comm": "expert_overlap",
+    "fp8-param-gather": "fp8_gather", "tp-comm-overlap": "tp_overlap",
+    "overlap-moe-expert-parallel-comm": "expert_overlap",
     "moe-shared-expert-overlap": "shared_expert_overlap",
     "account-for-embedding-in-pipeline-split": "embedding_slot", "account-for-loss-in-pipeline-split": "loss_slot",
 }  # fmt: skip
 """Flags, each with the field of `Model`, `Mixture`, `Latent` or `Job` that it sets."""
 
 _NOT_MODELLED = (
-    "hybrid-layer-pattern", "hybrid-override-pattern", "heterogeneous-layers-config-path",
-    "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-    "use-megatron-fsdp", "use-torch-fsdp2",
+    "hybrid-layer-pattern", "hybrid-override-pattern", "heterogeneous-layers-config-path", "use-megatron-fsdp",
+    "use-torch-fsdp2", "optimizer-cpu-offload",
 )  # fmt: skip
-"""Flags that change shapes, layout or traffic in a way that no plan contains."""
+"""Flags that change shapes or traffic in a way that no plan contains, and by an unknown number of seconds."""
 
 _SIZES = (
     "vocab-size", "make-vocab-size-divisible-by", "num-layers-per-virtual-pipeline-stage", "num-query-groups",
-    "max-position-embeddings",
+    "max-position-embeddings", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
 )  # fmt: skip
 _SWITCHES = (
     "swiglu", "untie-embeddings-and-output-weights", "recompute-activations", "bf16", "fp16", "grad-reduce-in-bf16",
@@ -81,6 +82,8 @@ def _parser() -> _Parser:
             parser.add_argument(f"--{flag}", type=_whole, dest=f"{prefix}_{field}")
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall", "flex"), default="allgather")
+    parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"), default="deepep")
+    parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--cp-comm-type", nargs="+", choices=("p2p", "a2a", "allgather", "a2a+p2p"), default=["p2p"])
     parser.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
@@ -92,6 +95,12 @@ def _parser() -> _Parser:
     return parser
 
 
+def parsed_flags() -> list[tuple[str, bool]]:
+    """Return the flags of Megatron that a plan reads, each with True if it is a switch without a value."""
+    actions = _parser()._actions
+    return [(each.option_strings[0].removeprefix("--"), each.nargs == 0) for each in actions]
+
+
 def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Job, list[str]]:
     """Return the job that `flags`, on the model `name`, describe on `gpus` GPUs, and the flags that were not read.
 
@@ -100,7 +109,10 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
     """
     for word in flags:
         if word.startswith("--") and word[2:].partition("=")[0] in _NOT_MODELLED:
-            raise PlanError(f"{word.partition('=')[0]}: not modelled by the planner. Plan without it")
+            raise PlanError(
+                f"{word.partition('=')[0]}: not modelled by the planner, and nothing bounds what it changes. Plan "
+                "without it"
+            )
     args, others = _parser().parse_known_args(list(flags))
     given = {field: value for field, value in vars(args).items() if value}
     layout = {field: given.get(field, 1) for field in _LAYOUT.values()}
@@ -111,6 +123,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         if model.layers % (stages * per_chunk):
             raise PlanError(f"{model.layers} layers do not divide among {stages} stages in chunks of {per_chunk}")
         layout["vpp"] = model.layers // (stages * per_chunk)
+    layout |= _uneven(args, stages, layout["vpp"], model.layers)
     if "batch" not in given:
         layout["batch"] = 8 * max(1, gpus // (tp * stages * layout["cp"])) * micro_batch * stages
     fp32 = args.accumulate_allreduce_grads_in_fp32 or not (args.grad_reduce_in_bf16 or args.fp16)
@@ -130,9 +143,46 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         pipeline_before_data=args.use_tp_pp_dp_mapping,
         accumulation="added" if args.no_gradient_accumulation_fusion else "fused",
         cp_exchange=args.cp_comm_type[0],
-        dispatcher=args.moe_token_dispatcher_type,
+        dispatcher=args.moe_flex_dispatcher_backend.replace("hybridep", "flex")
+        if args.moe_token_dispatcher_type == "flex"
+        else args.moe_token_dispatcher_type,
     )
     return job, others
+
+
+def _uneven(args: argparse.Namespace, stages: int, chunks: int, layers: int) -> dict[str, Any]:
+    """Return the fields of `Job` for layers that are dealt out unevenly; no fields if they are not."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if text := args.pipeline_model_parallel_layout:
+        return _laid_out(text, stages)
+    if not (first or last):
+        return {}
+    between, rest = stages - bool(first) - bool(last), layers - (first or 0) - (last or 0)
+    if rest < 0 or between < bool(rest) or (between and rest % (between * chunks)):
+        raise PlanError(f"{rest} layers do not divide among the other {between} stages x {chunks} chunks")
+    ends = [(each,) if each else () for each in (first, last)]
+    words = (f"--decoder-{end}-pipeline-num-layers {n}" for end, n in (("first", first), ("last", last)) if n)
+    middle = (rest // between,) * between if between else ()
+    return {"stage_layers": (*ends[0], *middle, *ends[1]), "stage_flags": " ".join(words)}
+
+
+def _laid_out(text: str, stages: int) -> dict[str, Any]:
+    """Return the fields of `Job` for a layout such as `Et*3|(tt|)*29,m|L`: E is the embedding, t a layer, m a layer of
+    MTP and L the loss; a bar ends a chunk of a stage.
+    """
+    flat = re.sub(r"[, ]", "", text)
+    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([^()*])\*(\d+)", flat):
+        repeated = (found[1] if found[3] is None else found[3]) * int(found[2] or found[4] or 1)
+        flat = flat[: found.start()] + repeated + flat[found.end() :]
+    chunks = flat.split("|")
+    if set(flat) - set("EtmL|") or len(chunks) % stages:
+        raise PlanError(
+            f"--pipeline-model-parallel-layout {text}: {len(chunks)} parts of E, t, m and L do not divide among "
+            f"{stages} stages"
+        )
+    layers = tuple(sum(chunk.count("t") for chunk in chunks[stage::stages]) for stage in range(stages))
+    words = f"--pipeline-model-parallel-layout '{text}'"
+    return {"vpp": len(chunks) // stages, "stage_layers": layers, "stage_flags": words}
 
 
 def _model(args: argparse.Namespace, given: dict[str, Any], tp: int, name: str | None) -> Model:
@@ -189,11 +239,15 @@ def _mixture_layers(pattern: str, layers: int) -> int:
 
 def layout_flags(job: Job) -> str:
     """Return Megatron's flags for the layout of `job`, without the model's sizes."""
-    usual = {"vpp": 1, "cp": 1, "ep": 1, "etp": job.tp if job.model.mixture else job.etp}
+    usual = {"vpp": 1, "cp": 1, "ep": 1, "etp": job.tp if job.model.mixture else job.etp, "instances": 1}
+    usual |= {"vpp": job.vpp} if job.stage_flags.startswith("--pipeline") else {}  # the layout gives the chunks
     words = [
         f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if getattr(job, field) != usual.get(field)
     ]
-    words += [f"--moe-token-dispatcher-type {job.dispatcher}"] if job.model.mixture else []
+    words += [job.stage_flags] if job.stage_flags else []
+    if job.model.mixture:
+        backend = {"flex": " --moe-flex-dispatcher-backend hybridep", "deepep": ""}.get(job.dispatcher)
+        words.append(f"--moe-token-dispatcher-type {job.dispatcher if backend is None else f'flex{backend}'}")
     words += [f"--cp-comm-type {job.cp_exchange}"] if job.cp > 1 else []
     if job.recompute != "none":
         words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")

@@ -56,9 +56,9 @@ class Gpu:
     that.
     """
 
-    mixture_overhead: float
-    """Further seconds of a forward pass through one mixture of experts: routing, permutation, small launches and waits
-    for the host; a backward pass has twice that.
+    mixture_efficiency: float
+    """Share of the speed of a dense layer's kernels that those of routed experts reach: many small GEMMs, padding,
+    permutations of tokens, and waits for the host.
     """
 
 
@@ -78,7 +78,7 @@ GPUS = {
         gemm_efficiency=Constant(0.799, "fitted", _NARAYANAN),
         memory_efficiency=Constant(0.666, "fitted", _NARAYANAN),
         layer_overhead=Constant(0.0, "fitted", f"{_NARAYANAN}; nothing is left for it"),
-        mixture_overhead=Constant(1.17e-3, "assumed", "as H100: no public run of a mixture on A100s was found"),
+        mixture_efficiency=Constant(0.45, "assumed", "as H100: no public run of a mixture on A100s was found"),
     ),
     "H100": Gpu(
         name="H100",
@@ -93,7 +93,7 @@ GPUS = {
             0.666, "assumed", "as A100: the rows are of one model, and do not tell it from the GEMMs"
         ),
         layer_overhead=Constant(2.8e-4, "fitted", _MLPERF),
-        mixture_overhead=Constant(1.17e-3, "fitted", "mixtures of recipes.csv, newest releases"),
+        mixture_efficiency=Constant(0.45, "fitted", "mixtures of recipes.csv, newest releases"),
     ),
 }
 
@@ -111,6 +111,9 @@ class Network:
 
     sums_in_table: bool = True
     """True if large rings lose bandwidth by `seconds.RING_SHARE`, which was measured with RDMA."""
+
+    scatters_twice: bool = False
+    """True if a reduce-scatter sends as many bytes as an all-reduce, as gloo's does; NCCL's sends half of them."""
 
     exchange_share: float = Constant(1.0, "assumed", "full duplex")
     """Share of the rate that a message between stages reaches while another message comes the other way."""
@@ -149,11 +152,16 @@ def network_of(name: str) -> Network:
     """
     if name in _TCP:
         gigabits, share = _TCP[name]
-        return Network(name=name, node_rate=gigabits / 8 * 1e9 * share, hop=_TCP_HOP, sums_in_table=False)
+        return Network(name=name, node_rate=_rate(gigabits, share), hop=_TCP_HOP, sums_in_table=False)
     if (match := re.fullmatch(r"(hdr|ndr|edr|opa|roce\d00x)([1-9]\d*)", name)) and match[1] in _LINES:
         gigabits, share = _LINES[match[1]]
-        return Network(name=name, node_rate=int(match[2]) * gigabits / 8 * 1e9 * share, hop=_HOP)
+        return Network(name=name, node_rate=_rate(int(match[2]) * gigabits, share), hop=_HOP)
     raise PlanError(_unknown("network", name, [*_TCP, *(f"{family}8" for family in _LINES), "hdr4", "opa4"]))
+
+
+def _rate(gigabits: int, share: Constant) -> Constant:
+    """Return the bytes per second of a node's lines, of which messages reach `share`."""
+    return Constant(gigabits / 8 * 1e9 * share, share.kind, share.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +176,9 @@ class Cluster:
 
     coding_scale: float = 1.0
     """Factor on the seconds that `traffic` assumes for compressing."""
+
+    error: float = 0.0
+    """Relative error of computation's seconds, as measured on the user's run; 0: that of published runs."""
 
 
 CLUSTERS = {
@@ -205,7 +216,7 @@ def cluster_of(name: str) -> Cluster:
         raise PlanError(f'{name}: {error}. A cluster file contains {{"gpu": ..., "network": ...}}') from error
     own = ("gpus_per_node", "software_scale", "coding_scale")
     owner = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
-    known = [*own, *(field for field in owner if field not in ("name", "sums_in_table"))]
+    known = [*own, *(field for field in owner if field not in ("name", "sums_in_table", "scatters_twice"))]
     for field, value in content.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PlanError(f"{name}: {field}: {value!r} is not a positive number")

@@ -1,11 +1,15 @@
 """Seconds of the collectives inside a pass through one layer: tensor parallel, context parallel, experts' exchange."""
 
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.forecast.timeline import ClassCost, Link, Sent, When
 from optimus_cc_ext.plan import seconds
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import Group, Seconds, all_reduce, all_to_all, reduce_scatter
+from optimus_cc_ext.plan.sums import in_blocks
 
-__all__ = ["CONTENTION", "CONTEXT", "EXPERTS", "TENSOR", "contended", "inside"]
+__all__ = ["CONTENTION", "CONTEXT", "EXPERTS", "TENSOR", "contended", "experts", "inside"]
 
 TENSOR, CONTEXT, EXPERTS = "tensor parallel", "context parallel", "experts' exchange"
 
@@ -23,10 +27,13 @@ def contended(whole: float, left: float) -> float:
 def inside(cluster: Cluster, job: Job) -> dict[str, Seconds]:
     """Return the mean seconds of a layer's collectives that computation does not hide, by class."""
     layer = seconds.layer(cluster.gpu, job)
+    exchanged = {when: 0.0 for when in (When.FORWARD_PASS, When.BACKWARD_PASS)}
+    for cost in experts(cluster, job, OptimusConfig()):
+        exchanged[cost.when] += cost.dense.transfer
     return {
         TENSOR: _tensor_parallel(cluster, job, layer),
         CONTEXT: _context_parallel(cluster, job),
-        EXPERTS: _experts(cluster, job, layer),
+        EXPERTS: Seconds(exchanged[When.FORWARD_PASS], exchanged[When.BACKWARD_PASS]),
     }
 
 
@@ -80,31 +87,74 @@ def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
     return there + Seconds(0.0, there.forward if job.recompute == "full" else 0.0)
 
 
-def _experts(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
-    """Return the seconds of a layer's dispatch of tokens to experts and of their way back (combine), in a pass."""
-    mixture, model = job.model.mixture, job.model
+def experts(cluster: Cluster, job: Job, config: OptimusConfig) -> tuple[ClassCost, ...]:
+    """Return the mean costs of a layer's tokens in a pass: their dispatch to experts and their way back (combine),
+    dense and as `config` says. In the backward pass their gradients travel, and recomputed tokens once more.
+    """
+    mixture = job.model.mixture
     if mixture is None or job.ep * job.etp == 1:
-        return _NOTHING
-    per_node, token = cluster.gpus_per_node, job.value_bytes * model.hidden
-    group = Group.strided(job.ep, job.etp, per_node)
+        return ()
+    share, again = mixture.layers / job.model.layers, job.recompute == "full"
+    layer = seconds.layer(cluster.gpu, job)
+    windows = (0.0, 0.0)
+    if job.expert_overlap:
+        # The exchange of a forward pass is hidden by the backward pass of another micro-batch, and the other way round.
+        windows = layer.backward, layer.forward
+    elif job.shared_expert_overlap and mixture.shared:
+        windows = (seconds.shared_experts(cluster.gpu, job).forward,) * 2
+
+    def left(spent: float, window: float) -> float:
+        """Return the share of `spent` seconds that computation does not hide."""
+        return contended(spent, max(0.0, spent - window)) / spent if spent else 0.0
+
+    def both(way: OptimusConfig) -> tuple[Sent, Sent, Sent]:
+        """Return the transfers of tokens, of recomputed tokens, and of gradients."""
+        tokens, gradients = (_exchange(cluster, job, way, each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
+        forward = left(tokens.transfer, windows[0])
+        backward = left(gradients.transfer + again * tokens.transfer, windows[1])
+        return (
+            _scaled(tokens, share, forward), _scaled(tokens, share * again, backward),
+            _scaled(gradients, share, backward),
+        )  # fmt: skip
+
+    places = (
+        (EXPERT_DISPATCH, When.FORWARD_PASS), (EXPERT_DISPATCH, When.BACKWARD_PASS),
+        (EXPERT_GRADIENT, When.BACKWARD_PASS),
+    )  # fmt: skip
+    return tuple(
+        ClassCost(traffic.tag, when, Link.EXPERTS, dense, sent)
+        for (traffic, when), dense, sent in zip(places, both(OptimusConfig()), both(config), strict=True)
+    )
+
+
+def _scaled(sent: Sent, share: float, exposed: float) -> Sent:
+    return Sent(
+        nbytes=share * sent.nbytes, transfer=share * exposed * sent.transfer, encode=share * sent.encode,
+        decode=share * sent.decode,
+    )  # fmt: skip
+
+
+def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: TrafficClass) -> Sent:
+    """Return a mixture's exchange of tokens or of their gradients, there and back, as if nothing hid it."""
+    model, per_node, width = job.model, cluster.gpus_per_node, job.value_bytes
+    group, within = Group.strided(job.ep, job.etp, per_node), Group.strided(job.etp, 1, per_node)
     if job.dispatcher == "allgather":
         # Every rank of the group gets all tokens, and the results are reduced and scattered.
         everyone = Group.strided(job.ep * job.etp, 1, per_node)
-        once = 2 * reduce_scatter(cluster, everyone, token * job.rows / job.tp * everyone.ranks)
-    else:
-        rows = float(job.expert_rows)
-        if job.dispatcher == "flex":
-            # A token is sent once to each node that holds one of its experts, or once to each rank of the node.
-            places = group.nodes if group.nodes > 1 else group.ranks
-            rows *= places * (1 - (1 - 1 / places) ** mixture.top_k) / mixture.top_k
-        within = Group.strided(job.etp, 1, per_node)
-        once = 2 * all_to_all(cluster, group, token * rows)
-        once += 2 * reduce_scatter(cluster, within, token * job.expert_rows * job.etp)
-    share, again = mixture.layers / model.layers, 2 if job.recompute == "full" else 1
-    if job.expert_overlap:
-        # The exchange of a forward pass is hidden by the backward pass of another micro-batch, and the other way round.
-        forward = contended(once, max(0.0, once - layer.backward))
-        return Seconds(forward, contended(again * once, max(0.0, again * once - layer.forward))) * share
-    if job.shared_expert_overlap and mixture.shared:
-        once = contended(once, max(0.0, once - seconds.shared_experts(cluster.gpu, job).forward))
-    return Seconds(once, again * once) * share
+        nbytes = width * model.hidden * job.rows / job.tp * everyone.ranks
+        return Sent(nbytes=2 * nbytes, transfer=2 * reduce_scatter(cluster, everyone, nbytes))
+    form = config.format_of(traffic)
+    if job.dispatcher != "alltoall" or (config.is_dense_inside(traffic) and group.nodes == 1):
+        form = "dense"
+    values = float(job.expert_rows * model.hidden)
+    nbytes, coding = in_blocks(cluster.gpu, values, width, form)
+    coding *= 2 * cluster.coding_scale
+    if job.dispatcher != "alltoall" and (mixture := model.mixture):
+        # A token is sent once to each node that holds one of its experts, or once to each rank of the node.
+        places = group.nodes if group.nodes > 1 else group.ranks
+        nbytes *= places * (1 - (1 - 1 / places) ** mixture.top_k) / mixture.top_k
+    gathered = reduce_scatter(cluster, within, width * values * job.etp)
+    return Sent(
+        nbytes=2 * nbytes * (group.ranks - 1) / group.ranks,
+        transfer=2 * (all_to_all(cluster, group, nbytes) + gathered), encode=coding, decode=coding,
+    )  # fmt: skip

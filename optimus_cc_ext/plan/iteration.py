@@ -25,7 +25,7 @@ from optimus_cc_ext.forecast.timeline import (
 )
 from optimus_cc_ext.plan import seconds
 from optimus_cc_ext.plan.hardware import Cluster
-from optimus_cc_ext.plan.inside import CONTENTION, CONTEXT, EXPERTS, TENSOR, contended, inside
+from optimus_cc_ext.plan.inside import CONTENTION, CONTEXT, TENSOR, contended, experts, inside
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import Group, Seconds, all_reduce, reduce_scatter
 from optimus_cc_ext.plan.traffic import (
@@ -42,8 +42,9 @@ __all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iterati
 
 FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
 GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
+_INSIDE = (TENSOR, CONTEXT, classes.EXPERT_DISPATCH.tag, classes.EXPERT_GRADIENT.tag)
 CLASSES = (
-    "computation", "bubble", TENSOR, CONTEXT, EXPERTS, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER,
+    "computation", "bubble", *_INSIDE, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER,
     "compression",
 )  # fmt: skip
 _MESSAGES = ("activation", "gradient", "epilogue")
@@ -68,6 +69,9 @@ class PlannedIteration:
 
     inside: dict[str, float]
     """Seconds by class of the collectives inside a micro-batch's passes through a model chunk."""
+
+    coding: float
+    """Seconds of encoding and decoding tokens in these passes."""
 
     step: float
     """Seconds of the optimizer's step."""
@@ -105,6 +109,7 @@ def backward_ends(chunks: int, micro_batches: int, costs: tuple[StageCost, ...])
 def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tuple[RankCost, ...]:
     """Return the costs of one rank of each stage: its computation and its messages, both dense and as `config` says."""
     layer, collectives = seconds.layer(cluster.gpu, job), inside(cluster, job)
+    exchanges = experts(cluster, job, config)
     scale, predictors, last = cluster.software_scale / job.vpp, job.model.predictors, job.pp - 1
 
     def passes(stage: int) -> Seconds:
@@ -117,9 +122,14 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
         layers = (job.layers_on(stage) + (predictors if stage == last else 0)) / job.vpp
         return [
             ClassCost(name, when, link, *[Sent(transfer=transfer * layers)] * 2)
-            for (name, spent), link in zip(collectives.items(), (Link.TENSOR, Link.CONTEXT, Link.EXPERTS), strict=True)
-            for when, transfer in ((When.FORWARD_PASS, spent.forward), (When.BACKWARD_PASS, spent.backward))
-        ]
+            for name, link in ((TENSOR, Link.TENSOR), (CONTEXT, Link.CONTEXT))
+            for when, transfer in (
+                (When.FORWARD_PASS, collectives[name].forward), (When.BACKWARD_PASS, collectives[name].backward)
+            )
+        ] + [
+            replace(cost, dense=_times(cost.dense, layers), compressed=_times(cost.compressed, layers))
+            for cost in exchanges
+        ]  # fmt: skip
 
     first = passes(0).forward + sum(each.dense.transfer for each in within(0) if each.when is When.FORWARD_PASS)
 
@@ -174,6 +184,10 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
     return tuple(map(rank, range(job.pp)))
 
 
+def _times(sent: Sent, factor: float) -> Sent:
+    return Sent(**{name: factor * value for name, value in vars(sent).items()})
+
+
 def _sent_on(cluster: Cluster, job: Job, message: Sent, crosses: bool) -> Sent:
     """Return a message with the seconds of its transfer to the next stage."""
     per_node = cluster.gpus_per_node
@@ -202,17 +216,20 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Plan
         else:
             compressed = frozenset(range(job.pp if first == "all" else min(first, job.pp)))
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
-    shard = own / job.replicas + routed / job.expert_replicas if job.distributed_optimizer else own + routed
+    shards = job.instances * (own / job.replicas + routed / job.expert_replicas)
+    shard = shards if job.distributed_optimizer else own + routed
     step = seconds.moved(cluster.gpu, seconds.OPTIMIZER_BYTES * shard) * cluster.software_scale
     step += NORM_AND_LOG * all_reduce(cluster, Group.strided(job.gpus, 1, cluster.gpus_per_node), 8)
-    middle = [cost for cost in ranks[job.pp // 2].classes if cost.when in (When.FORWARD_PASS, When.BACKWARD_PASS)]
+    middle = [
+        (cost.name, switches.sent(cost, job.pp // 2))
+        for cost in ranks[job.pp // 2].classes
+        if cost.when in (When.FORWARD_PASS, When.BACKWARD_PASS)
+    ]
     return PlannedIteration(
         times=compute(ranks, schedule, switches.where(GRADIENTS, compressed)),
         compressed_stages=compressed,
-        inside={
-            name: sum(cost.dense.transfer for cost in middle if cost.name == name)
-            for name in (TENSOR, CONTEXT, EXPERTS)
-        },
+        inside={name: sum(sent.transfer for each, sent in middle if each == name) for name in _INSIDE},
+        coding=sum(sent.encode + sent.decode for _, sent in middle),
         step=step,
     )
 
@@ -224,8 +241,8 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
     activations.
     """
     passes, times = job.micro_batches * job.vpp, whole.times
-    collectives = [spent * passes for spent in whole.inside.values()]
-    busy = max(cost.forward + cost.backward for cost in times.costs) * passes - sum(collectives)
+    collectives, coding = [spent * passes for spent in whole.inside.values()], whole.coding * passes
+    busy = max(cost.forward + cost.backward for cost in times.costs) * passes - sum(collectives) - coding
 
     def ends(*sent: str) -> float:
         """Return the end of an iteration in which only the messages named in `sent` take time, namely their
@@ -242,9 +259,9 @@ def breakdown(job: Job, whole: PlannedIteration) -> dict[str, float]:
     last = max(times.ends)
     exposed = reduced_after(times.ends, times.reductions, 0.0)
     parts = (
-        busy, free - busy - sum(collectives), *collectives, activations - free, all_of_them - activations,
+        busy, free - busy - sum(collectives) - coding, *collectives, activations - free, all_of_them - activations,
         exposed - last, whole.seconds - exposed - whole.step - times.after_step, whole.step, times.after_step,
-        last - all_of_them,
+        last - all_of_them + coding,
     )  # fmt: skip
     # The difference of two equal times may be a rounding error instead of 0.
     return {name: 0.0 if abs(part) < 1e-12 * whole.seconds else part for name, part in zip(CLASSES, parts, strict=True)}

@@ -30,9 +30,9 @@ class Job:
     etp: int = 1
     """Tensor-parallel size of the experts."""
 
-    dispatcher: Literal["allgather", "alltoall", "flex"] = "alltoall"
-    """Megatron's dispatcher of tokens to experts. `flex` stands for DeepEP and HybridEP, which send a token once to
-    each node.
+    dispatcher: Literal["allgather", "alltoall", "flex", "deepep"] = "alltoall"
+    """Megatron's dispatcher of tokens to experts. `flex` stands for HybridEP and `deepep` for DeepEP, which send a
+    token once to each node.
     """
 
     expert_overlap: bool = False
@@ -47,6 +47,12 @@ class Job:
     loss_slot: bool = False
     """True if the loss counts as a layer when layers are dealt out to stages."""
 
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers of each stage, over all its chunks; empty: they are dealt out evenly."""
+
+    stage_flags: str = ""
+    """Megatron's flags that deal out `stage_layers`."""
+
     micro_batch: int = 1
     batch: int
     recompute: Literal["none", "sel", "full"] = "none"
@@ -60,7 +66,12 @@ class Job:
 
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    fp8_gather: bool = False
+    """True if parameters are gathered in one byte each (`--fp8-param-gather`)."""
+
     distributed_optimizer: bool = False
+    instances: int = 1
+    """Number of instances of the distributed optimizer: runs of neighbouring replicas, each with all of its shards."""
     gradient_bytes: int = 4
     """Bytes of one value in the gradient buffer; Megatron uses fp32 by default."""
 
@@ -104,7 +115,7 @@ class Job:
         return min(self.tp if self.pipeline_before_data else self.gpus // self.pp, ranks_per_node)
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch", "batch"):
+        for name in ("gpus", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch", "batch", "instances"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not a positive number")
         model = self.model
@@ -114,8 +125,14 @@ class Job:
         checks = [
             (self.gpus, self.tp * self.pp * self.cp, "GPUs", ranks),
             (model.heads, self.tp, "heads", "tensor ranks"),
-            (self.slots, self.pp * self.vpp, "layers", "stages x chunks"),
         ]
+        if not self.stage_layers:
+            checks.append((self.slots, self.pp * self.vpp, "layers", "stages x chunks"))
+        elif (len(self.stage_layers), sum(self.stage_layers)) != (self.pp, model.layers):
+            raise PlanError(
+                f"{sum(self.stage_layers)} layers on {len(self.stage_layers)} stages are laid out: the model has "
+                f"{model.layers}, and the pipeline {self.pp}"
+            )
         if not (model.head_size or model.latent):
             checks.append((model.hidden, model.heads, "hidden", "heads"))
         if self.cp > 1:
@@ -125,6 +142,11 @@ class Job:
             checks.append((self.gpus, self.pp * self.ep * self.etp, "GPUs", "pipeline x expert x expert-tensor ranks"))
         elif self.ep > 1:
             raise PlanError("expert parallelism needs a model with experts: give --num-experts")
+        if self.instances > 1:
+            if not self.distributed_optimizer:
+                raise PlanError("several instances of the distributed optimizer: give --use-distributed-optimizer")
+            checks.append((self.replicas, self.instances, "replicas", "instances of the distributed optimizer"))
+            checks.append((self.expert_replicas, self.instances, "replicas of experts", "instances of the optimizer"))
         for whole, part, name, parts in checks:
             if whole % part:
                 raise PlanError(f"{whole} {name} do not divide among {part} {parts}")
@@ -186,11 +208,15 @@ class Job:
 
     @property
     def layers_per_stage(self) -> int:
-        """Number of layers of a stage, over all its chunks; of a stage between the first and the last one."""
-        return self.slots // self.pp
+        """Number of layers of a stage, over all its chunks: the largest one, or of a stage between the first and the
+        last one.
+        """
+        return max(self.stage_layers, default=self.slots // self.pp)
 
     def layers_on(self, stage: int) -> int:
         """Return the number of layers of a stage, over all its chunks."""
+        if self.stage_layers:
+            return self.stage_layers[stage]
         first, last = self.embedding_slot and stage == 0, self.loss_slot and stage == self.pp - 1
         return self.layers_per_stage - first - last
 
@@ -256,6 +282,7 @@ class Job:
             f"--cp-comm-type {self.cp_exchange}": self.cp > 1 and self.cp_exchange != "p2p",
             "shared experts": model.mixture and model.mixture.shared,
             "the allgather dispatcher": self.ep > 1 and self.dispatcher == "allgather",
+            f"{self.instances} instances of the distributed optimizer": self.instances > 1,
             "experts split over tensor-parallel ranks": model.mixture and self.etp > 1,
         }  # fmt: skip
         return tuple(name for name, used in found.items() if used)

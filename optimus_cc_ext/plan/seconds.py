@@ -145,7 +145,7 @@ def _mixture(gpu: Gpu, job: Job) -> _LayerPart:
     permuted = 4 * 4 * arrived * model.hidden + 24 * tokens * mixture.experts
     experts = _mlp(gpu, job, tuple(routed), max(1, ceil(arrived / own)), job.etp, own)
     shared = _mlp(gpu, job, model.shared_experts, job.rows, job.tp)
-    return _LayerPart(scores, float(permuted), float(permuted)) + experts + shared
+    return (_LayerPart(scores, float(permuted), float(permuted)) + experts) * (1 / gpu.mixture_efficiency) + shared
 
 
 def shared_experts(gpu: Gpu, job: Job) -> Seconds:
@@ -180,10 +180,9 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
     backward += (2 * job.gradient_bytes + besides) * (model.layer_parameters / tp + routed)
     mlp = _mlp(gpu, job, model.mlp, rows, tp) * (model.dense_layers / model.layers)
     mlp += _mixture(gpu, job) * (1 - model.dense_layers / model.layers)
-    overhead = gpu.layer_overhead + gpu.mixture_overhead * (1 - model.dense_layers / model.layers)
     around = Seconds(
-        moved(gpu, forward + mlp.forward) + overhead,
-        moved(gpu, backward + mlp.backward) + 2 * overhead,
+        moved(gpu, forward + mlp.forward) + gpu.layer_overhead,
+        moved(gpu, backward + mlp.backward) + 2 * gpu.layer_overhead,
     )
     scores = attention(gpu, job)
     total = linear + mlp.linear + scores + around

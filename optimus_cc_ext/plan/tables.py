@@ -9,7 +9,7 @@ from optimus_cc_ext.plan.iteration import CLASSES, breakdown, iteration
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.recipes import Judged
 from optimus_cc_ext.plan.traffic import DENSE, memory
-from optimus_cc_ext.plan.validate import CALCULON, Campaign, Row, band_of, nearest, regrets, shipped
+from optimus_cc_ext.plan.validate import CALCULON, EQUAL, Campaign, Row, band_of, nearest, regrets, shipped
 from optimus_cc_ext.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
@@ -62,7 +62,7 @@ def needs(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
 
 def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant) -> list[str]:
     """Return the lines about the job, its baseline, and the trust in its prediction."""
-    gpu, plain, band = cluster.gpu, found[0].result.seconds, band_of(cluster.gpu, job)
+    gpu, plain, band = cluster.gpu, found[0].result.seconds, cluster.error or band_of(cluster.gpu, job)
     said = [
         f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, "
         f"{cluster.gpus_per_node} on each node, {cluster.network.name}: tensor "
@@ -70,16 +70,14 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
         f"{f' x context {job.cp}' if job.cp > 1 else ''} x data {job.dp}{_mixture(job)}, "
         f"{job.micro_batches} micro-batches of {job.micro_batch}",
         f"vanilla: {plain:.3f} s per iteration, {plain * (1 - band):.3f} to {plain * (1 + band):.3f} "
-        f"({_held_out(gpu.name, job)} within {100 * band:.0f} %)"
+        f"({'iterations of the log' if cluster.error else _held_out(gpu.name, job)} within {100 * band:.0f} %)"
         f"{f'; not validated: {names}, which no public run has' if (names := ', '.join(job.unvalidated)) else ''}",
     ]
     if narrow := in_bf16(job):
         dense, ours = (iteration(cluster, narrow, config).seconds for config in (DENSE, chosen.config))
         compressed = f"; with the flags above {ours:.3f} s" if chosen.flags else ""
         said.append(f"vanilla with --grad-reduce-in-bf16: {dense:.3f} s{compressed}")
-    if job.pp > 1 and 0 < job.model.dense_layers < job.model.layers:
-        said.append("left out: every stage is planned with equally many dense layers and mixtures of experts")
-    if job.model.mixture is None and (row := nearest(shipped(), cluster, job)):
+    if job.model.mixture is None and not cluster.error and (row := nearest(shipped(), cluster, job)):
         said.append(
             f"nearest published run: {row.campaign} {row.model} on {row.job.gpus} GPUs, {row.seconds:g} s; predicted "
             f"{100 * (row.ratio() - 1):+.1f} %{', a row that constants were fitted on' if row.fitted else ''}"
@@ -90,7 +88,8 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
 UNITS = {
     "bf16": "operations/s", "fp8": "operations/s", "memory_rate": "bytes/s", "memory": "bytes", "nvlink": "bytes/s",
     "gemm_efficiency": "of the peak", "memory_efficiency": "of the rate", "layer_overhead": "s",
-    "mixture_overhead": "s", "node_rate": "bytes/s", "hop": "s", "exchange_share": "of the rate",
+    "mixture_efficiency": "of a dense layer's speed", "node_rate": "bytes/s", "hop": "s",
+    "exchange_share": "of the rate",
 }  # fmt: skip
 """Units of the constants of a GPU and a network."""
 
@@ -150,9 +149,14 @@ def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
         note="Without a scale: median <= 8 %, nine of ten within 20 %. Calculon: its median / largest, as shipped.",
     )  # fmt: skip
     layouts = Table(
-        ("model", "layouts", "regret %", "chosen", "best"),
-        [(name, count, 100 * regret, chosen, best) for name, count, regret, chosen, best in regrets(rows)],
+        ("model", "layouts", "regret %", "mean of equals %", "chosen", "best"),
+        [
+            (name, count, 100 * regret, 100 * equals, chosen, best)
+            for name, count, regret, chosen, best, equals in regrets(rows)
+        ],
         title="The layout that it would choose",
+        note=f"Regret: published seconds of the chosen layout over those of the best. Equals are planned within "
+        f"{100 * EQUAL:g} % of the chosen one.",
     )
     large = [abs(e) for c in found for row, e in c.errors if row.cluster.gpu.name == "H100" and row.job.gpus >= 4096]
     sizes = [(len(large), 100 * median(large), 100 * max(large))] if large else []
@@ -162,7 +166,7 @@ def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
 
 def recipes(found: Sequence[Judged]) -> Table:
     """Return the errors on today's models, by configuration."""
-    mixtures = [each for each in found if each.by_rate_of_kind is not None]
+    mixtures = [each for each in found if each.by_rate_of_kind is not None and each.configuration.modelled]
     ours, theirs, alike = (
         100 * median(abs(error) for error in errors)
         for errors in (
@@ -184,5 +188,6 @@ def recipes(found: Sequence[Judged]) -> Table:
         title="Today's models on H100s: each predicted without rows of its own model",
         note=f"Median error of the mixtures: {ours:.1f} %; by one rate in TFLOP/s for all models {theirs:.1f} %, by "
         f"one for mixtures {alike:.1f} %. One constant is fitted, on the other mixtures; dense models have none. A "
-        "spread is the slowest release over the fastest; the newest one is predicted.",
+        "spread is the slowest release over the fastest; the newest one is predicted. DeepEP is not modelled: it is "
+        "planned as HybridEP, and left out of the medians and of every fit.",
     )  # fmt: skip

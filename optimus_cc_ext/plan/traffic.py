@@ -7,59 +7,42 @@ kernel, and for low rank its products by `seconds.gemm`); no GPU has measured th
 
 from functools import lru_cache
 
-from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
+from optimus_cc_ext.compressors.formats import block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     DP_GRADIENTS,
     EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
 )
 from optimus_cc_ext.forecast.timeline import Sent
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.hardware import Cluster, Constant, Gpu
+from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, gemm, moved, reduce_scatter
+from optimus_cc_ext.plan.seconds import Group, all_reduce, gemm, reduce_scatter
+from optimus_cc_ext.plan.sums import LAUNCH, added, block_sum, coded_bytes, in_blocks, kernel, ring_bytes, sum_in_levels
 
 __all__ = [
-    "DENSE", "LAUNCH", "activation_bytes", "activation_message", "check_memory", "embedding_sum", "gradient_message",
+    "DENSE", "activation_bytes", "activation_message", "check_memory", "embedding_sum", "gradient_message",
     "gradient_reduction", "low_rank_values", "memory", "parameter_gather",
 ]  # fmt: skip
 
-LAUNCH = Constant(5e-6, "assumed", "of one kernel")
+CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
+
 ORTHOGONALIZE_LAUNCHES = 12
 """Number of kernels of one batched orthogonalisation; assumed."""
-
-CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
 
 DENSE = OptimusConfig()
 """The configuration of vanilla Megatron's traffic."""
 
 
-def _kernel(gpu: Gpu, nbytes: float) -> float:
-    return LAUNCH + moved(gpu, nbytes)
-
-
-def _coded_bytes(values: float, form: str) -> float:
-    return values * format_named(form).bits_per_value / 8
-
-
-def _in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, float]:
-    """Return the bytes of a message of values of `width` bytes each, and the seconds to encode or to decode it.
-
-    Dense and low-rank have no blocks, so such a message is costed as dense. Raises ValueError for an unknown format.
-    """
-    if block_format(form) is None:
-        return float(width * values), 0.0
-    small = _coded_bytes(values, form)
-    return small, _kernel(gpu, width * values + small)
-
-
 def activation_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the message of one activation, (rows, hidden), on one rank, with a transfer time of 0."""
     numel = job.message_rows * job.model.hidden
-    nbytes, coding = _in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(PIPELINE_FORWARD))
+    nbytes, coding = in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(PIPELINE_FORWARD))
     return Sent(nbytes=nbytes, encode=cluster.coding_scale * coding, decode=cluster.coding_scale * coding)
 
 
@@ -67,17 +50,17 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the message of an activation's gradient, like `activation_message`."""
     gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
     width, form = job.value_bytes, config.format_of(PIPELINE_BACKWARD)
-    small, compress = _in_blocks(gpu, n * m, width, form)
+    small, compress = in_blocks(gpu, n * m, width, form)
     # Before encoding, the residual is added to the gradient; the new residual is computed by decoding the sent message.
-    residual = _kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
+    residual = kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
     decompress, remember = compress, compress + residual if residual else 0.0
     compress += residual
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
-        small, coded = _in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
+        small, coded = in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
         # docs/how-it-works.md counts the same bytes: M = G + E (gradient plus residual) is written once in fp32 and
         # read by both products; E is written last.
-        residual = _kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
+        residual = kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
         products = gemm(gpu, n, r, m) + gemm(gpu, m, r, n)
         compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
         decompress = gemm(gpu, n, m, r) + LAUNCH + coded
@@ -94,19 +77,51 @@ def gradient_reduction(
 
     The second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
-    per_node = cluster.gpus_per_node
-    group = Group.strided(job.replicas, job.replica_stride, per_node)
-    found = _reduction(cluster, job, config, group, parameters, embedding)
-    if not routed:
-        return found
     # Low rank leaves routed experts dense.
     only = DENSE if config.format_of(DP_GRADIENTS) == "low-rank" else config
-    experts = Group.strided(job.expert_replicas, job.expert_stride, per_node)
-    more = _reduction(cluster, job, only, experts, routed)
+    found = []
+    for ranks, stride, way, values, dense_values in (
+        (job.replicas, job.replica_stride, config, parameters, embedding),
+        (job.expert_replicas, job.expert_stride, only, routed, 0),
+    ):
+        group = Group.strided(ranks, stride, cluster.gpus_per_node)
+        if not values + dense_values or ranks == 1:
+            continue
+        if job.instances > 1:
+            found.append(_between_instances(cluster, job, way, ranks, stride, values, dense_values))
+        else:
+            found.append(_reduction(cluster, job, way, group, values, dense_values))
+    return added(found)
+
+
+def _between_instances(
+    cluster: Cluster, job: Job, config: OptimusConfig, ranks: int, stride: int, parameters: int, embedding: int
+) -> Sent:  # fmt: skip
+    """Return the reduction over `ranks` replicas in several instances of the distributed optimizer: a dense
+    reduce-scatter inside an instance, then an all-reduce of each rank's shard between the instances, in blocks if the
+    flags say so. The embedding is summed dense there.
+    """
+    owners, width = ranks // job.instances, job.gradient_bytes
+    inside = Group.strided(owners, stride, cluster.gpus_per_node)
+    between = Group.strided(job.instances, owners * stride, cluster.gpus_per_node)
+    whole = width * (parameters + embedding)
+    first = Sent(nbytes=ring_bytes(whole, owners, twice=False), transfer=reduce_scatter(cluster, inside, whole))
+    form = config.format_of(DP_GRADIENTS)
+    if form == "low-rank":
+        raise PlanError("gradients in low rank with several instances of the distributed optimizer: not modelled")
+    if form == "dense" or (config.is_dense_inside(DP_GRADIENTS) and between.nodes == 1):
+        shard = whole / owners
+        second = Sent(
+            nbytes=ring_bytes(shard, job.instances, twice=True), transfer=all_reduce(cluster, between, shard)
+        )  # fmt: skip
+        return added([first, second])
+    rest = width * embedding / owners
+    dense = Sent(nbytes=ring_bytes(rest, job.instances, twice=True), transfer=all_reduce(cluster, between, rest))
+    there, back = block_sum(cluster, between, parameters / owners, width, form)
     return Sent(
-        nbytes=found.nbytes + more.nbytes,
-        transfer=found.transfer + more.transfer,
-        second_phase=found.second_phase + more.second_phase,
+        nbytes=first.nbytes + there.nbytes + back.nbytes + dense.nbytes,
+        transfer=first.transfer + there.transfer + dense.transfer,
+        second_phase=back.transfer,
     )
 
 
@@ -115,14 +130,13 @@ def _reduction(
 ) -> Sent:
     """Return the reduction of `parameters` and of `embedding` values over the ranks of `group`."""
     width = job.gradient_bytes
-    if group.ranks == 1:
-        return Sent()
 
     def dense(values: float) -> Sent:
-        reduce = reduce_scatter if job.distributed_optimizer else all_reduce
+        twice = not job.distributed_optimizer or cluster.network.scatters_twice
+        reduce = all_reduce if twice else reduce_scatter
         # The share of the line rate that a bucket's message reaches depends on the message's size.
         parts = job.buckets if job.overlap_grad_reduce else 1
-        nbytes = _ring(width * values, group.ranks, twice=not job.distributed_optimizer)
+        nbytes = ring_bytes(width * values, group.ranks, twice=twice)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
     form = "dense" if config.is_dense_inside(DP_GRADIENTS) and group.nodes == 1 else config.format_of(DP_GRADIENTS)
@@ -132,75 +146,22 @@ def _reduction(
         sent, covered = low_rank_values(job, config)
         # Each phase, P and Q, is one all-reduce in the gradients' data type; uncompressed parameters are reduced dense.
         if config.low_rank_wire == "dense":
-            nbytes, summed = _ring(width * sent, group.ranks, twice=True), all_reduce(cluster, group, width * sent / 2)
+            nbytes, summed = (
+                ring_bytes(width * sent, group.ranks, twice=True),
+                all_reduce(cluster, group, width * sent / 2),
+            )
         else:
-            there, back = _sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
+            there, back = sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
             nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
         phase, rest = summed + _low_rank_seconds(cluster, job, config) / 2, dense(parameters - covered + embedding)
         return Sent(nbytes=nbytes + rest.nbytes, transfer=phase + rest.transfer, second_phase=phase)
-    there, back = _sum_in_levels(cluster, job, config, group, parameters, form)
+    there, back = sum_in_levels(cluster, job, config, group, parameters, form)
     rest, back = dense(embedding) if embedding else Sent(), Sent() if job.distributed_optimizer else back
     return Sent(
         nbytes=there.nbytes + back.nbytes + rest.nbytes,
         transfer=there.transfer + rest.transfer,
         second_phase=back.transfer,
     )
-
-
-def _ring(nbytes: float, ranks: int, *, twice: bool) -> float:
-    """Return the bytes that a rank sends in a ring reduce-scatter or all-gather; with `twice`, in an all-reduce."""
-    return (2 if twice else 1) * nbytes * (ranks - 1) / ranks
-
-
-def _block_sum(cluster: Cluster, group: Group, values: float, width: int, form: str) -> tuple[Sent, Sent]:
-    """Return an all-to-all of encoded values, summed in fp32 by the receiver, then the all-gather of the sums in
-    `SUM_FORMAT`.
-    """
-    gpu, small, sums = cluster.gpu, _coded_bytes(values, form), _coded_bytes(values, SUM_FORMAT)
-    shard = values / group.ranks
-    # In the first phase a rank encodes, decodes the other ranks' messages for its shard, and adds them; in the second
-    # it encodes the sum and decodes all sums.
-    coding = _kernel(gpu, width * values + small) + _kernel(gpu, small + width * shard)
-    again = _kernel(gpu, width * shard + sums / group.ranks) + _kernel(gpu, sums + width * values)
-    steps = (small, all_to_all, coding), (sums, reduce_scatter, again)
-    there, back = (
-        Sent(
-            nbytes=_ring(nbytes, group.ranks, twice=False),
-            transfer=travel(cluster, group, nbytes) + seconds * cluster.coding_scale,
-        )
-        for nbytes, travel, seconds in steps
-    )
-    return there, back
-
-
-def _sum_in_levels(
-    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str, *, whole: bool = False
-) -> tuple[Sent, Sent]:  # fmt: skip
-    """Return both phases of a sum of encoded values, in two levels if nodes hold several replicas and the flags allow
-    it: added up inside a node by a dense reduce-scatter, then between nodes in blocks.
-
-    Without the distributed optimizer, or if `whole`, the sums are gathered inside the node in the end. If the forecast
-    of a run chooses the stages, it also chooses the faster number of levels.
-    """
-    width, members = job.gradient_bytes, group.per_node
-    one = _block_sum(cluster, group, values, width, form)
-    if config.dp_compression_levels == "one" or min(group.nodes, members) == 1 or group.ranks % members:
-        return one
-    node, rail = Group(members, members, group.rings), Group(group.nodes, 1, members * group.rings)
-    inside = Sent(
-        nbytes=_ring(width * values, members, twice=False), transfer=reduce_scatter(cluster, node, width * values)
-    )  # fmt: skip
-    there, back = _block_sum(cluster, rail, values / members, width, form)
-    sharded = job.distributed_optimizer and not whole
-    gathered = Sent() if sharded else inside
-    two = _together(inside, there), _together(back, gathered)
-    chosen = config.dp_compression_levels == "auto" and config.dp_compression_stages == "auto"
-    phases = 1 if sharded else 2
-    return min(one, two, key=lambda ways: sum(way.transfer for way in ways[:phases])) if chosen else two
-
-
-def _together(one: Sent, other: Sent) -> Sent:
-    return Sent(nbytes=one.nbytes + other.nbytes, transfer=one.transfer + other.transfer)
 
 
 def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, float]]:
@@ -233,7 +194,7 @@ def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> floa
         count = max(1, round(number))
         products = gemm(gpu, n, r, m, count) + gemm(gpu, m, r, n, count)
         rebuild = gemm(gpu, n, m, r, count)
-        spent += products + rebuild + _kernel(gpu, width * n * m * number) + ORTHOGONALIZE_LAUNCHES * LAUNCH
+        spent += products + rebuild + kernel(gpu, width * n * m * number) + ORTHOGONALIZE_LAUNCHES * LAUNCH
     return spent * cluster.coding_scale
 
 
@@ -248,15 +209,15 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
     group = Group(2, 2 if together else 1, max(1, pairs))
     if fused and job.distributed_optimizer:
-        values /= job.replicas
+        values /= job.replicas // job.instances
     elif fused:
         replicas = Group.strided(job.replicas, job.replica_stride, per_node)
         group = Group(2 * job.replicas, replicas.per_node * (2 if together else 1), replicas.rings)
     form = config.format_of(EMBEDDING)
     if form == "dense":
         nbytes = job.gradient_bytes * values
-        return Sent(nbytes=_ring(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
-    there, back = _sum_in_levels(cluster, job, config, group, values, form)
+        return Sent(nbytes=ring_bytes(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
+    there, back = sum_in_levels(cluster, job, config, group, values, form)
     return Sent(nbytes=there.nbytes + back.nbytes, transfer=there.transfer + back.transfer)
 
 
@@ -264,8 +225,8 @@ def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the distributed optimizer's all-gather of the first stage's parameters, as if nothing hid it."""
     per_node, own = cluster.gpus_per_node, job.parameters_on(0) + job.embeddings_on(0)
     parts = (
-        (Group.strided(job.replicas, job.replica_stride, per_node), own),
-        (Group.strided(job.expert_replicas, job.expert_stride, per_node), job.routed_on(0)),
+        (Group.strided(job.replicas // job.instances, job.replica_stride, per_node), own),
+        (Group.strided(job.expert_replicas // job.instances, job.expert_stride, per_node), job.routed_on(0)),
     )
     found = [_gather(cluster, job, config, group, parameters) for group, parameters in parts if parameters]
     return Sent(nbytes=sum(each.nbytes for each in found), transfer=sum(each.transfer for each in found))
@@ -275,20 +236,20 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
     form, width, ranks = config.format_of(PARAM_GATHER), job.value_bytes, group.ranks
     inside = config.is_dense_inside(PARAM_GATHER) and group.nodes == 1
     if form == "dense" or inside or ranks == 1:
-        nbytes, coding = float(width * parameters), 0.0
+        nbytes, coding = float((1 if job.fp8_gather else width) * parameters), 0.0
     else:
-        gpu, nbytes, shard = cluster.gpu, _coded_bytes(parameters, form), parameters / ranks
+        gpu, nbytes, shard = cluster.gpu, coded_bytes(parameters, form), parameters / ranks
         # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
         # to the parameters.
-        coding = _kernel(gpu, 7 * width * shard + nbytes / ranks) + _kernel(gpu, nbytes + 5 * width * parameters)
+        coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
-    return Sent(nbytes=_ring(nbytes, ranks, twice=False), transfer=transfer)
+    return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)
 
 
 def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     """Return the bytes that a rank of the first stage, which needs most, uses for each purpose."""
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
-    parameters, shards = own + routed, own / job.replicas + routed / job.expert_replicas
+    parameters, shards = own + routed, job.instances * (own / job.replicas + routed / job.expert_replicas)
     width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
     gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
     if gradients == "low-rank":
@@ -305,6 +266,10 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     if block_format(gathered):
         # The gather keeps messages of all shards, this rank's shard before the step, and the change of one shard.
         ours += format_named(gathered).bits_per_value / 8 * parameters + 2 * job.value_bytes * shards
+    rows = max(map(config.format_of, (EXPERT_DISPATCH, EXPERT_GRADIENT)), key=_row_bits)
+    if block_format(rows):
+        # An exchange keeps two messages and the decoded tokens.
+        ours += job.expert_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
@@ -314,6 +279,10 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         "compression": ours,
         "context": CONTEXT,
     }
+
+
+def _row_bits(form: str) -> float:
+    return format_named(form).bits_per_value if block_format(form) else 0.0
 
 
 def activation_bytes(job: Job) -> float:

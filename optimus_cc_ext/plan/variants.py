@@ -3,11 +3,13 @@
 A sweep plans the same model over several numbers of nodes, networks and layouts.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout, config_of
 from optimus_cc_ext.errors import FlagError
@@ -19,7 +21,8 @@ from optimus_cc_ext.plan.traffic import DENSE, check_memory
 from optimus_cc_ext.plan.validate import band_of
 
 __all__ = [
-    "VARIANTS", "WORTH", "Band", "Gain", "Point", "Sweep", "Variant", "layout_of", "layouts", "points", "variants",
+    "VARIANTS", "WORTH", "Band", "Gain", "Point", "Sweep", "Variant", "config_in", "fitting", "layout_of", "layouts",
+    "points", "variants",
 ]  # fmt: skip
 
 
@@ -89,8 +92,37 @@ def layout_of(job: Job) -> Layout:
         data_parallel=job.replicas,
         tied_embeddings=job.shares_embedding,
         distributed_optimizer=job.distributed_optimizer,
+        instances=job.instances,
         master_copies=job.value_bytes == 2,
+        expert_parallel=job.ep if job.model.mixture else 0,
+        row_width=0 if job.model.hidden % BLOCK else job.model.hidden,
     )
+
+
+def config_in(flags: Sequence[str], job: Job) -> OptimusConfig:
+    """Return the configuration that training would use for our flags on a job; raises FlagError if it refuses them."""
+    megatron = argparse.Namespace(
+        overlap_moe_expert_parallel_comm=job.expert_overlap, fp8_param_gather=job.fp8_gather,
+        moe_token_dispatcher_type="alltoall" if job.ep == 1 else job.dispatcher,
+        num_distributed_optimizer_instances=job.instances,
+    )  # fmt: skip
+    return config_of(flags, layout_of(job), megatron=megatron)
+
+
+def fitting(flags: Sequence[str], layout: Layout) -> list[str]:
+    """Return our flags without those of classes that the layout has nothing to compress of."""
+    words = list(flags)
+    while words:
+        try:
+            config_of(words, layout)
+            return words
+        except FlagError as error:
+            if error.flag not in words:
+                return []
+            place = words.index(error.flag)
+            has_value = words[place + 1 : place + 2] and not words[place + 1].startswith("--")
+            del words[place : place + (2 if has_value else 1)]
+    return words
 
 
 class Band:
@@ -99,7 +131,7 @@ class Band:
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
-        off = band_of(cluster.gpu, job)
+        off = cluster.error or band_of(cluster.gpu, job)
         self._job, self._corners = job, [
             replace(
                 cluster,
@@ -134,13 +166,16 @@ def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) ->
     asked = {"yours": " ".join(own)} if own else {}
     for name, flags in (asked | VARIANTS).items():
         try:
-            config = config_of(flags.split(), layout_of(job))
+            if len(flags.split()) > 2 and name not in asked:  # a combination leaves out what the layout does not have
+                flags = " ".join(fitting(flags.split(), layout_of(job)))
+            if not flags:
+                continue
+            config = config_in(flags.split(), job)
             used = check_memory(cluster, job, config)
+            found.append(Variant(name, flags, config, iteration(cluster, job, config), band.gain(config), used))
         except (FlagError, PlanError):
             if name in asked:
                 raise
-            continue
-        found.append(Variant(name, flags, config, iteration(cluster, job, config), band.gain(config), used))
     return found
 
 
@@ -197,7 +232,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 Point = tuple[Cluster, Job, float, float, list[Gain | None]]
 """One layout on one cluster: cluster, job, bytes on a rank, vanilla's seconds, and the gain of each set of flags (None:
-refused).
+the layout has nothing that they compress).
 """
 
 
@@ -240,10 +275,8 @@ def points(
         band = Band(place, way)
         gains: list[Gain | None] = []
         for text in flags:
-            try:
-                gains.append(band.gain(config_of(text.split(), layout_of(way))))
-            except FlagError:
-                gains.append(None)
+            words = fitting(text.split(), layout_of(way))
+            gains.append(band.gain(config_of(words, layout_of(way))) if words else None)
         found.append((place, way, used, band.vanilla.seconds, gains))
     return sorted(found, key=lambda point: (point[1].gpus, point[0].network.name, point[3]))
 

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from optimus_cc_ext.plan.flags import job_of
+from optimus_cc_ext.plan.hardware import CLUSTERS
+from optimus_cc_ext.plan.iteration import rank_costs
+from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import DENSE
 from tests.megatron.test_doctor import ask_doctor
 from tests.plan.test_plan_bytes import planned
@@ -49,6 +52,11 @@ MODELS = {
         "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128 "
         "--moe-layer-freq [0]*1+[1]*3 --expert-model-parallel-size 4 --mtp-num-layers 1 --global-batch-size 16",
     ),
+    "two instances of the optimizer": (
+        8,
+        f"{QWEN} --num-layers 4 --hidden-size 512 --num-attention-heads 8 --num-distributed-optimizer-instances 2 "
+        "--global-batch-size 16",
+    ),
     "an embedding and a loss that count as layers": (
         8,
         f"{QWEN} --add-qkv-bias --num-layers 6 --hidden-size 512 --num-attention-heads 8 "
@@ -77,3 +85,13 @@ def test_planner_and_doctor_count_the_same_parameters_and_bytes(name: str) -> No
     assert ours["backward"] == bytes_of.get("pipeline backward", 0)
     theirs = bytes_of["DP gradients"] + bytes_of.get("embedding", 0)
     assert ours["gradients"] == pytest.approx(theirs, rel=0.005)
+    # Doctor also counts the probability that travels with each token: 2 bytes beside 1,024.
+    for tag in ("expert dispatch", "expert gradient"):
+        assert tokens(job, tag) == pytest.approx(bytes_of.get(tag, 0), rel=0.005), tag
+
+
+def tokens(job: Job, tag: str) -> float:
+    """Return the bytes of all ranks in one iteration for a class of experts' tokens."""
+    ranks = rank_costs(CLUSTERS["paper"], job)
+    sent = sum(cost.dense.nbytes for rank in ranks for cost in rank.classes if cost.name == tag)
+    return sent * job.vpp * job.micro_batches * job.gpus / job.pp

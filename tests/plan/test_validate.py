@@ -52,8 +52,11 @@ def test_no_row_that_constants_were_fitted_on_counts_as_held_out(found: dict[str
 
 
 def test_the_layout_that_is_chosen_for_a_model_costs_at_most_a_twentieth_more_than_the_best() -> None:
-    found = [regret for _, _, regret, *_ in regrets(ROWS)]
-    assert len(found) == 8 and max(found) <= 0.05
+    found = {name: (regret, mean) for name, _, regret, _, _, mean in regrets(ROWS)}
+    assert len(found) == 8 and max(regret for regret, _ in found.values()) <= 0.05
+    # Of two BLOOM models micro-batches of 2 and of 4 are planned within 3 %, and were 10 and 11 % apart.
+    assert [name for name, (_, mean) in found.items() if mean > 0.05] == ["BLOOM, BLOOM177", "BLOOM, BLOOM182"]
+    assert max(mean for _, mean in found.values()) <= 0.06
 
 
 def test_the_band_of_a_plan_holds_nine_of_ten_held_out_rows(found: dict[str, Campaign]) -> None:

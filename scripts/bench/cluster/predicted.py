@@ -13,7 +13,7 @@ core for each, are judged; others are printed. Exit status 1: judged ratios are 
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +22,7 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan.flags import job_of
 from optimus_cc_ext.plan.hardware import GPUS, Cluster, Network
 from optimus_cc_ext.plan.iteration import iteration
+from optimus_cc_ext.plan.measured import solved
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import DENSE
 from optimus_cc_ext.report.table import Table
@@ -71,9 +72,9 @@ class Ratio:
         return self.layout.hosts <= HOSTS
 
 
-def job_in(training: Training) -> Job:
-    """Return the benchmark's training as a job of the planner."""
-    flags = [*training.flags(), "--vocab-size", str(training.model.vocabulary), "--attention-backend", "unfused"]
+def job_in(training: Training, more: Sequence[str] = ()) -> Job:
+    """Return the benchmark's training, with the flags `more` of a variant, as a job of the planner."""
+    flags = [*training.flags(), *more, "--vocab-size", str(training.model.vocabulary), "--attention-backend", "unfused"]
     job, _ = job_of(flags, training.processes)
     return job.replace(precision="bf16" if training.layout.sharded else "fp32")
 
@@ -81,40 +82,33 @@ def job_in(training: Training) -> Job:
 def cluster_of(layout: Layout, bits: float) -> Cluster:
     """Return hosts behind lines of `bits` per second; their speed of computing is fitted to measured seconds later."""
     line = Network(
-        name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, sums_in_table=False, exchange_share=_EXCHANGE
-    )
-    return Cluster(gpu=GPUS["A100"], network=line, gpus_per_node=layout.tensor)
+        name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, sums_in_table=False, scatters_twice=True,
+        exchange_share=_EXCHANGE,
+    )  # fmt: skip
+    return Cluster(gpu=GPUS["A100"], network=line, gpus_per_node=layout.ranks_per_host)
 
 
-def _solved(seconds: Callable[[float], float], wanted: float) -> float:
-    """Return the scale at which `seconds` gives `wanted`; both grow together. 0 if `seconds` is too large even at 0."""
-    low, high = 0.0, 1.0
-    while seconds(high) < wanted and high < 1e12:
-        high *= 4
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(middle) < wanted else (low, middle)
-    return low
-
-
-def planned(training: Training, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float) -> float:
+def planned(
+    training: Training, config: OptimusConfig, bits: float, vanilla_free: float, ours_free: float,
+    flags: Sequence[str] = (),
+) -> float:  # fmt: skip
     """Return a variant's seconds over vanilla's on lines of `bits` per second, from the seconds of both on
-    unshaped links.
+    unshaped links; `flags` are the variant's.
     """
-    job, layout = job_in(training), training.layout
+    job, ours, layout = job_in(training), job_in(training, flags), training.layout
     free = cluster_of(layout, float("inf"))
 
     def vanilla_seconds(scale: float) -> float:
         return iteration(replace(free, software_scale=scale), job).seconds
 
-    computes = replace(free, software_scale=_solved(vanilla_seconds, vanilla_free))
+    computes = replace(free, software_scale=solved(vanilla_seconds, vanilla_free))
 
     def our_seconds(scale: float) -> float:
-        return iteration(replace(computes, coding_scale=scale), job, config).seconds
+        return iteration(replace(computes, coding_scale=scale), ours, config).seconds
 
-    codes = replace(computes, coding_scale=_solved(our_seconds, ours_free))
+    codes = replace(computes, coding_scale=solved(our_seconds, ours_free))
     shaped = replace(codes, network=cluster_of(layout, bits).network)
-    return iteration(shaped, job, config).seconds / iteration(shaped, job, DENSE).seconds
+    return iteration(shaped, ours, config).seconds / iteration(shaped, job, DENSE).seconds
 
 
 def chosen_stages(lines: Sequence[str]) -> frozenset[int]:
@@ -144,8 +138,6 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
             continue
         vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
         training = Training(model=MODELS[model], layout=Layout.parsed(layout))
-        if training.model.expert_parallel:
-            continue  # the planner knows no experts
         flags, chosen = forecasts[*here, variant, rate]
         config = training.config_of(flags, ignore_others=True)
         if config.dp_compression and config.dp_compression_stages == "auto":
@@ -153,7 +145,7 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
                 continue  # this variant's compressors were not measured
             stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
             config = config.replace(**stages)
-        ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free)
+        ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free, flags)
         each = grouped[*here, variant, rate]
         spread = (max(each) - min(each)) / vanilla
         found.append(Ratio(model, training.layout, variant, rate, block, ours / vanilla, ratio, spread))

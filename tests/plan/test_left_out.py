@@ -1,0 +1,65 @@
+"""Options that no plan contains: named with a bound, or refused if the bound exceeds the plan's own error."""
+
+import re
+
+import pytest
+
+from optimus_cc_ext import cli
+from optimus_cc_ext.plan.flags import job_of, layout_flags
+from optimus_cc_ext.plan.left_out import BOUNDS
+
+PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-235b", "--",
+        "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "8",
+        "--expert-model-parallel-size", "16", "--expert-tensor-parallel-size", "1", "--global-batch-size", "1024",
+        "--use-distributed-optimizer", "--moe-token-dispatcher-type", "alltoall", "--overlap-grad-reduce",
+        "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]  # fmt: skip
+WORDS = {
+    "--window-size": ["128,0"], "--moe-expert-capacity-factor": ["1.0"], "--moe-latent-size": ["4000"],
+    "--recompute-modules": ["layernorm", "moe_act"],
+}  # fmt: skip
+REFUSED = {
+    "--moe-latent-size": ["1024"], "--moe-expert-capacity-factor": ["1.5"], "--recompute-modules": ["mlp"],
+    "--moe-layer-recompute": [], "--delay-wgrad-compute": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", [flag for flag in BOUNDS if flag not in REFUSED or flag in WORDS])
+def test_an_option_within_the_plans_error_is_named_with_its_bound(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*PLAN, flag, *WORDS.get(flag, []), "--lr", "0.1"]) == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith(f"left out: {flag}"))
+    assert float(re.search(r"at most ([\d.]+) % of vanilla's seconds", line)[1]) <= 12  # type: ignore[index]
+    assert "Not part of a plan: --lr 0.1" in said
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_an_option_beyond_the_plans_error_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, flag, *REFUSED[flag]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {flag}") and "more than the plan's own error of 12 %" in said
+    assert said.endswith(f"Plan without {flag}\n") and said.count("\n") == 1
+
+
+def test_a_value_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--moe-latent-size", "small"]) == 2
+    assert "--moe-latent-size small: not a number" in capsys.readouterr().err
+
+
+MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--pipeline-model-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "layers", "chunks"),
+    [
+        (["4", "--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers", "1"], (1, 3, 3, 1), 1),
+        (["4", "--decoder-last-pipeline-num-layers", "2"], (2, 2, 2, 2), 1),
+        (["2", "--pipeline-model-parallel-layout", "Et|(tt|)*2,t*3L"], (3, 5), 2),
+        (["2", "--pipeline-model-parallel-layout", "Et*3|t*5L"], (3, 5), 1),
+    ],
+)
+def test_layers_that_are_dealt_out_unevenly_are_planned(words: list[str], layers: tuple[int, ...], chunks: int) -> None:
+    job, unread = job_of([*MODEL, *words], 4)
+    assert [job.layers_on(stage) for stage in range(job.pp)] == list(layers) and job.vpp == chunks
+    assert not unread and job.stage_flags in layout_flags(job)
