@@ -114,7 +114,7 @@ def _plan(options: argparse.Namespace) -> None:
     cluster, job, others, measured = _basis(options)
     own, unread = _own(others, job)
     if options.sweep:
-        _sweep(options, cluster, job, own)
+        _sweep(options, replace(cluster, error=0.0), job, own)  # the log is of one number of nodes
         return
     from optimus_cc_ext.plan import tables
     from optimus_cc_ext.report.table import printed
