@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> None:
     from optimus_cc_ext.report.table import printed
 
     band = Band(cluster, job)
-    left, unread = left_out(cluster, job, unread, band.vanilla, cluster.error or band_of(cluster.gpu, job))
+    left, unread = left_out(cluster, job, unread, band.vanilla, band_of(cluster.gpu, job))
     found, said = variants(cluster, job, band, own), answers(band, job)
     if options.why:
         traffic = class_of(options.why)

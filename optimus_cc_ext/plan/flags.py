@@ -13,7 +13,7 @@ from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.shapes import MODELS, Latent, Mixture, Model
 
-__all__ = ["job_of", "layout_flags", "parsed_flags"]
+__all__ = ["NOT_MODELLED", "job_of", "layout_flags", "parsed_flags"]
 
 _MODEL = {
     "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "ffn-hidden-size": "ffn",
@@ -45,7 +45,7 @@ _HOW = {
 }  # fmt: skip
 """Flags, each with the field of `Model`, `Mixture`, `Latent` or `Job` that it sets."""
 
-_NOT_MODELLED = (
+NOT_MODELLED = (
     "hybrid-layer-pattern", "hybrid-override-pattern", "heterogeneous-layers-config-path", "use-megatron-fsdp",
     "use-torch-fsdp2", "optimizer-cpu-offload",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         PlanError: a size is missing or unknown, or no plan can be made of it.
     """
     for word in flags:
-        if word.startswith("--") and word[2:].partition("=")[0] in _NOT_MODELLED:
+        if word.startswith("--") and word[2:].partition("=")[0] in NOT_MODELLED:
             raise PlanError(
                 f"{word.partition('=')[0]}: not modelled by the planner, and nothing bounds what it changes. Plan "
                 "without it"

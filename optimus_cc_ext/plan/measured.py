@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.flags import job_of, parsed_flags
+from optimus_cc_ext.plan.flags import NOT_MODELLED, job_of, parsed_flags
 from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.iteration import iteration
+from optimus_cc_ext.plan.left_out import BOUNDS
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all
 from optimus_cc_ext.report.log_lines import parse_progress, parse_techniques
@@ -22,6 +23,9 @@ __all__ = ["MeasuredRun", "calibrated", "read_run", "solved", "with_nccl_tests"]
 
 LEAST_LINES = 4
 """Smallest number of iterations in a log; the first half is not used."""
+
+NEEDED = ("world_size", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
+"""Arguments without which a log gives no job."""
 
 _ARGUMENT = re.compile(r"^(?:\d+: )?\s*(\w+) \.{2,} (.*)$")
 _PADDED = re.compile(r"padded vocab .*new size: (\d+)")
@@ -72,7 +76,7 @@ def read_run(path: Path) -> MeasuredRun:
             f"--from {path}: {error.strerror}: give a log, or a folder with *.txt, *.log or *.out"
         ) from None
     found = {match[1]: match[2].strip() for line in lines if (match := _ARGUMENT.match(line))}
-    if missing := [name for name in ("world_size", "num_layers", "global_batch_size") if name not in found]:
+    if missing := [name for name in NEEDED if name not in found]:
         raise PlanError(
             f"--from {path}: no argument {', '.join(missing)}: give a log with the table 'arguments' that Megatron's "
             "first rank prints"
@@ -98,8 +102,8 @@ def read_run(path: Path) -> MeasuredRun:
 
 
 def _flags(found: dict[str, str]) -> tuple[str, ...]:
-    """Return the flags of a plan that give the arguments `found`, by name."""
-    words = []
+    """Return the flags that give the arguments `found`, by name: those of a plan, and those that it cannot contain."""
+    words, on = [], {name for name, value in found.items() if value != "None"}
     for flag, switch in parsed_flags():
         value = found.get(_OFF.get(flag, _RENAMED.get(flag, flag.replace("-", "_"))), "None")
         if switch:
@@ -107,6 +111,10 @@ def _flags(found: dict[str, str]) -> tuple[str, ...]:
         elif value not in ("None", "0"):
             value = value.removeprefix("AttnBackend.")
             words += [f"--{flag}", *(re.findall(r"'([^']+)'", value) or [value])]
+    for flag in (*NOT_MODELLED, *(each.removeprefix("--") for each in BOUNDS)):
+        value = found.get(flag.replace("-", "_"), "None")
+        if value not in ("None", "False") and not (flag == "recompute-modules" and "recompute_granularity" not in on):
+            words += [f"--{flag}", *([] if value == "True" else re.findall(r"[\w.]+", value))]
     return tuple(words)
 
 

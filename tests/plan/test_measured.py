@@ -61,6 +61,15 @@ def test_a_mixtures_arguments_are_read(tmp_path: Path) -> None:
     assert job.model.mixture and (job.model.mixture.layers, job.ep, job.dispatcher) == (51, 4, "alltoall")
 
 
+def test_an_option_of_the_log_that_no_plan_contains_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log(tmp_path, window_size="(128, 0)", recompute_modules="['core_attn']")
+    assert cli.main(["plan", "--cluster", "a100-100gbe", "--from", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: --window-size 128 0 (attention to a window" in said and "--recompute-modules" not in said
+
+
 def test_vanilla_takes_the_logs_seconds_after_calibration(tmp_path: Path) -> None:
     run = read_run(log(tmp_path))
     cluster = calibrated(CLUSTERS["a100-100gbe"], run)
@@ -89,7 +98,8 @@ def test_the_answer_is_about_the_log_and_on_other_nodes_has_the_published_band(
         ({"seconds": SECONDS[:3]}, "3 lines with 'elapsed time per iteration (ms)', at least 4 are needed"),
         ({"more": "optimus-cc: compressed activations (int8) on megatron-core 0.19.2"}, "the run is compressed"),
         ({"seconds": [1e-4] * 6}, "messages alone take"),
-        ({"hidden_size": ""}, "no hidden: give --model"),
+        ({"hidden_size": ""}, "no argument hidden_size: give a log with the table"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: not modelled"),
     ],
 )
 def test_a_log_that_cannot_be_used_is_refused_with_what_is_missing(
