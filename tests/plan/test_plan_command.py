@@ -106,12 +106,15 @@ def test_tokens_of_experts_have_their_seconds_and_are_not_recommended_without_a_
 ) -> None:
     words = ["--cluster", "a100-100gbe", "--nodes", "4", "--model", "2.5b", "--", *MIXTURE]
     for traffic in (EXPERT_DISPATCH, EXPERT_GRADIENT):
-        said = answer_of(traffic, words, capsys)
-        assert re.search(r": no, int8 saves \d+\.\d+ s an iteration beside the others \(.* has no price of it", said), (
-            said
-        )
+        sentence = answer_of(traffic, words, capsys)
+        assert re.search(r": no, int8 saves [\d.]+ s an iteration beside the others \(", sentence), sentence
+        assert sentence.endswith("docs/study.md has no price of it in loss")
         flex = answer_of(traffic, [*words, "--moe-token-dispatcher-type", "flex"], capsys)
         assert "only the tokens of the dispatcher alltoall can be compressed" in flex
+    for backend in ("deepep", "hybridep"):
+        assert main([*words, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend]) == 0
+        named = "left out: DeepEP is planned as HybridEP" in capsys.readouterr().out
+        assert named == (backend == "deepep")
     assert main([*words, "--expert-dispatch-format", "int8", "--expert-gradient-format", "fp8"]) == 0
     said = capsys.readouterr().out
     rows = {line.split(" | ")[0].strip("| "): line for line in said.splitlines() if line.startswith("| ")}
