@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `optimus-cc plan`; the words after `--` are a Megatron command line."""
     parser.add_argument(
         "--cluster",
-        help=f'cluster: {", ".join(CLUSTERS)}, or a JSON file such as {{"gpu": "H100", "network": "100gbe"}}',
+        help=f"cluster: {', '.join(CLUSTERS)}, another GPU and network such as h100-100gbe, or a JSON file such as "
+        '{"gpu": "H100", "network": "100gbe"}',
     )
     parser.add_argument("--nodes", type=int, help="number of nodes")
     parser.add_argument(

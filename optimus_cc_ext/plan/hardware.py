@@ -8,6 +8,7 @@ of `validate.Row.fitted` and, for mixtures of experts, those of recipes.csv.
 import difflib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -198,7 +199,8 @@ def gpu_of(name: str) -> Gpu:
 
 
 def cluster_of(name: str) -> Cluster:
-    """Return a preset cluster, or one from a JSON file: {"gpu": "A100", "network": "hdr8"}, plus fields that differ.
+    """Return a preset cluster, one of a GPU and a network (h100-100gbe), or one from a JSON file: {"gpu": "A100",
+    "network": "hdr8"}, plus fields that differ.
 
     Raises:
         PlanError: the name or a field is unknown, or a value is not a positive number.
@@ -206,7 +208,11 @@ def cluster_of(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     if not name.endswith(".json"):
-        raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + ", or a file whose name ends in .json")
+        gpu, _, network = name.partition("-")
+        with suppress(PlanError):
+            return Cluster(gpu=gpu_of(gpu.upper()), network=network_of(network))
+        others = ", GPU-NETWORK such as h100-100gbe, or a file whose name ends in .json"
+        raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + others)
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
         cluster = Cluster(gpu=gpu_of(content.pop("gpu")), network=network_of(content.pop("network")))

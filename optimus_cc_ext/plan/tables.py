@@ -158,9 +158,19 @@ def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
         note=f"Regret: published seconds of the chosen layout over those of the best. Equals are planned within "
         f"{100 * EQUAL:g} % of the chosen one.",
     )
-    large = [abs(e) for c in found for row, e in c.errors if row.cluster.gpu.name == "H100" and row.job.gpus >= 4096]
-    sizes = [(len(large), 100 * median(large), 100 * max(large))] if large else []
-    on_h100 = Table(("rows", "median %", "largest %"), sizes, title="H100, 4,096 GPUs and more")
+    sizes = {
+        "4,096 GPUs and more": [
+            abs(e) for c in found for row, e in c.errors if row.cluster.gpu.name == "H100" and row.job.gpus >= 4096
+        ],
+        "MLPerf as one campaign, no scale": [
+            abs(row.ratio() - 1) for row in rows if row.campaign.startswith("MLPerf") and not row.fitted
+        ],
+    }
+    on_h100 = Table(
+        ("held-out runs", "rows", "median %", "largest %"),
+        [(name, len(each), 100 * median(each), 100 * max(each)) for name, each in sizes.items() if each],
+        title="H100",
+    )
     return [errors, *(table for table in (layouts, on_h100) if table.rows)]
 
 
