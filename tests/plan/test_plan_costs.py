@@ -198,6 +198,11 @@ def test_layouts_that_do_not_divide_are_refused(changes: dict[str, object], comp
         JOB.replace(**changes)
 
 
+def test_a_cluster_is_any_gpu_on_any_network() -> None:
+    mine = cluster_of("h100-roce200x8")
+    assert (mine.gpu, mine.network, mine.gpus_per_node) == (GPUS["H100"], network_of("roce200x8"), 8)
+
+
 def test_a_cluster_file_changes_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"gpu": "H100", "network": "100gbe", "memory": 9.4e10, "gpus_per_node": 4}))
