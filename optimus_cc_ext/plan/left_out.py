@@ -55,6 +55,10 @@ def _recomputed(cluster: Cluster, job: Job, parts: dict[str, float], value: str)
     return _layers(cluster, job) * (once if value in ("core_attn", "mlp", "moe") else 0.1 * once)
 
 
+def _recomputed_mixtures(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
+    return _recomputed(cluster, job, parts, "moe")
+
+
 def _head_weights(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
     return cluster.software_scale * job.pp * head(cluster.gpu, job).backward / 2
 
@@ -71,7 +75,7 @@ BOUNDS: dict[str, tuple[str, Bound]] = {
     "--window-size": ("attention to a window of tokens", _attention),
     "--moe-expert-capacity-factor": ("tokens dropped or padded to a capacity", _capacity),
     "--moe-latent-size": ("experts on fewer values than the hidden size", _latent),
-    "--moe-layer-recompute": ("experts computed once more", lambda *args: _recomputed(*args[:3], "moe")),
+    "--moe-layer-recompute": ("experts computed once more", _recomputed_mixtures),
     "--recompute-modules": ("modules computed once more", _recomputed),
     "--defer-embedding-wgrad-compute": ("the output weight's gradients in the cooldown", _head_weights),
     "--delay-wgrad-compute": ("gradients of weights beside the experts' exchange", _exchange),

@@ -166,7 +166,7 @@ def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) ->
     asked = {"yours": " ".join(own)} if own else {}
     for name, flags in (asked | VARIANTS).items():
         try:
-            if len(flags.split()) > 2 and name not in asked:  # a combination leaves out what the layout does not have
+            if flags.count("-format ") > 1 and name not in asked:  # a combination of formats keeps those of the layout
                 flags = " ".join(fitting(flags.split(), layout_of(job)))
             if not flags:
                 continue

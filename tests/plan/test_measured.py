@@ -85,7 +85,7 @@ def test_the_answer_is_about_the_log_and_on_other_nodes_has_the_published_band(
     said = capsys.readouterr().out
     assert f"calibrated on {tmp_path}: 2.000 s an iteration (median of the last 3 of 6" in said
     assert "vanilla: 2.000 s per iteration" in said and "(iterations of the log within 1 %)" in said
-    assert "2.5B parameters on 32 x A100, 8 on each node" in said and "DP gradients: yes" in said
+    assert "2.4B parameters on 32 x A100, 8 on each node" in said and "DP gradients: yes" in said
     assert cli.main([*words, "--nodes", "8"]) == 0
     said = capsys.readouterr().out
     assert "on 64 x A100" in said and "within 16 %" in said
