@@ -10,7 +10,7 @@ _LOGGER = logging.getLogger("optimus_cc_ext")
 
 
 def say(line: str) -> None:
-    """Log a line of level INFO; for a Python program in the names of fields instead of flags."""
+    """Log a line of level INFO. A Python program gets the names of fields in place of flags."""
     _LOGGER.info(line if _prints() else named_fields(line))
 
 

@@ -199,7 +199,8 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return tuple(BlendedMegatronDatasetBuilder(dataset_type, num_samples, is_built_here, config).build())
 
 
-# Tells Megatron to call build_datasets on every rank, not only on tensor-parallel rank 0: the builder has collectives.
+# The attribute lets Megatron call build_datasets on every rank, not only on tensor-parallel rank 0: the builder has
+# collectives.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

@@ -108,7 +108,7 @@ class MegatronRun:
 
     @property
     def said(self) -> list[str]:
-        """Lines that Optimus-CC printed, without their mark."""
+        """Lines that Optimus-CC printed, without the prefix "optimus-cc: "."""
         return [line.removeprefix("optimus-cc: ") for line in self.printed if line.startswith("optimus-cc: ")]
 
 

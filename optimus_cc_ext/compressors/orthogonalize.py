@@ -169,7 +169,7 @@ def _write_gram(a: Tensor, out: Tensor, scratch: Scratch) -> None:
         # passes: a direction at fp32's noise, 1e-7 of its columns, leaves the first one at 1e-2 and the second at 1. It
         # is relative to each column, so that very different lengths, as an aligned Q gives to P = M Q, cost no
         # accuracy. An empty column gets a length of 1, so that Cholesky does not divide by zero.
-        lengths = out.diagonal(dim1=-2, dim2=-1)  # squared; a view
+        lengths = out.diagonal(dim1=-2, dim2=-1)  # squared lengths of the columns, a view of G
         empty = torch.eq(lengths, 0.0, out=scratch.take("empty", lengths.shape, a.dtype, a.device))
         lengths.mul_(1.0 + 16 * a.shape[1] * torch.finfo(a.dtype).eps).add_(empty)
 

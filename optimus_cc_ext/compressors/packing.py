@@ -42,7 +42,7 @@ class _Integers(Packing):
         self._fields = [
             (slice(at * self._words, (at + 1) * self._words), at * format.bits) for at in range(codes_to_a_word)
         ]
-        """Codes in each field of a word, and the field's lowest bit."""
+        """For each field of a word: the codes that are packed into it, and its lowest bit."""
 
         self._bytes = [
             slice(at * self._words, (at + 1) * self._words) for at in range(format.bits * codes_to_a_word // 8)

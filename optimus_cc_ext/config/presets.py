@@ -260,7 +260,7 @@ def _check_formats(config: OptimusConfig, request: Request) -> None:
 
 
 def check_layout(config: OptimusConfig, layout: Layout) -> None:
-    """Refuse a configuration that the layout leaves nothing to compress for.
+    """Refuse a configuration in which the layout leaves nothing to compress.
 
     Raises:
         FlagError: naming the flag, the reason and the cure.

@@ -109,8 +109,8 @@ def _spawn(spawn: Callable[..., int], path: str | bytes, args: list[Any], passfd
 
 
 def _first_words() -> str:
-    # The child imports this very file, wherever it searches first; the folder is removed from sys.path again, so that
-    # it hides no module of Python's.
+    # The child must import this very file, so its folder comes first in sys.path. It is removed again, so that it hides
+    # no module of Python's.
     return (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
         f"from {__name__} import end_with, install; "

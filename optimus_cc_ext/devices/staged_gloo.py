@@ -103,7 +103,7 @@ class StagedGloo(dist.ProcessGroup):
     allgather = _moving("allgather")
     gather = _moving("gather")
     scatter = _moving("scatter")
-    # The names of these methods in torch before 2.12, and since.
+    # Operations with two names: the name in torch before 2.12, and the later one.
     _allgather_base = all_gather_single = _moving("_allgather_base")
     alltoall_base = all_to_all_single = _moving("alltoall_base")
     allreduce = _reducing("allreduce", dist.AllreduceOptions)

@@ -142,7 +142,7 @@ def _answers() -> dict[str, Any]:
         name="cpu",
         total_memory=memory,
         multi_processor_count=os.cpu_count() or 1,
-        # Older than every GPU, so that nobody infers a feature of a GPU from the version.
+        # This compute capability is lower than every GPU's, so that no code infers a feature from it.
         major=0,
         minor=0,
     )

@@ -46,7 +46,7 @@ def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
     if any(getattr(args, name, None) for name in pattern):
         return None
     local = _without_kernels(args)
-    logging.disable(logging.WARNING)  # Megatron warns that GPTModel is deprecated, ahead of the verdict
+    logging.disable(logging.WARNING)  # Megatron would print its warning that GPTModel is deprecated before the verdict
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return [_stage(local, stage, gpt_config_from_args, GPTModelBuilder) for stage in range(_stages(args))]

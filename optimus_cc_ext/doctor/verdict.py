@@ -70,7 +70,7 @@ def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:
         needed.append(f"{name}={os.environ[name]}")
     if needed:
         verdict.notes.append(
-            f"{target} needs the environment variables {', '.join(needed)}, which the line does not give"
+            f"{target} needs the environment variables {', '.join(needed)}, which the launch line does not set"
         )
     return verdict
 
@@ -98,7 +98,9 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
 
 
 def _flags_of_script(line: CommandLine) -> Callable[[Any], Any] | None:
-    """Return what adds the flags of Model Optimizer, if the checkout's script asks for them; it needs no package."""
+    """Return the function that adds Model Optimizer's flags; None if the checkout's script or Megatron has none. It
+    needs no package.
+    """
     script = Path(line.script) if line.script is not None else None
     if script is None or not script.is_file() or "add_modelopt_args" not in script.read_text(errors="replace"):
         return None

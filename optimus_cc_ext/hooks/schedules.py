@@ -134,7 +134,7 @@ def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: 
 
 
 def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradient: torch.Tensor | None) -> None:
-    """Allocate before the first pass, measure and decide before the third; log the memory that this takes."""
+    """Allocate state and messages before the first pass and log their memory; measure and decide before the third."""
     if session.preallocate(schedule, gradient):
         _announce_memory(session)
         _announce_without_gain(session, gradient)

@@ -106,7 +106,7 @@ def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> No
     axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_ylabel("difference")  # the legend names the runs: names can be longer than this axis
+    axes.set_ylabel("difference")  # the legend names the runs, because a name can be longer than this axis
 
 
 def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:

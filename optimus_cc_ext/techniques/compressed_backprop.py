@@ -101,7 +101,7 @@ class CompressedBackprop(Technique):
         return None if ends is None or like is None else ends.plan.compresses(Message(0, epilogue=True), like.shape)
 
     def begin(self, this: Iteration) -> None:
-        """Begin a pass: reset the statistics, and zero residuals that must not last; number the messages from 0."""
+        """Begin a pass: reset the statistics, zero residuals that last for one iteration, number messages from 0."""
         super().begin(this)
         self.statistics.begin(this.measured and self._config.compression_error_statistics)
         compressing = not this.is_among_the_first(self._config.compressed_backprop_warmup)

@@ -62,7 +62,7 @@ def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
 
 
 def bench(setting: Setting) -> Iterator[Row]:
-    """Run the compressors' bench, whose own files lie beside the page."""
+    """Run the compressors' bench, whose own files lie beside the check's page."""
     yield _bench(setting, setting.output, "kernels", "slices", "orthogonalization", "bucket", "formats")
 
 
@@ -91,7 +91,7 @@ def capture(setting: Setting) -> Iterator[Row]:
 
 
 def training(setting: Setting) -> Iterator[Row]:
-    """Run the study of vanilla and the balanced preset, whose logs lie beside the page; compare their losses."""
+    """Run the study of vanilla and `balanced`, whose logs lie beside the check's page; compare their losses."""
     from optimus_cc_ext.report.record import read_logs
 
     folder, iterations = setting.output / "training", 4 if setting.dry else 60

@@ -246,7 +246,7 @@ def _run(variant: str, block: int, seconds: dict[str, float], payload: int) -> R
 
 
 def _of(table: Table, block: Cell, column: str, rate: str = "50mbit") -> Any:
-    """Return one value of `auto`."""
+    """Return the value of `column` for the variant `auto`."""
     [value] = table.where(variant="auto", rate=rate, block=block).column(column)
     return value
 

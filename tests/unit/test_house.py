@@ -251,7 +251,9 @@ def test_the_extension_stands_without_the_tools() -> None:
 
 
 def test_a_file_that_serves_one_other_is_not_tiny() -> None:
-    """It belongs into that one, unless the two would be long together, or Megatron's file gives a hook its name."""
+    """A tiny file belongs into the file that imports it, unless the two would be long together, or Megatron's file
+    gives a hook its name.
+    """
     importers: dict[str, set[str]] = {}
     for arrow in arrows():
         importers.setdefault(arrow.imported, set()).add(arrow.importer)

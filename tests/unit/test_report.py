@@ -202,7 +202,7 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
         inside = figure.get_tightbbox().get_points()
-        # The solver places the layout within about a pixel: 0.02 inch are 3 pixels.
+        # matplotlib places the layout within about a pixel: 0.02 inch are 3 pixels
         fits = (inside >= -0.02).all() and (inside <= figure.get_size_inches() + 0.02).all()
         assert fits, f"{name} is cut off"
 

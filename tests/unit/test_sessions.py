@@ -1,4 +1,4 @@
-"""Law: a message is compressed only by a session whose pipeline it travels, in the innermost open pass."""
+"""Law: a message is compressed only by the session of its pipeline, in the innermost open pass."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -112,7 +112,7 @@ def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("r", [16, pytest.param(40, marks=pytest.mark.full), pytest.param(128, marks=pytest.mark.full)])
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.full) for other in (80, 100, 120))])
 def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
-    """Compiles on a machine without a GPU, because the compiler may refuse code that the interpreter runs."""
+    """Compile the kernels without a GPU, because the compiler may refuse code that the interpreter runs."""
     matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
     p, q = gaussian(1, 128, r), gaussian(1, 256, r)
     with compiling(capability, tmp_path) as compiled:

@@ -1,4 +1,4 @@
-"""Law: a type checker finds typos in what a training loop calls, and Python refuses what it cannot find."""
+"""Law: a type checker finds typos in what a training loop calls, and Python refuses typos that it cannot find."""
 
 import dataclasses
 import subprocess

@@ -246,7 +246,9 @@ def _grid(table: Tensor, rows: int) -> tuple[int, int]:
 
 
 def _taken(values: Tensor, messages: Tensor) -> bool:
-    """Tell if kernels take them: fp32, bf16 or fp16, contiguous, on a GPU; on a CPU where triton interprets (tests)."""
+    """Return whether kernels take these tensors: contiguous fp32, bf16 or fp16, on a GPU or (tests) in the
+    interpreter.
+    """
     on_device = values.device.type == "cuda" or (INTERPRETED and values.device.type == "cpu")
     flat = values.is_contiguous() and messages.stride(-1) == 1
     return launches.AVAILABLE and on_device and values.dtype in DTYPES and flat and messages.numel() > 0

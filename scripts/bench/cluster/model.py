@@ -1,4 +1,4 @@
-"""Traffic of a rank, so that small models can be given a large model's proportions."""
+"""Computes the traffic of a rank, so that small models can be given a large model's proportions."""
 
 import math
 from dataclasses import dataclass

@@ -110,7 +110,7 @@ def _slice(model: str, n: int, m: int, compression_rank: int, device: torch.devi
 
 
 def orthogonalization(setting: Setting) -> Iterator[Row]:
-    """Time batches of P, against the time of two products with a triangle each: a Gram matrix and a change of basis.
+    """Time the orthogonalisation of batches of P, against two triangular products: a Gram matrix and a change of basis.
 
     The hook's and LAPACK's time does not depend on the values; ours does, on a CPU.
     """
