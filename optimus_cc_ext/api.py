@@ -186,27 +186,15 @@ def preset(
 def begin_step(iteration: int | None = None, *, measured: bool = False) -> None:
     """Mark the start of a training step. Further forward-backward passes before `end_step` rerun the first.
 
-    A step that was begun but never ended counts as abandoned: its changes of residuals and factors are discarded.
-    Deprecated like `install`.
-
-    Args:
-        iteration: number of completed iterations; None: count them here.
-        measured: True if `collect_metrics` will be asked for errors, residual norms and times of this step.
+    A step that was begun but never ended counts as abandoned: its changes of residuals and factors are discarded. The
+    arguments are those of `Handle.step`. Deprecated like `install`.
     """
     warnings.warn(_DEPRECATED.format("begin_step"), DeprecationWarning, stacklevel=2)
     _session().begin_step(iteration, measured=measured)
 
 
 def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad: float = 0.0) -> None:
-    """Mark the end of the training step. Deprecated like `install`.
-
-    Args:
-        applied: False if the optimizer skipped its update. The step's changes of residuals and factors are then
-            discarded.
-        grad_norm: global gradient norm before clipping; used to scale the residuals of unusually strongly clipped
-            steps.
-        clip_grad: the norm to which the gradients were clipped; 0: they were not clipped.
-    """
+    """Mark the end of the training step. The arguments are those of `Step.done`. Deprecated like `install`."""
     from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 
     warnings.warn(_DEPRECATED.format("end_step"), DeprecationWarning, stacklevel=2)
@@ -214,11 +202,7 @@ def end_step(*, applied: bool = True, grad_norm: float | None = None, clip_grad:
 
 
 def collect_metrics() -> dict[str, float]:
-    """Return the values that Megatron's log would show: bytes per step since the last call, and the errors of a
-    measured step.
-
-    Collective over all ranks of the model, with the same result on each: call it on all or on none. Bytes are summed
-    over these ranks; the names begin with "optimus-cc/".
+    """Return `Handle.metrics` of the installation. Collective over all ranks of the model.
 
     Raises:
         OptimusError: no forward-backward pass has run yet.
@@ -227,20 +211,12 @@ def collect_metrics() -> dict[str, float]:
 
 
 def state_dict() -> dict[str, Any]:
-    """Return the state that this rank needs to resume: residuals, factors, counters. Save it beside the model's state.
-
-    The tensors are not copies. Within a step, the result is the state before that step.
-    """
+    """Return `Handle.state_dict` of the installation, to be saved beside the model's state."""
     return _handle().state_dict()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Resume from the state that `state_dict` returned on this rank. Collective over all ranks of the model.
-
-    Raises:
-        UnfitState: on all ranks, and nothing is changed: a state does not fit its rank, or the techniques that are
-            switched on there.
-    """
+    """Resume the installation from the state of `state_dict`, as `Handle.load_state_dict` does."""
     _handle().load_state_dict(state)
 
 

@@ -66,7 +66,6 @@ def _examine(options: argparse.Namespace) -> Diagnosis:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `optimus-cc`."""
     parser = argparse.ArgumentParser(
         prog="optimus-cc",
         description="Tools for Megatron training with compressed traffic. Training itself takes --optimus-cc and the "

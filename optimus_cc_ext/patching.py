@@ -46,7 +46,6 @@ class Patches(ExitStack):
         self.replace(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
     def setenv(self, name: str, value: str) -> None:
-        """Set an environment variable."""
         if name in os.environ:
             self.callback(os.environ.__setitem__, name, os.environ[name])
         else:

@@ -12,9 +12,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
   echo "The fields of \`OptimusConfig\` are the flags of [flags.md](flags.md), with underscores."
   for module in api hooks.handle.Handle hooks.steps.Step bridge errors; do
     echo
-    # Types get no links, because most of them are Python's.
+    # Types get no links, because most of them are Python's; the lists of functions would repeat each first sentence.
     PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" griffe2md "optimus_cc_ext.$module" |
-      sed -E 's/\[([^]*]+)\]\(#[^)]*\)/\1/g; s#</?code>#`#g; s/[[:space:]]+$//'
+      sed -E '/^- \[\*\*/d; /^\*\*(Functions|Classes|Attributes):\*\*$/d; s/\[([^]*]+)\]\(#[^)]*\)/\1/g; s#</?code>#`#g; s/[[:space:]]+$//'
   done
 } | cat -s >docs/api.md.partial
 mv docs/api.md.partial docs/api.md

@@ -180,11 +180,9 @@ class Codec:
                 f"not blocks of {self.format.block}, {self.format.packing}"
             )
         self.code_bytes = self.format.code_bytes
-        """Bytes of a block's codes."""
 
         self._signs = signs if self.format.rotated else None
         self.rotated = self._signs is not None
-        """True if blocks are rotated."""
 
         self._gain = BLOCK if self.rotated else 1
         """Factor by which the rotation's Hadamard matrix, not normalised, lengthens a block."""

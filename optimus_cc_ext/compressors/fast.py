@@ -16,7 +16,6 @@ __all__ = ["Needed", "copy_unless", "fast_codec", "fast_compressor", "kernels", 
 
 
 def fast_compressor() -> LowRank:
-    """Make a low-rank compressor."""
     if not _triton_applies():
         return FastLowRank()
     from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -76,7 +75,6 @@ class Needed:
     """Dtypes of the run's messages and gradients."""
 
     state_dtype: torch.dtype = torch.float32
-    """Dtype of residuals and factors between steps."""
 
     rotated: bool = True
     """True if blocks are rotated in the formats that allow it."""

@@ -34,7 +34,6 @@ class Format:
     """Packing of codes into bytes; the module's docstring describes each packing."""
 
     bits: int
-    """Number of bits of a value's code."""
 
     largest: float | None
     """Largest code; None: values are not scaled."""
@@ -48,11 +47,9 @@ class Format:
     """
 
     block: int = BLOCK
-    """Number of values that share a scale."""
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a block's codes."""
         return self.block * self.bits // 8
 
     @property

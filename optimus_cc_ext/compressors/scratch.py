@@ -41,5 +41,4 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all scratch buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -51,7 +51,6 @@ class Layout:
     """True with Megatron's `--ddp-reduce-scatter-with-fp32-accumulation`."""
 
     optimizer: str = "adam"
-    """Megatron's `--optimizer`."""
 
     master_copies: bool = False
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
@@ -72,7 +71,6 @@ class Layout:
 
     train_iters: int | None = None
     seed: int = 1234
-    """Megatron's seed."""
 
     @property
     def owners(self) -> int:

@@ -130,13 +130,11 @@ class StagedGloo(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> _Work:
-        """Gather the tensors one by one."""
         return _all([self.all_gather_single(*pair, *options) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> _Work:
-        """Reduce and scatter the tensors one by one."""
         return _all([self.reduce_scatter_single(*pair, *options) for pair in zip(outputs, inputs, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -167,7 +165,6 @@ class StagedGloo(dist.ProcessGroup):
         return [torch.device("cpu"), torch.device("cuda")]
 
     def getBackendName(self) -> str:
-        """Return the backend's name, for torch."""
         return NAME
 
     def _collective(self, operation: str, written: Any, *arguments: Any, divisor: int = 1) -> _Work:

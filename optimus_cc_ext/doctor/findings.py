@@ -38,7 +38,6 @@ class Diagnosis:
             yield from (f"{'':<4} {'':<{width}}  {line}" for line in rest)
 
     def as_json(self) -> str:
-        """Return verdict, findings and facts as JSON."""
         return json.dumps(
             {
                 "ok": self.exit_code == 0,

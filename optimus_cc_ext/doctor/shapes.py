@@ -30,7 +30,6 @@ class Parameter:
     tied: bool = False
     embedding: bool = False
     expert: bool = False
-    """True for the weight of a routed expert."""
 
     router: bool = False
 

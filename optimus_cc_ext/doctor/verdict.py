@@ -40,7 +40,6 @@ class Verdict:
     """Lines that training would print before its first iteration."""
 
     args: argparse.Namespace | None = None
-    """Megatron's validated arguments."""
 
 
 def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:

@@ -84,9 +84,7 @@ class Sent:
 
     nbytes: float = 0.0
     transfer: float = 0.0
-    """One transfer of a class in one format: the bytes that one rank sends, and the seconds of the link and of both
-    ends.
-    """
+    """Seconds on the link."""
 
     encode: float = 0.0
     """Seconds that the sender encodes before the message leaves."""

@@ -37,7 +37,6 @@ class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
     """
 
     def of(self, session: Session) -> Forecaster:
-        """Return the forecaster of `session`."""
         if session not in self:
             self[session] = Forecaster()
         return self[session]

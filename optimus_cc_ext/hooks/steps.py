@@ -53,7 +53,8 @@ class Step:
 
         Args:
             applied: False if the optimizer skipped its update; the step's changes of the state are then discarded.
-            grad_norm: global gradient norm before clipping.
+            grad_norm: global gradient norm before clipping, by which residuals of unusually strongly clipped steps are
+                scaled.
             clip_grad: the norm to which the gradients were clipped; 0: they were not clipped.
 
         Raises:

@@ -61,7 +61,6 @@ class Gauge:
             self._add(1, matrix, 1.0)
 
     def note_error(self, error: torch.Tensor) -> None:
-        """Add the norm of a compression error."""
         if self.on:
             self._add(0, error, 1.0)
 

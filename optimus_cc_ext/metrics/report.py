@@ -47,7 +47,6 @@ class TechniqueMetrics:
 
     @property
     def relative_error(self) -> float:
-        """The ratio |error| / |compressed tensor|."""
         return sqrt(self.error / self.compressed) if self.compressed else 0.0
 
 

@@ -51,7 +51,6 @@ class Stopwatch:
         return sum(self._read(name))
 
     def clear(self) -> None:
-        """Remove all recorded durations."""
         self._seconds.clear()
         self._events.clear()
 

@@ -44,7 +44,6 @@ class Picture:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the picture's files into `folder`."""
         for suffix, content in self.files.items():
             (folder / f"{self.name}.{suffix}").write_bytes(content)
 
@@ -111,7 +110,6 @@ class ReportDocument:
         return "\n".join([*head, *map(_markdown, self.parts)])
 
     def html(self) -> str:
-        """Return the document as an HTML page."""
         parts = "\n".join(map(_boxed, self.parts))
         template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
         return template.substitute(title=escape(self.title), lead=escape(self.lead), parts=parts)

@@ -36,7 +36,6 @@ class Curve:
 
     @property
     def mean(self) -> float:
-        """The curve's mean over all iterations."""
         return mean(self.values) if self.values else nan
 
     @property

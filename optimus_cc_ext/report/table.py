@@ -38,7 +38,6 @@ class Table:
         return Table(tuple(columns), [tuple(map(_number, row)) for row in rows], **further)
 
     def column(self, name: str) -> list[Cell]:
-        """Return all values of one column."""
         return [row[self.columns.index(name)] for row in self.rows]
 
     def numbers(self, name: str) -> list[float]:
@@ -55,7 +54,6 @@ class Table:
         return replace(self, rows=[row for row in self.rows if all(row[place] == value for place, value in wanted)])
 
     def records(self) -> list[dict[str, Cell]]:
-        """Return the rows as dictionaries, for JSON."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def write_csv(self, path: Path) -> None:

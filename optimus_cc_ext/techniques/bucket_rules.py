@@ -32,7 +32,6 @@ class BucketRecord:
 
     numel: int
     dtype: torch.dtype
-    """Dtype of the gradients."""
 
     parameters: Sequence[ParameterRecord]
     """Records of the bucket's parameters, in the order in which Megatron lists them."""

@@ -60,7 +60,6 @@ class ParameterRecord:
     """True for a word embedding that another stage holds, too."""
 
     expert: bool = False
-    """True for the weight of a routed expert."""
 
     router: bool = False
     """True for the weight of a router, which is small and decides which experts see a token."""
@@ -87,7 +86,6 @@ class ParameterRecord:
 
     @property
     def columns(self) -> int:
-        """Columns of the parameter as a matrix."""
         return math.prod(self.shape[1:])
 
 
@@ -161,7 +159,6 @@ class MessagePool:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Bytes of all messages."""
 
         self.shared_bytes = 0
         """Bytes that would be needed in addition if no exchanges of a bucket shared memory."""

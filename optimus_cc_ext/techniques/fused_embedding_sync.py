@@ -174,7 +174,6 @@ class FusedEmbeddingSync(Technique):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory for messages."""
         return self._pool.nbytes
 
     def make_room(self, gradient: torch.Tensor) -> None:

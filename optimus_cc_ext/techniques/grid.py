@@ -37,7 +37,6 @@ class RankPlace:
     """Number of names of process groups that the rank has used up, as `groups.names_of` counts them."""
 
     node: Node = field(default_factory=Node)
-    """Node that holds the rank."""
 
     pipeline: tuple[int, ...] = ()
     """The ranks of the rank's pipeline, by stage; empty: there is one stage."""

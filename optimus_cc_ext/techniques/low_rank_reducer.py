@@ -43,7 +43,7 @@ __all__ = ["LowRankReducer"]
 
 @dataclass
 class _Pack:
-    """Pack of matrices of some shapes: one collective sums all their P, and another one all their Q."""
+    """Memory and reducers of a `PackPlan`."""
 
     groups: list[ShapeGroup]
     sum_of_p: Reducer

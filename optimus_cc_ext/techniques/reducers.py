@@ -142,7 +142,6 @@ class DenseReducer(Reducer):
 
     @torch.no_grad()
     def start(self, whole: bool = False) -> None:
-        """Start the sums."""
         if self._sharded and not whole:
             shard, groups = self._groups.own_shard(self._flat), self._groups
             self._sums = [start_reduce_scatter(shard, self._flat, groups.owners, self._purpose)]
@@ -157,7 +156,6 @@ class DenseReducer(Reducer):
         """Do nothing: a dense sum has no second phase."""
 
     def finish(self) -> None:
-        """Wait for the sums."""
         for pending in self._sums:
             pending.wait()
         self._sums = []

@@ -36,9 +36,7 @@ class Schedule(Protocol):
     """Order of the passes of one iteration on all stages."""
 
     @property
-    def stages(self) -> int:
-        """Number of pipeline stages."""
-        ...
+    def stages(self) -> int: ...
 
     @property
     def chunks(self) -> int:

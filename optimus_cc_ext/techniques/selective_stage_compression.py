@@ -245,7 +245,6 @@ class SelectiveStageCompression(Technique):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory for messages."""
         return sum(reducer.nbytes for reducer in self.reducers)
 
     def begin(self, this: Iteration) -> None:
@@ -257,7 +256,6 @@ class SelectiveStageCompression(Technique):
 
     @property
     def compresses_this_stage(self) -> bool:
-        """True if this rank's stage compresses its gradients."""
         return self.stage in (self.compressed_stages or ())
 
     @property

@@ -283,7 +283,6 @@ class Session:
 
     @property
     def completed_steps(self) -> int:
-        """Number of applied steps."""
         return self.step.iteration
 
     @property

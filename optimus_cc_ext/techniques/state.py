@@ -55,7 +55,6 @@ class SteppedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the committed and the pending value."""
         return self.committed.nbytes + self._pending.nbytes
 
     @property
@@ -155,7 +154,6 @@ class FactorState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of residual, warm start and fallback directions."""
         return self.residual.nbytes + self.warm_start.nbytes + self.fallback.nbytes
 
     def note_finite(self, factor: torch.Tensor, scratch: Scratch) -> None:
@@ -239,7 +237,6 @@ class FactorStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
         return sum(state.nbytes for state in self)
 
     @property
@@ -252,7 +249,6 @@ class FactorStates:
         return [state.residual.value for state in self]
 
     def zero_residuals(self) -> None:
-        """Set all residuals to zero."""
         for state in self:
             state.residual.zero_()
         for saved in self._waiting.values():

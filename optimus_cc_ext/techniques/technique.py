@@ -84,7 +84,6 @@ class Technique:
         return 0
 
     def begin(self, this: Iteration) -> None:
-        """Begin a forward-backward pass."""
         self.gauge.begin(this.measured)
 
     def planned(self, like: torch.Tensor | None) -> "Planned":

@@ -112,7 +112,6 @@ class MessageBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._whole.values())
 
     def sending(self, message: torch.Tensor) -> Transfer:
