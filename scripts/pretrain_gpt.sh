@@ -5,7 +5,7 @@
 #
 # Flags are passed on unchanged; a flag overrides the variable of the same meaning. For example
 #
-#   MODEL=tiny TRAIN_ITERS=20 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --optimus-cc
+#   MODEL=tiny TRAIN_ITERS=20 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --optimus-cc balanced
 #
 # --dry-run prints the exact command, one line that can be pasted, and starts nothing; --check prints nothing, and only
 # refuses what a start would refuse. --help prints this text.

@@ -70,7 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--constants", action="store_true", help="also list all constants, with unit and source")
     parser.add_argument("--why", metavar="CLASS", help='explain the answer for one class, such as "DP gradients"')
-    parser.add_argument("--output", type=Path, help="folder for CSV, JSON, a page with pictures and a Perfetto trace")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for CSV, JSON, a page with pictures and a Perfetto trace; or a file of a grid of plans, over "
+        "networks, replicas on a node, batches and formats: FILE.html, a page on which one is chosen, FILE.csv, or a "
+        "picture, FILE.svg or FILE.png",
+    )
     parser.add_argument(
         "--validate",
         nargs="?",
@@ -114,6 +120,9 @@ def _validate(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> None:
     cluster, job, others, measured = _basis(options)
     own, unread = _own(others, job)
+    if options.output and options.output.suffix:
+        _grid(options, cluster, job, _taken(_flags(options), others), own)
+        return
     if options.sweep:
         _sweep(options, replace(cluster, error=0.0), job, own)  # the log is of one number of nodes
         return
@@ -148,6 +157,11 @@ def _plan(options: argparse.Namespace) -> None:
         write_plan(options.output, job, found, chosen, shown, list(dict.fromkeys([*lines, *constants])))
 
 
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Return the words after `--`."""
+    return list(options.flags[1:] if options.flags[:1] == ["--"] else options.flags)
+
+
 def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[str]]:
     """Return the cluster, the job, the words that the planner does not read, and the lines about measurements.
 
@@ -163,7 +177,7 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
             raise PlanError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not a positive number")
     if options.gpus_per_node:
         cluster = replace(cluster, gpus_per_node=options.gpus_per_node)
-    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    flags = _flags(options)
     if options.nccl_tests:
         cluster, line = with_nccl_tests(cluster, options.nccl_tests)
         said.append(line)
@@ -190,16 +204,41 @@ def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
     """
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     _, unread = parser.parse_known_args(list(others))
-    # Words left over come in the order of the command line, so the parser took all words that are missing among them.
-    own, rest = [], deque(unread)
-    for word in others:
+    if own := _taken(others, unread):
+        config_of(own, layout_of(job))
+    return own, unread
+
+
+def _taken(words: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Return the words that a parser took, if it left these; it leaves words in the order of the command line."""
+    taken, rest = [], deque(left)
+    for word in words:
         if rest and word == rest[0]:
             rest.popleft()
         else:
-            own.append(word)
-    if own:
-        config_of(own, layout_of(job))
-    return own, unread
+            taken.append(word)
+    return taken
+
+
+def _grid(options: argparse.Namespace, cluster: Cluster, job: Job, flags: Sequence[str], own: Sequence[str]) -> None:
+    """Write the file of a grid of plans that the user asked for."""
+    from rich.progress import Progress
+
+    from optimus_cc_ext.plan.grid import Question, planned_grid
+    from optimus_cc_ext.plan.grid_files import check_grid_file, write_grid
+
+    check_grid_file(options.output)
+    if options.run:
+        raise PlanError(f"--output {options.output}: a grid is planned from Megatron's flags. Leave out --from")
+    given = ("cluster", "nodes", "gpus_per_node", "nccl_tests", "model")
+    words = [(f"--{name.replace('_', '-')}", getattr(options, name)) for name in given]
+    typed = [str(word) for pair in words if pair[1] is not None for word in pair]
+    question = Question(typed, cluster, job.gpus, options.model, flags, own)
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
+        task = bars.add_task("points")
+        grid = planned_grid(question, lambda done, count: bars.update(task, completed=done, total=count))
+    write_grid(options.output, grid)
+    print(f"wrote {options.output}: {len(grid.cells)} plans")
 
 
 def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequence[str]) -> None:

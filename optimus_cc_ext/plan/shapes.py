@@ -263,6 +263,7 @@ MODELS = {
     "175b": Model(layers=96, hidden=12288, heads=96),
     "530b": Model(layers=105, hidden=20480, heads=128),
     "1t": Model(layers=128, hidden=25600, heads=160),
+    "llama3-8b": replace(_LLAMA, layers=32, hidden=4096, heads=32, ffn=14336),
     "llama3-70b": replace(_LLAMA, layers=80, hidden=8192, heads=64, ffn=28672),
     "llama3.1-405b": replace(_LLAMA, layers=126, hidden=16384, heads=128, ffn=53248),
     "qwen3-30b": replace(_QWEN, layers=48, hidden=2048, heads=32, mixture=Mixture(
@@ -276,6 +277,6 @@ MODELS = {
         tied=False, rms_norm=True, mixture=Mixture(experts=128, top_k=4, ffn=2880, layers=36),
     ),
 }  # fmt: skip
-"""The paper's two models (section 9), those of Narayanan et al. 2021 (table 1), and five of today's, with the shapes of
+"""The paper's two models (section 9), those of Narayanan et al. 2021 (table 1), and six of today's, with the shapes of
 Megatron-Bridge's recipes; GPT-OSS attends to all tokens here, and in half of its layers to 128 in truth.
 """

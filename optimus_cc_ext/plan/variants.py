@@ -232,7 +232,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 Point = tuple[Cluster, Job, float, float, list[Gain | None]]
 """One layout on one cluster: cluster, job, bytes on a rank, vanilla's seconds, and the gain of each set of flags (None:
-the layout has nothing that they compress).
+the layout has nothing that they compress, or training would refuse them).
 """
 
 
@@ -276,7 +276,10 @@ def points(
         gains: list[Gain | None] = []
         for text in flags:
             words = fitting(text.split(), layout_of(way))
-            gains.append(band.gain(config_of(words, layout_of(way))) if words else None)
+            try:
+                gains.append(band.gain(config_in(words, way)) if words else None)
+            except FlagError:
+                gains.append(None)
         found.append((place, way, used, band.vanilla.seconds, gains))
     return sorted(found, key=lambda point: (point[1].gpus, point[0].network.name, point[3]))
 

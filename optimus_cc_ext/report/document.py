@@ -1,6 +1,6 @@
 """A report document: a title and parts, written as an HTML page, as Markdown, and as CSV and picture files beside them.
 
-The page is one file that loads nothing from a network. All text of a part is escaped on the page.
+The page is one file that loads nothing from a network. All text of a part but a fragment is escaped on the page.
 """
 
 import base64
@@ -23,7 +23,7 @@ from optimus_cc_ext.report.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Box", "Folded", "Number", "Part", "Picture", "Points", "ReportDocument", "machine"]
+__all__ = ["Box", "Folded", "Fragment", "Number", "Part", "Picture", "Points", "ReportDocument", "machine"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,14 @@ class Box:
     """
 
 
-Part = str | Table | Picture | Points | Folded | Number | Box
+@dataclass(frozen=True)
+class Fragment:
+    """HTML of our own that stands on the page unchanged, such as one with a script; no other form has it."""
+
+    html: str
+
+
+Part = str | Table | Picture | Points | Folded | Number | Box | Fragment
 """A piece of a document; a string is a paragraph."""
 
 
@@ -141,7 +148,7 @@ def _each(parts: Sequence[Part]) -> Iterator[Part]:
 
 def _boxed(part: Part) -> str:
     """Return `part` as HTML, in a box of its own unless it is a box."""
-    return _html(part if isinstance(part, Box | Number | str) else Box("", [part]))
+    return _html(part if isinstance(part, Box | Number | Fragment | str) else Box("", [part]))
 
 
 def _html(part: Part) -> str:
@@ -165,6 +172,8 @@ def _html(part: Part) -> str:
             texts = {"name": name, "number": value, "note": note}
             lines = (f'<div class="{kind}">{escape(text)}</div>' for kind, text in texts.items())
             return f'<section class="card">{"".join(lines)}</section>'
+        case Fragment(html):
+            return html
         case Box(heading, parts, kind) if kind.startswith("grid"):
             return f'<div class="{kind}">{"".join(map(_boxed, parts))}</div>'
         case Box(heading, parts, kind):
@@ -190,6 +199,8 @@ def _markdown(part: Part) -> str:
             return "\n".join(f"{summary}, {name}:\n\n```\n{text}\n```\n" for name, text in texts.items())
         case Number(name, value, note):
             return f"**{value} {name}**: {note}\n"
+        case Fragment():
+            return ""
         case Box(heading, parts):
             return (f"## {heading}\n\n" if heading else "") + "\n".join(map(_markdown, parts))
     assert_never(part)

@@ -4,7 +4,7 @@
 #   scripts/slurm/submit.sh JOB [--dry-run] [VARIABLE=value ...] [options of sbatch ...] [-- flags of the job ...]
 #
 #   scripts/slurm/submit.sh pretrain MODEL=2.5b TENSOR_PARALLEL=8 PIPELINE_PARALLEL=4 DATA_PATH=... TOKENIZER_MODEL=... \
-#     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc
+#     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc balanced
 #   scripts/slurm/submit.sh paper table2/2.5b-cb IMAGE=optimus-cc.sqsh --gpus-per-node=8
 #
 # JOB is build_image, prepare_data, preflight, pretrain, paper or evaluate; `submit.sh JOB --help` explains its

@@ -1,0 +1,96 @@
+"""A grid of plans: its page shows what `optimus-cc plan` prints for the same point, and loads nothing."""
+
+import csv
+import io
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus_cc_ext import cli
+
+JOB = ["--use-distributed-optimizer", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1",
+       "--tensor-model-parallel-size", "8", "--global-batch-size", "64"]  # fmt: skip
+ASKED = ["--cluster", "h100-ndr400", "--nodes", "4", "--model", "8.3b"]
+
+
+def numbers_of(page: Path) -> dict[str, Any]:
+    """Return the numbers inside a page."""
+    found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    numbers: dict[str, Any] = json.loads(found[1])
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("grid") / "grid.html"
+    own = ["--dp-compression-format", "int4", "--lr", "1"]  # the planner reads no --lr
+    assert cli.main(["plan", *ASKED, "--output", str(path), "--", *JOB, *own]) == 0
+    return path
+
+
+def planned(command: str, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    """Return vanilla's seconds, and gain, least and most in percent, that a point's command prints."""
+    program, *words = shlex.split(command)
+    assert program == "optimus-cc"
+    place = words.index("--")
+    capsys.readouterr()
+    assert cli.main([*words[:place], "--format", "csv", *words[place:]]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    return [float(row[name]) for name in ("vanilla s", "yours: gain %", "yours: from %", "yours: to %")]
+
+
+@pytest.mark.full
+def test_twenty_random_points_of_the_page_are_what_plan_prints(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers_of(page)
+    points = {key: value for key, value in found["points"].items() if not isinstance(value, str)}
+    # Each of four replicas on a node, and each network, is planned for some batch.
+    assert len(points) > 200
+    for key in random.Random(43).sample(sorted(points), 20):
+        network, replicas, batch, form = key.split("|")
+        vanilla, seconds, *gain, _, ours = points[key]
+        flags = found["flags"][ours]
+        command = f"{found['typed']}{found['link'][network]} -- {found['megatron'][f'{replicas}|{batch}']} {flags}"
+        printed = planned(command, capsys)
+        assert [vanilla, *gain] == [float(f"{printed[0]:.5g}"), *printed[1:]], command
+        assert seconds == pytest.approx(vanilla * (1 - gain[0] / 100), rel=2e-4)
+        assert form != "yours" or flags == "--dp-compression-format int4"
+
+
+@pytest.mark.full
+def test_the_page_loads_nothing(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"""https?:|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest""", text)
+    assert text.count("<script") == 2 and text.count("</script>") == 2
+
+
+@pytest.mark.full
+def test_a_point_that_cannot_be_planned_has_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "grid.html"
+    assert cli.main(["plan", *ASKED, "--output", str(path), "--", *JOB, "--global-batch-size", "32"]) == 0
+    points = numbers_of(path)["points"]
+    assert "does not divide among 16 replicas" in points["hdr8|8|8|balanced"]
+    assert isinstance(points["hdr8|8|32|balanced"], list)
+
+
+@pytest.mark.full
+def test_the_same_grid_is_a_table_and_a_picture(page: Path, tmp_path: Path) -> None:
+    for name in ("grid.csv", "grid.svg"):
+        assert cli.main(["plan", *ASKED, "--output", str(tmp_path / name), "--", *JOB]) == 0
+    assert (tmp_path / "grid.svg").read_text().startswith("<?xml")
+    rows = list(csv.DictReader((tmp_path / "grid.csv").open()))
+    points = numbers_of(page)["points"]
+    assert len(rows) == 8 * 4 * 3 * 3
+    for row in rows:
+        point = points["|".join(row[name] for name in ("network", "replicas on a node", "batch", "format"))]
+        assert row["command or reason"] == point if isinstance(point, str) else point[2] == float(row["gain %"])
+
+
+def test_a_file_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *ASKED, "--output", "grid.pdf", "--", *JOB]) == 2
+    assert "--output grid.pdf: give a folder, or a file that ends in .html, .csv, .svg, .png" in capsys.readouterr().err
