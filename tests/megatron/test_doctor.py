@@ -305,6 +305,7 @@ _ROPE = "--train-iters 1 --position-embedding-type rope --no-rope-fusion"
 # Every expert gets equally many tokens, as doctor assumes.
 _EVEN = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _EXPERTS = f"{MIXTURE} {_EVEN} --expert-model-parallel-size 2 --train-iters 1"
+_CP2 = (4, f"{PP2_DP2[1]} --context-parallel-size 2")
 _AGAIN = "--recompute-granularity selective --recompute-modules moe"
 _TOKENS = "--expert-dispatch-format int8 --expert-gradient-format int4"
 OF_RECIPES = [
@@ -315,7 +316,9 @@ OF_RECIPES = [
         ("tokens in bf16, sent again", (4, ""), f"{_EXPERTS} --hidden-size 128 {_TOKENS} --bf16 {_AGAIN}", ()),
         ("replicated experts", (4, ""), _EXPERTS, ()),
         ("multi-token prediction", PP2_DP2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights", ()),
-        ("context parallelism", (4, f"{PP2_DP2[1]} --context-parallel-size 2"), "", (cpu_attention.install,)),
+        ("multi-token prediction, tied", PP2_DP2, "--mtp-num-layers 1", ()),
+        ("context parallelism", _CP2, "", (cpu_attention.install,)),
+        ("experts and context parallelism", _CP2, _EXPERTS, (cpu_attention.install,)),
         ("an uneven layout", (4, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL"), "", ()),
     )
 ]  # fmt: skip

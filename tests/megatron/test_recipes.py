@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from optimus_cc_ext.config.classes import CLASSES
 from scripts.compat import cpu_attention
 from tests.megatron.runs import (
     BF16_BUCKETS,
@@ -61,8 +62,12 @@ EXPERTS_CP2 = Limit(
 UNEVEN = Limit(vanilla=RunSpec(name="uneven layout", flags=f"{_ROPE} --pipeline-model-parallel-layout Ettt|tL"))
 TRAINED = [
     limit.vanilla.but(f"{limit.vanilla.name}, 20 iterations", flags=TWENTY)
-    for limit in (CP2_PP2, CP2_GATHER, MTP_TIED, MTP_UNTIED, FLUSHED)
+    for limit in (CP2_PP2, CP2_GATHER, MTP_TIED, MTP_UNTIED, FLUSHED, EXPERTS_CP2, UNEVEN)
 ]
+TRAINED_BY_MUON = MUON.vanilla.but("Muon, 20 iterations", flags=TWENTY)
+needs_muon = pytest.mark.skipif(
+    find_spec("emerging_optimizers") is None, reason="pip install --no-deps emerging-optimizers absl-py"
+)
 
 
 def case(limit: Limit) -> tuple[Run, Run]:
@@ -123,9 +128,13 @@ def balanced(run: RunSpec) -> tuple[RunSpec, RunSpec]:
 
 
 def assert_near_vanilla(vanilla: Run, ours: Run) -> None:
-    """Assert that the last loss is within 2 % of vanilla's, and that the messages are smaller."""
+    """Assert that the last loss is within 2 % of vanilla's, and that the classes which balanced compresses are smaller.
+
+    Tokens on their way to experts stay dense.
+    """
     assert relative_gap(last_stage_losses(ours.ranks)[-1:], last_stage_losses(vanilla.ranks)[-1:]) < 0.02
-    traffic = [counts for rank in ours.ranks for counts in rank.ours.traffic.values()]
+    compressed = {traffic.tag for traffic in CLASSES if "balanced" in traffic.presets}
+    traffic = [counts for rank in ours.ranks for tag, counts in rank.ours.traffic.items() if tag in compressed]
     assert sum(sent for _, sent in traffic) < 0.6 * sum(raw for raw, _ in traffic)
 
 
@@ -134,9 +143,14 @@ def test_balanced_compresses_and_ends_within_two_percent_of_vanilla(runs):
     assert_near_vanilla(*runs)
 
 
-@pytest.mark.skipif(
-    find_spec("emerging_optimizers") is None, reason="pip install --no-deps emerging-optimizers absl-py"
-)
+@needs_muon
+@uses(full(*balanced(TRAINED_BY_MUON)))
+def test_balanced_beside_muon_sends_gradients_in_int8_and_ends_within_two_percent_of_vanilla(runs):
+    assert_near_vanilla(*runs)
+    assert any("sends DP gradients in int8: --optimizer muon" in line for line in runs[1].said)
+
+
+@needs_muon
 @uses(full(*case(MUON)))
 def test_muon_without_a_sharded_optimizer_steps_as_in_vanilla(runs):
     assert_like_vanilla(*runs, "pipeline backward", "DP gradients")
