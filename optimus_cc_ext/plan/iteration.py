@@ -119,7 +119,10 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
         return (computed + seconds.head(cluster.gpu, job) * (1 + predictors) if stage == last else computed) * scale
 
     def within(stage: int) -> list[ClassCost]:
-        layers = (job.layers_on(stage) + (predictors if stage == last else 0)) / job.vpp
+        own, more = job.layers_on(stage), predictors if stage == last else 0
+        layers = (own + more) / job.vpp
+        # A predictor has a mixture as the last layer has, and `exchanges` are means over layers with and without one.
+        tokens = (own + more * job.model.layers / mixture.layers) / job.vpp if (mixture := job.model.mixture) else 0.0
         return [
             ClassCost(name, when, link, *[Sent(transfer=transfer * layers)] * 2)
             for name, link in ((TENSOR, Link.TENSOR), (CONTEXT, Link.CONTEXT))
@@ -127,7 +130,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
                 (When.FORWARD_PASS, collectives[name].forward), (When.BACKWARD_PASS, collectives[name].backward)
             )
         ] + [
-            replace(cost, dense=_times(cost.dense, layers), compressed=_times(cost.compressed, layers))
+            replace(cost, dense=_times(cost.dense, tokens), compressed=_times(cost.compressed, tokens))
             for cost in exchanges
         ]  # fmt: skip
 

@@ -50,7 +50,8 @@ MODELS = {
         f"{LLAMA} --qk-layernorm --num-layers 4 --hidden-size 512 --num-attention-heads 8 --multi-latent-attention "
         "--q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 "
         "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128 "
-        "--moe-layer-freq [0]*1+[1]*3 --expert-model-parallel-size 4 --mtp-num-layers 1 --global-batch-size 16",
+        "--moe-layer-freq [0]*1+[1]*3 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall "
+        "--mtp-num-layers 1 --global-batch-size 16",
     ),
     "two instances of the optimizer": (
         8,
