@@ -126,7 +126,7 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
     from tqdm import tqdm
 
     def bar(label: str, total: int) -> Any:
-        # None draws the bar on a terminal only.
+        # With disable=None, tqdm draws the bar on a terminal only.
         return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 
     text_bytes = 0

@@ -91,7 +91,7 @@ def _launch_line(words: list[str]) -> CommandLine:
             line, options = _program(words[start + 1 :])
             counts = _counts(options, _TORCHRUN_COUNTS)
             nodes = counts.get("nodes") or _counts(words[:start], _SCHEDULER_COUNTS).get("nodes", 1)
-            # torchrun starts one process per node by default; so does the old launcher.
+            # torchrun and torch.distributed.launch start one process per node by default.
             per_node = counts.get("per node", 1)
             return replace(line, world_size=nodes * per_node, ranks_per_node=per_node)
         starts_launcher = word == "-m" and words[start + 1 : start + 2] in ([name] for name in _LAUNCHER_MODULES)

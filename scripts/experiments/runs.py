@@ -108,7 +108,7 @@ def commit() -> str:
         return __version__
     git = ["git", "-C", str(_ROOT)]
     found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    # The rows of finished runs are not part of what is measured.
+    # CSV files hold the rows of finished runs, which do not change what a run measures.
     command = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)*.csv"]
     changed = subprocess.run(command, capture_output=True, check=False).returncode
     return f"{found}{'-dirty' * bool(changed)}" if found else __version__

@@ -51,7 +51,8 @@ class Text:
 
 
 TEXTS: Mapping[str, Text] = {
-    # Names that begin with _ are left out: setuptools names a file so that holds the path of this checkout.
+    # Names that begin with _ are left out: setuptools makes a file of such a name, which holds the path of this
+    # checkout.
     "python": Text(
         Path(sysconfig.get_path("purelib")), "[!_]*.py", "the Python sources of this environment's packages"
     ),

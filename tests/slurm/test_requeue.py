@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], object], purpose: str, seconds: float) ->
 
 
 class Slurm:
-    """Slurm whose configuration is in `folder`, by a user's commands."""
+    """Slurm with its configuration in `folder`, used through the commands of a user."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = {

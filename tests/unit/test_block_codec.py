@@ -118,7 +118,7 @@ def test_several_senders_are_added_up_in_fp32_and_rounded_once(format, rotated, 
 
 
 def test_one_sender_is_decoded_alike_by_itself_and_in_any_piece() -> None:
-    """Which blocks are decoded together does not matter: here all at once, and one by one."""
+    """Results do not depend on which blocks are decoded together: here all at once, and one by one."""
     codec, values = codec_of("int8", True), gaussian(5000)
     together = passed(codec, values)
     for start in range(0, 5000, BLOCK):

@@ -32,8 +32,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the wheel's optimus_cc_ext as pip unpacks it: executable files stay executable."""
     source: Path = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
-        # Links, so that nothing is built into the repository, and nothing that was built there earlier gets into the
-        # wheel.
+        # The copy consists of links: nothing is built into the repository, and nothing built there earlier gets into
+        # the wheel.
         if path.name not in ("build", ".git", ".venv") and not path.name.endswith(".egg-info"):
             (source / path.name).symlink_to(path)
     target: Path = tmp_path_factory.mktemp("site-packages")
