@@ -29,8 +29,8 @@ ADMITTED = {
     PIPELINE_FORWARD: "int8", PIPELINE_BACKWARD: "int8", DP_GRADIENTS: "int8", EMBEDDING: "int8", PARAM_GATHER: "int4"
 }  # fmt: skip
 """The format of each class whose price in loss has a 95 % bound of at most 0.05 % in docs/study.md. All of them
-together cost +0.006 % (the gather nothing that can be told); `balanced`, with gradients in int4, costs +0.045 %, with a
-bound of 0.06 %.
+together cost +0.006 % (the parameter gather too little to measure); `balanced`, with gradients in int4, costs
++0.045 %, with a bound of 0.06 %.
 """
 
 UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}

@@ -124,7 +124,7 @@ def _plan(options: argparse.Namespace) -> None:
         _grid(options, cluster, job, _taken(_flags(options), others), own)
         return
     if options.sweep:
-        _sweep(options, replace(cluster, error=0.0), job, own)  # the log is of one number of nodes
+        _sweep(options, replace(cluster, error=0.0), job, own)  # a log's error holds for its own number of nodes
         return
     from optimus_cc_ext.plan import tables
     from optimus_cc_ext.report.table import printed
@@ -210,7 +210,7 @@ def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
 
 
 def _taken(words: Sequence[str], left: Sequence[str]) -> list[str]:
-    """Return the words that a parser took, if it left these; it leaves words in the order of the command line."""
+    """Return the words that a parser took: all but the words `left`, which keep the order of the command line."""
     taken, rest = [], deque(left)
     for word in words:
         if rest and word == rest[0]:

@@ -31,10 +31,10 @@ FORMATS = {
     "balanced": VARIANTS["balanced"], "int8": f"{VARIANTS['int8']} --param-gather-format int8",
     "paper": VARIANTS["paper"],
 }  # fmt: skip
-"""Our flags of each format; `fitting` leaves out those that a layout has nothing for."""
+"""Our flags of each format; `fitting` leaves out flags of classes of which a layout sends nothing."""
 
 BATCHES = (0.25, 1, 4)
-"""Factors of the job's batch. In a larger batch fewer reductions come for each token."""
+"""Factors of the job's batch. A larger batch takes fewer reductions per token."""
 
 VARIED = ("--tensor-model-parallel-size", "--global-batch-size")
 
@@ -53,7 +53,7 @@ class Question:
     """Megatron's flags."""
 
     own: Sequence[str]
-    """The user's flags of ours; if there are any, they are one of the formats."""
+    """Our flags on the user's command line; if there are any, they are one more format of the grid."""
 
     def megatron(self, tp: int, batch: int) -> list[str]:
         """Return Megatron's flags with another tensor-parallel size and batch."""

@@ -89,7 +89,7 @@ def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
 
 def experts(cluster: Cluster, job: Job, config: OptimusConfig) -> tuple[ClassCost, ...]:
     """Return the mean costs of a layer's tokens in a pass: their dispatch to experts and their way back (combine),
-    dense and as `config` says. In the backward pass their gradients travel, and recomputed tokens once more.
+    dense and as `config` says. In the backward pass their gradients are sent, and recomputed tokens once more.
     """
     mixture = job.model.mixture
     if mixture is None or job.ep * job.etp == 1:

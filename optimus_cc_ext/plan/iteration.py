@@ -71,7 +71,7 @@ class PlannedIteration:
     """Seconds by class of the collectives inside a micro-batch's passes through a model chunk."""
 
     coding: float
-    """Seconds of encoding and decoding tokens in these passes."""
+    """Seconds of encoding and decoding tokens in a micro-batch's passes through a model chunk."""
 
     step: float
     """Seconds of the optimizer's step."""

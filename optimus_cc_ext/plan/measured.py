@@ -48,7 +48,7 @@ class MeasuredRun:
     """Median of the second half of the logged iterations."""
 
     spread: float
-    """Half of the range of the middle four fifths of these iterations, relative to the median."""
+    """Half of the range of the middle four fifths of the iterations behind `seconds`, relative to it."""
 
     lines: int
 

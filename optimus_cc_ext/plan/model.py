@@ -71,7 +71,7 @@ class Job:
 
     distributed_optimizer: bool = False
     instances: int = 1
-    """Number of instances of the distributed optimizer: runs of neighbouring replicas, each with all of its shards."""
+    """Number of distributed-optimizer instances: runs of neighbouring replicas, each of which holds all shards."""
     gradient_bytes: int = 4
     """Bytes of one value in the gradient buffer; Megatron uses fp32 by default."""
 

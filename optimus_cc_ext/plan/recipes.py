@@ -97,7 +97,7 @@ def configurations() -> tuple[list[Configuration], list[str]]:
 def _job(row: dict[str, str]) -> Job:
     model = replace(MODELS[row["model"]], sequence=int(row["sequence"]))
     sizes = {name: int(row[name]) for name in _SIZES}
-    # Layers that do not divide among chunks: the recipes count the embedding and the loss as layers.
+    # Where layers do not divide among chunks, the recipes count the embedding and the loss as layers.
     uneven = model.layers % (sizes["pp"] * sizes["vpp"]) > 0
     return Job(
         model=model, **sizes,  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ class Judged:
     """Error of a predictor of constant TFLOP/s, the mean of all other models' configurations."""
 
     by_rate_of_kind: float | None
-    """The same with the mean of the other mixtures only; None for a dense model."""
+    """Error of a predictor of the other mixtures' mean TFLOP/s; None for a dense model."""
 
 
 def judged(rows: Sequence[Configuration]) -> list[Judged]:

@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7))
-"""Rows, columns and relative speed of cuBLAS's tiles; assumed, after the guide's figures."""
+"""Rows, columns and relative speed of cuBLAS's tiles; assumed, after figures of NVIDIA's guide."""
 
 OPTIMIZER_BYTES = 48
 """Bytes moved per parameter and step. Adam reads weights, both moments and the gradient, and writes the first three and

@@ -21,7 +21,7 @@ class Matrix:
 
     bias: bool = False
     copies: int = 1
-    """Number of such matrices in a layer: the number of experts, or 1."""
+    """Number of matrices of this kind in a layer: the number of experts, or 1."""
 
     routed: bool = False
     """True for a matrix of a routed expert, which has a process group of its own."""
@@ -278,5 +278,5 @@ MODELS = {
     ),
 }  # fmt: skip
 """The paper's two models (section 9), those of Narayanan et al. 2021 (table 1), and six of today's, with the shapes of
-Megatron-Bridge's recipes; GPT-OSS attends to all tokens here, and in half of its layers to 128 in truth.
+Megatron-Bridge's recipes; GPT-OSS attends to all tokens here; half of its layers really attend to 128 only.
 """

@@ -248,7 +248,7 @@ def campaigns(rows: Sequence[Row]) -> list[Campaign]:
             ]
         else:
             if name.startswith("MLPerf"):
-                # A file with large runs only is scaled by the small runs of its round in the shipped file.
+                # If a file lacks small runs of its MLPerf round, those of the shipped file give the scale.
                 small = [row for row, _ in ratios if row.small_mlperf] or [
                     row for row in shipped() if row.campaign == name and row.small_mlperf
                 ]

@@ -110,7 +110,7 @@ def config_in(flags: Sequence[str], job: Job) -> OptimusConfig:
 
 
 def fitting(flags: Sequence[str], layout: Layout) -> list[str]:
-    """Return our flags without those of classes that the layout has nothing to compress of."""
+    """Return our flags without those of classes of which the layout sends nothing."""
     words = list(flags)
     while words:
         try:
@@ -145,7 +145,7 @@ class Band:
         self.vanilla = self._plain[0]
 
     def seconds(self, config: OptimusConfig) -> list[float]:
-        """Return the seconds with `config`: as planned, and at the two ends."""
+        """Return the seconds with `config`: as planned, and at both ends of the uncertainty."""
         return [iteration(corner, self._job, config).seconds for corner in self._corners]
 
     def gain(self, config: OptimusConfig) -> Gain:
@@ -166,7 +166,7 @@ def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) ->
     asked = {"yours": " ".join(own)} if own else {}
     for name, flags in (asked | VARIANTS).items():
         try:
-            if flags.count("-format ") > 1 and name not in asked:  # a combination of formats keeps those of the layout
+            if flags.count("-format ") > 1 and name not in asked:  # a combination keeps what the layout allows
                 flags = " ".join(fitting(flags.split(), layout_of(job)))
             if not flags:
                 continue

@@ -48,7 +48,7 @@ def install() -> None:
         ranks, config.context_parallel_size = config.context_parallel_size, 1
         original(self, config, *args, **kwargs)
         config.context_parallel_size = ranks
-        if ranks > 1:  # the mask is passed in, so that the softmax must not make one
+        if ranks > 1:  # the mask is passed in, so that the softmax need not make one
             self.scale_mask_softmax.attn_mask_type = AttnMaskType.arbitrary
 
     def forward(original: Any, self: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:

@@ -70,7 +70,7 @@ class SmallLine:
 
     @property
     def flags(self) -> list[str]:
-        """All flags of Megatron's."""
+        """All flags of the line for Megatron."""
         return [*_SMALL, *self.layout, *self.sizes]
 
 
@@ -114,7 +114,7 @@ def _shrunken(line: Line) -> SmallLine | None:
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, its values)."""
+    """Yield each flag of `words` with its values."""
     starts = [at for at, word in enumerate(words) if word.startswith("--")]
     for at, end in zip(starts, [*starts[1:], len(words)], strict=True):
         yield words[at], " ".join(words[at + 1 : end])

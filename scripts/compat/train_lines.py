@@ -34,7 +34,7 @@ _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 
 @dataclass(frozen=True)
 class Trained:
-    """One run."""
+    """Finished run of one line."""
 
     case: str
     layout: tuple[str, ...]

@@ -32,7 +32,7 @@ MODES: Mapping[str, OptimusConfig | None] = {
         dp_compression=True, dp_compression_format="int8", param_gather_format="int8", _exact_blocks=True
     ),
 }
-"""Ways to run the tests; lossless messages take the way of int8 and carry the values as they are."""
+"""Ways to run the tests; "lossless" runs the code of int8, with messages that carry values unchanged."""
 
 _BETWEEN_STAGES = {
     "pipeline_forward_format": "int8", "compressed_backprop": True, "compressed_backprop_format": "int8",
@@ -44,7 +44,7 @@ _SPEC = "get_gpt_layer_with_transformer_engine_"
 
 
 class _Around:
-    """Plugin of pytest: skips what is done, installs this package around each test, and writes down each outcome.
+    """Plugin of pytest: skips finished tests, installs this package around each test, and writes down each outcome.
 
     A test whose layout leaves a class of traffic nothing to send, or does not support the class, is repeated without
     this class, as a preset would leave it out.
@@ -178,7 +178,7 @@ def _over_gloo(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_with_known(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a maker of local layers with the arguments that it knows of those of Transformer Engine's maker."""
+    """Call a maker of local layers with those arguments of Transformer Engine's maker that it knows."""
     names = list(inspect.signature(function).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
     return function(**{name: value for name, value in given.items() if name in names})

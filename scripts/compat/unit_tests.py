@@ -2,9 +2,9 @@
 
     scripts/compat_tests.sh CHECKOUT [--only TEXT] [--ranks 2 4 8] [--limit SECONDS] [--results FOLDER]
 
-Ranks are forks of this process, which has imported Megatron. The ranks of a file run its tests in order. They are
-started anew with the next test where only some of them failed in one, or where a test made no progress for --limit
-seconds. Off and lossless run what passed in vanilla.
+Ranks are forks of this process, which has imported Megatron. The ranks of a file run its tests in order. If only some
+ranks fail in a test, or it makes no progress for --limit seconds, ranks are started anew with the next test. Off and
+lossless run the tests that passed in vanilla.
 """
 
 import argparse
@@ -73,8 +73,8 @@ class _Attempt:
     def follow(self, limit: float) -> Iterator[tuple[str, str, str, int]]:
         """Yield (test, outcome, reason, bytes) as tests end, and end the ranks.
 
-        Ranks that have all failed in a test go on to the next. They are ended when some of them have failed, or when a
-        test makes no progress for `limit` seconds.
+        Ranks that have all failed in a test go on to the next. If only some
+        ranks fail, or a test makes no progress for `limit` seconds, all are ended.
         """
         told, size, since = 0, -1, time.monotonic()
         while True:
@@ -128,7 +128,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 def _run_file(
     file: str, ranks: int, mode: str, limit: float, todo: frozenset[str] | None, done: set[str]
 ) -> Iterator[Outcome]:
-    """Run the tests of a file that are not in `done`; in `todo`, if it is given."""
+    """Run the tests of a file that are not in `done`, and that are in `todo` if it is given."""
     while todo is None or todo - done:
         last = None
         with tempfile.TemporaryDirectory(prefix="compat-tests-") as folder:

@@ -111,7 +111,7 @@ def words_of(variant: str, training: Training) -> list[str]:
     """Return the flags of a variant, which follow Megatron's."""
     if variant == "one-ulp":
         # One ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value, so this factor moves a weight by one or
-        # two.
+        # two ulps.
         return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
     text = {**STUDY, **EXPERTS}.get(variant, "")
     return flags_of(text, training.layout, larger_ranks(training.model.hidden))
@@ -127,7 +127,7 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     common = shlex.split(options.common)
     ours = {variant: list(mine) if variant == MINE else words_of(variant, training) for variant in variants}
     for variant in variants:
-        # with other --common flags, other flags may be refused, so the first run has to show it
+        # --common flags may make these flags valid or not, which only the first run shows
         if variant in (*STUDY, MINE) and not common:
             training.config_of(ours[variant])
     if training.device != "cpu":

@@ -77,7 +77,7 @@ MODES: dict[str, Callable[[], Rounding | None]] = {
 
 
 def change_rows(change: Rounding) -> None:
-    """Let `change` change all rows just before they travel; each row is coded by itself, whoever gets it."""
+    """Apply `change` to all rows before they are sent. A row is encoded by itself, whichever rank receives it."""
     for name in ("token_dispatch", "token_combine"):
         original = getattr(MoEAlltoAllTokenDispatcher, name)
 

@@ -75,7 +75,7 @@ def prices(cells: Sequence[Cell]) -> Table:
     rows = []
     for cell in sorted(cells, key=lambda cell: list(FORMAT_OF).index(cell.variant)):
         error = {**FORMATS, **ROWS}[FORMAT_OF[cell.variant]].gaussian_error
-        squared = 1e4 * error**2  # in percent of a percent, as the price is in percent
+        squared = 1e4 * error**2  # in squares of a percent, as the price is in percent
         bound = upper_bound(cell, *pooled(cells, cell.variant))
         rows.append((cell.variant, len(cell.differences), squared, cell.mean, bound, cell.mean / squared))
     columns = ("variant", "n", "squared error, %^2", "price, %", "95 % below, %", "price over squared error")

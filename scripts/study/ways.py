@@ -25,7 +25,7 @@ WAYS = ("dispatch-forward", "combine-forward", "dispatch-backward", "combine-bac
 
 
 def compress_only(ways: Collection[str]) -> None:
-    """Leave the other ways dense."""
+    """Compress tokens on `ways` only; leave the other ways dense."""
     running: list[str] = []
 
     def noting(name: str) -> None:
