@@ -75,6 +75,7 @@ def test_vanilla_takes_the_logs_seconds_after_calibration(tmp_path: Path) -> Non
     cluster = calibrated(CLUSTERS["a100-100gbe"], run)
     assert iteration(cluster, run.job).seconds == pytest.approx(2.0, rel=1e-6)
     assert cluster.error == pytest.approx(max(run.spread, 0.01))
+    assert cluster.coding_scale == pytest.approx(cluster.software_scale) and cluster.software_scale > 2
 
 
 def test_the_answer_is_about_the_log_and_on_other_nodes_has_the_published_band(
