@@ -186,7 +186,8 @@ def planned_grid(question: Question, progress: Callable[[int, int], None]) -> Pl
     for done, (network, count, batch) in enumerate(places):
         progress(done, len(places))
         cells += _cells(question, network, count, batch, formats, job.replica_stride // job.tp)
-    title = f"{job.model.parameters / 1e9:.1f}B parameters on {question.gpus} x {cluster.gpu.name}"
+    model = question.model or f"{job.model.parameters / 1e9:.1f}B parameters"
+    title = f"{model} on {question.gpus} x {cluster.gpu.name}"
     typed = shlex.join(["optimus-cc", "plan", *question.typed])
     return PlanGrid(title, typed, networks, replicas, batches, tuple(formats), tuple(cells))
 

@@ -19,6 +19,7 @@ from optimus_cc_ext.plan.grid import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "does-it-help.md"
+UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 def section(title: str) -> str:
@@ -49,7 +50,7 @@ def printed(words: list[str]) -> list[dict[str, str]]:
 def shown(row: dict[str, str], name: str) -> str:
     """Return a gain with its band as the page writes it."""
     gain, least, most = (round(float(row[f"{name}: {bound} %"])) + 0 for bound in ("gain", "from", "to"))
-    return f"{gain} ({least} to {most})"
+    return f"{gain} ({least} to {most})".replace(" ", UNBROKEN)
 
 
 def table_of_networks() -> list[str]:
@@ -96,8 +97,9 @@ def test_the_readme_shows_columns_of_the_page() -> None:
     shown_there = {row[1].strip(" *"): row[2:-2] for row in rows if row[1].strip(" *") in columns}
     assert len(networks) >= 3 and len(shown_there) >= 3
     for name, cells in shown_there.items():
-        page_has = [lines[network][columns[name] + 1].strip() for network in networks]
-        assert [cell.strip().replace("-", " to ") for cell in cells] == page_has, name
+        page_has = [lines[network][columns[name] + 1].strip(" ") for network in networks]
+        to = f"{UNBROKEN}to{UNBROKEN}"
+        assert [cell.strip(" ").replace("\N{NON-BREAKING HYPHEN}", to) for cell in cells] == page_has, name
 
 
 @pytest.mark.full
