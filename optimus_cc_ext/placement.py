@@ -65,7 +65,7 @@ class Placement:
             yield [first + place * self.stride(kind) for place in range(self.size(kind))]
 
     def experts(self, rank: int) -> list[int]:
-        """Return the ranks over which the experts of `rank` are dealt out; in each order they are neighbours."""
+        """Return the ranks that share the experts of `rank`, which are neighbours in both of Megatron's orders."""
         together, place = self.expert * self.expert_tensor, rank % self.expert_tensor
         return [rank // together * together + place + self.expert_tensor * index for index in range(self.expert)]
 

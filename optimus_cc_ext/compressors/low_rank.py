@@ -81,7 +81,7 @@ class PackedFactors:
         if not 1 <= self.r <= min(self.n, self.m):
             raise ValueError(f"a {self.n} x {self.m} matrix has no factors of rank {self.r}: use effective_rank")
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"factors travel in float32, bfloat16 or float16, got {self.dtype}")
+            raise ValueError(f"factors are sent in float32, bfloat16 or float16, got {self.dtype}")
 
     @property
     def numel(self) -> int:

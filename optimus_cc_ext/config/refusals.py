@@ -186,7 +186,7 @@ REFUSALS = (
 
 _REMARKS = {
     "nccl_ub": "--use-nccl-ub: the buffers of compression are not registered with NCCL, Megatron's own buffers are",
-    "use_sharp": "--use-sharp: the network does not sum what is compressed in 8 or 4 bits: it travels by all-to-all",
+    "use_sharp": "--use-sharp: the network does not sum gradients in 8 or 4 bits, which are sent by all-to-all",
 }
 
 

@@ -117,10 +117,10 @@ class OnNodes:
     """Share of the hops between stages that cross nodes."""
 
     tokens_to_ranks: float = 0.0
-    """Share of the tokens of experts that leave their rank."""
+    """Share of the tokens sent to experts that leave their rank."""
 
     tokens_to_nodes: float = 0.0
-    """Share of the tokens of experts that leave their node."""
+    """Share of the tokens sent to experts that leave their node."""
 
     pair_crosses: bool = True
     """True if the first and the last stage of the first pipeline are on different nodes."""

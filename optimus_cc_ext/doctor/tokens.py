@@ -28,7 +28,7 @@ class ExpertLayers:
     """Number of layers whose tokens are sent to the experts of other ranks, also of multi-token prediction."""
 
     probability: int = 4
-    """Bytes of the probability that a token has at an expert, which travels with the token to the expert."""
+    """Bytes of the probability of an expert, which is sent to the expert with each token."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ExpertLayers":
@@ -50,7 +50,7 @@ NO_EXPERT_LAYERS = ExpertLayers()
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens that one rank sends in one exchange, its own included."""
+    """Tokens that one rank sends in one exchange, those that stay on the rank included."""
 
     layout: Layout
     number: float

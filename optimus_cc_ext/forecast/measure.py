@@ -58,7 +58,7 @@ class Measured:
     """The costs with gradients compressed in one level; None if `cost` has them so."""
 
     lacking: int = 0
-    """Bytes of residuals, factors and messages of this rank's gradients that would not fit on its GPU; 0 if all do."""
+    """Bytes of residuals, factors and messages of this rank's gradients that would not fit on its GPU; 0 if all fit."""
 
 
 def measure(session: Session, passes: Stopwatch, gradient: torch.Tensor | None, device: torch.device) -> Measured:

@@ -119,7 +119,7 @@ class ClassCost:
     """Bytes and seconds of a class of traffic on one rank, dense and compressed, with their place in the iteration and
     their link.
 
-    A class that travels twice, as the tied embedding does, has one ClassCost for each of its links.
+    A class that is sent over two links, as the tied embedding, has one ClassCost for each of them.
     """
 
     name: str
@@ -318,7 +318,7 @@ def last_backward_ends(
 ) -> list[float]:
     """Simulate an iteration's passes; return the end of each stage's last backward pass, in seconds.
 
-    A stage sends its messages one after the other, and computes while they travel.
+    A stage sends its messages one after the other, and computes during their transfers.
 
     Args:
         schedule: the passes of each stage. Raises ValueError if they wait for each other in a circle.

@@ -66,7 +66,7 @@ def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
     """Return the seconds of a layer's exchange of keys and values between the ranks of a sequence.
 
     A ring hides the transfer of the next part behind the attention of the last one; backward, the parts' gradients
-    travel, too.
+    are sent, too.
     """
     if job.cp == 1:
         return _NOTHING

@@ -69,7 +69,7 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """The verdict on the gain: it pays, or does not pay, if the whole band agrees."""
+        """The verdict: pays, or does not pay, if the whole band of the gain agrees."""
         return "pays" if self.least > WORTH else "does not pay" if self.most < WORTH else "cannot be told"
 
 

@@ -109,7 +109,7 @@ class Session:
         """Levels in which gradients are added up in blocks, in words; None: no gradients are added up in blocks."""
 
         self.expects_rows = False
-        """True if this rank has experts, to which tokens travel."""
+        """True if this rank has experts, to which other ranks send tokens."""
 
         self.traffic = Traffic()
         self.active = False

@@ -42,11 +42,11 @@ class _Part:
     """
 
     def matrices_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return this part's matrices, with all rows, of a batch (matrices, ...)."""
+        """Return the matrices of a batch (matrices, ...) in which this part lies, with all their rows."""
         return batch if self.everything else batch[self.matrices]
 
     def rows_of(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return this part's rows of a batch (matrices, rows, ...)."""
+        """Return the rows of a batch (matrices, rows, ...) that this part covers."""
         return batch if self.everything else batch[self.matrices, self.rows]
 
     def asked(self, rows: torch.Tensor) -> torch.Tensor:

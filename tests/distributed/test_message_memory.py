@@ -17,7 +17,7 @@ from tests.forked_ranks import run_ranks
 
 
 class Shared(NamedTuple):
-    """Results of `_one_memory`."""
+    """A bucket's parameters and gradients, and the bytes of messages, with shared memory and without."""
 
     parameters: torch.Tensor
     gradients: torch.Tensor

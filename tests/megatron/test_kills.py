@@ -43,7 +43,7 @@ class Killing:
     """Number of iterations that are logged before the kill."""
 
     delay: float
-    """Seconds between the last awaited line and the kill, which reach into a step or a save."""
+    """Seconds from the last awaited line of the log to the kill, so that it comes within a step or a save."""
 
 
 def killings(seed: int, number: int) -> Iterator[Killing]:

@@ -6,7 +6,7 @@ from tests.megatron.specs import Run, uses
 
 def compressed_sends(run: Run) -> list[dict]:
     sends = [send for rank in run.ranks for send in rank.probed["sends"] if send["compressed"]]
-    assert {send["role"] for send in sends} == {"send_prev", "send_next"}, "they travel in both directions"
+    assert {send["role"] for send in sends} == {"send_prev", "send_next"}, "messages are sent in both directions"
     return sends
 
 

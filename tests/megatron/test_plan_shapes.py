@@ -1,4 +1,4 @@
-"""One set of shapes: the planner's closed forms and the model that Megatron builds for doctor."""
+"""The planner's closed forms have the shapes of the model that Megatron builds for doctor."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_planner_and_doctor_count_the_same_parameters_and_bytes(name: str) -> No
     assert ours["backward"] == bytes_of.get("pipeline backward", 0)
     theirs = bytes_of["DP gradients"] + bytes_of.get("embedding", 0)
     assert ours["gradients"] == pytest.approx(theirs, rel=0.005)
-    # Doctor also counts the probability that travels with each token: 2 bytes beside 1,024.
+    # Doctor also counts the probability that is sent with each token: 2 bytes beside 1,024.
     for tag in ("expert dispatch", "expert gradient"):
         assert tokens(job, tag) == pytest.approx(bytes_of.get(tag, 0), rel=0.005), tag
 

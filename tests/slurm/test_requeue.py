@@ -95,7 +95,7 @@ class Training:
             *("sbatch", "--parsable", "--output=log", f"--partition={partition}"),
             *("--oversubscribe", "--mem=1G"),  # two of these jobs fit on a node at a time
             str(ROOT / "scripts/slurm/pretrain.sbatch"),
-            # Megatron would wait without an end for a part of the corpus without a document.
+            # If a part of the corpus had no document, Megatron would wait for ever.
             *("--split", "90,5,5"),
             *("--optimus-cc", "--compressed-backprop-rank", "4", "--compressed-backprop-messages", "all"),
             # Two jobs that start at once must not share Megatron's index of the data: one may find the file half

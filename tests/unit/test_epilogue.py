@@ -18,7 +18,7 @@ from optimus_cc_ext.techniques.schedule import NonInterleaved, is_epilogue
 
 @dataclass(eq=False)
 class Stage:
-    """Pipeline stage with its own record of each gradient message: did it travel alone?"""
+    """Pipeline stage with its own record of each gradient message: was no other message sent at the same time?"""
 
     limit: int
     activations: list[int] = field(default_factory=list)
