@@ -233,6 +233,9 @@ def cluster_of(name: str) -> Cluster:
         else:
             part = replace(getattr(cluster, owner[field]), **{field: Constant(value, "measured", name)})
             cluster = replace(cluster, **{owner[field]: part})
+    if any(owner.get(field) == "network" for field in content):
+        words = f"{cluster.network.name} as in {Path(name).name}"
+        cluster = replace(cluster, network=replace(cluster.network, name=words))
     return cluster
 
 

@@ -64,7 +64,7 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
     """Return the lines about the job, its baseline, and the trust in its prediction."""
     gpu, plain, band = cluster.gpu, found[0].result.seconds, cluster.error or band_of(cluster.gpu, job)
     said = [
-        f"{job.model.parameters / 1e9:.1f}B parameters on {job.gpus} x {gpu.name}, "
+        f"{_count(job.model.parameters)} parameters on {job.gpus} x {gpu.name}, "
         f"{cluster.gpus_per_node} on each node, {cluster.network.name}: tensor "
         f"{job.tp} x pipeline {job.pp}{f' ({job.vpp} chunks)' if job.vpp > 1 else ''}"
         f"{f' x context {job.cp}' if job.cp > 1 else ''} x data {job.dp}{_mixture(job)}, "
@@ -83,6 +83,10 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
             f"{100 * (row.ratio() - 1):+.1f} %{', a row that constants were fitted on' if row.fitted else ''}"
         )
     return said
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
 
 
 UNITS = {

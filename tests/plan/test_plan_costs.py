@@ -209,7 +209,9 @@ def test_a_cluster_file_changes_what_it_names(tmp_path: Path) -> None:
     mine = cluster_of(str(path))
     assert (mine.gpu.memory, mine.gpus_per_node, mine.network.node_rate) == (9.4e10, 4, 1e10)
     assert isinstance(mine.gpu.memory, Constant) and mine.gpu.memory.source == str(path)
-    assert mine.gpu.bf16 == GPUS["H100"].bf16
+    assert mine.gpu.bf16 == GPUS["H100"].bf16 and mine.network.name == "100gbe"
+    path.write_text(json.dumps({"gpu": "H100", "network": "100gbe", "node_rate": 9e9}))
+    assert (mine := cluster_of(str(path))).network.name == "100gbe as in mine.json" and mine.network.node_rate == 9e9
 
 
 @pytest.mark.parametrize(
