@@ -18,7 +18,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 from optimus_cc_ext import OptimusConfig, api
-from optimus_cc_ext.config.classes import CLASSES, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass, class_named
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
 
@@ -47,11 +47,14 @@ class _Around:
     """Plugin of pytest: skips finished tests, installs this package around each test, and writes down each outcome.
 
     A test whose layout leaves a class of traffic nothing to send, or does not support the class, is repeated without
-    this class, as a preset would leave it out.
+    this class, as a preset would leave it out. The classes in `left_out`, by test, are off from the beginning.
     """
 
-    def __init__(self, mode: str, todo: frozenset[str] | None, done: frozenset[str], notes: TextIO) -> None:
-        self._mode, self._todo, self._done, self._notes = mode, todo, done, notes
+    def __init__(
+        self, mode: str, todo: frozenset[str] | None, done: frozenset[str], left_out: Mapping[str, tuple[str, ...]],
+        notes: TextIO,
+    ) -> None:  # fmt: skip
+        self._mode, self._todo, self._done, self._left_out, self._notes = mode, todo, done, left_out, notes
         self._refused: FlagError | None = None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -66,6 +69,9 @@ class _Around:
         config, sent = MODES[self._mode], 0
         if config is not None and config.any_technique and "pipeline_parallel/" in item.nodeid:
             config = dataclasses.replace(config, **_BETWEEN_STAGES)
+        left_out = list(self._left_out.get(item.nodeid, ()))
+        for name in left_out:
+            config = config and _without(config, class_named(name))
         while True:
             self._refused = None
             if config is not None:
@@ -81,11 +87,12 @@ class _Around:
             if config is None or refused is None or not config.is_on(refused):
                 break
             config = _without(config, refused)
+            left_out.append(refused.name)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         failed = [_last_words(report) for report in reports if report.failed]
         outcome = "failed" if failed else "skipped" if any(report.skipped for report in reports) else "passed"
-        self._note(end=item.nodeid, outcome=outcome, reason=" | ".join(failed), sent=sent)
+        self._note(end=item.nodeid, outcome=outcome, reason=" | ".join(failed), sent=sent, left_out=left_out)
         while failed and not os.path.exists(go_on(self._notes.name, item.nodeid)):
             time.sleep(0.05)
         return True
@@ -119,14 +126,17 @@ def _last_words(report: pytest.TestReport) -> str:
     return " ".join(said.split())[:300]
 
 
-def run(file: str, mode: str, todo: frozenset[str] | None, done: frozenset[str], notes: str) -> None:
+def run(
+    file: str, mode: str, todo: frozenset[str] | None, done: frozenset[str], left_out: Mapping[str, tuple[str, ...]],
+    notes: str,
+) -> None:  # fmt: skip
     """Run the tests of `file` in this rank; write their outcomes to the file `notes`."""
     torch.set_num_threads(1)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with open(notes, "w") as stream:
         words = [file, "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
         words += ["-p", "pytest_mock"] if importlib.util.find_spec("pytest_mock") else []
-        status = pytest.main(words, plugins=[_Around(mode, todo, done, stream)])
+        status = pytest.main(words, plugins=[_Around(mode, todo, done, left_out, stream)])
         stream.write(json.dumps({"status": int(status)}) + "\n")
 
 

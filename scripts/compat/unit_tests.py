@@ -57,6 +57,9 @@ class Outcome:
     sent: int = 0
     """Bytes that this package counted on all ranks: messages of its own, and Megatron's collectives that it saw."""
 
+    left_out: tuple[str, ...] = ()
+    """Classes of traffic that the test refused before it was repeated without them."""
+
     @property
     def pair(self) -> tuple[str, int]:
         """The test and its number of ranks."""
@@ -70,8 +73,8 @@ class _Attempt:
         self._notes = [folder / f"notes-{rank}" for rank in range(ranks)]
         self._forks = Forks(ranks, folder, lambda rank: run(str(self._notes[rank])))
 
-    def follow(self, limit: float) -> Iterator[tuple[str, str, str, int]]:
-        """Yield (test, outcome, reason, bytes) as tests end, and end the ranks.
+    def follow(self, limit: float) -> Iterator[tuple[str, str, str, int, tuple[str, ...]]]:
+        """Yield (test, outcome, reason, bytes, classes left out) as tests end, and end the ranks.
 
         Ranks that have all failed in a test go on to the next. If only some
         ranks fail, or a test makes no progress for `limit` seconds, all are ended.
@@ -89,7 +92,8 @@ class _Attempt:
                 ]
                 outcome = "failed" if failed else min(each["outcome"] for each in answers)
                 told += 1
-                yield test, outcome, failed[0] if failed else "", sum(each["sent"] for each in answers)
+                left_out = tuple(answers[0]["left_out"])
+                yield test, outcome, failed[0] if failed else "", sum(each["sent"] for each in answers), left_out
                 if len(failed) == len(answers):
                     for notes in self._notes:
                         Path(go_on(str(notes), test)).touch()
@@ -105,8 +109,10 @@ class _Attempt:
                 self.end()
             time.sleep(0.1)
         if told < len(started):
-            said = [rank[started[told]]["reason"] for rank in ended if started[told] in rank]
-            yield started[told], "failed", next(filter(None, said), "no answer, or a rank died"), 0
+            answers = [rank[started[told]] for rank in ended if started[told] in rank]
+            reason = next(filter(None, (each["reason"] for each in answers)), "no answer, or a rank died")
+            left_out = next((tuple(each["left_out"]) for each in answers), ())
+            yield started[told], "failed", reason, 0, left_out
 
     def end(self) -> None:
         """End the ranks that are left."""
@@ -128,16 +134,24 @@ def _records(path: Path) -> list[dict[str, Any]]:
 def _run_file(
     file: str, ranks: int, mode: str, limit: float, todo: frozenset[str] | None, done: set[str]
 ) -> Iterator[Outcome]:
-    """Run the tests of a file that are not in `done`, and that are in `todo` if it is given."""
+    """Run the tests of a file that are not in `done`, and that are in `todo` if it is given.
+
+    A test that fails after it was repeated without a refused class runs again in new ranks, without the class from the
+    beginning, because the refusal can leave process groups half made.
+    """
+    left_out: dict[str, tuple[str, ...]] = {}
     while todo is None or todo - done:
         last = None
         with tempfile.TemporaryDirectory(prefix="compat-tests-") as folder:
             attempt = _Attempt(
-                ranks, Path(folder), partial(run, f"tests/unit_tests/{file}", mode, todo, frozenset(done))
+                ranks, Path(folder), partial(run, f"tests/unit_tests/{file}", mode, todo, frozenset(done), left_out)
             )
             try:
                 for outcome in attempt.follow(limit):
                     last = Outcome(mode, ranks, file, *outcome)
+                    if last.outcome == "failed" and last.left_out and last.test not in left_out:
+                        left_out[last.test] = last.left_out
+                        break
                     done.add(last.test)
                     yield last
             finally:

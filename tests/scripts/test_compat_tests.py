@@ -16,6 +16,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
+from optimus_cc_ext import api
+from optimus_cc_ext.errors import FlagError
+
+refused = []
 
 def test_passes():
     pass
@@ -28,6 +32,13 @@ def test_hangs_on_one_rank():
 
 def test_fails_everywhere():
     assert False, "no such luck"
+
+def test_cannot_be_repeated_after_a_refusal():
+    session = api.current_session()
+    if session is not None and session.config.param_gather_format != "dense":
+        refused.append(session)
+        raise FlagError("--param-gather-format", "it is refused", "Leave it out")
+    assert not refused
 
 def test_sums_gradients():
     if not torch.distributed.is_initialized():
@@ -45,7 +56,7 @@ def test_sums_gradients():
 
 
 @pytest.mark.full
-def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_messages_are_sent(tmp_path):
+def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_a_refusal_leaves_nothing_behind(tmp_path):
     checkout, results = tmp_path / "checkout", tmp_path / "results"
     (checkout / "tests" / "unit_tests").mkdir(parents=True)
     (checkout / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
@@ -59,15 +70,17 @@ def test_failures_and_hangs_of_single_ranks_end_their_test_only_and_lossless_mes
     found = [json.loads(line) for line in (results / "outcomes.jsonl").read_text().splitlines()]
     by_name = {(each["mode"], each["test"].partition("::test_")[2]): each for each in found}
     vanilla = {name: (each["outcome"], each["reason"]) for (mode, name), each in by_name.items() if mode == "vanilla"}
-    assert vanilla["passes"] == vanilla["sums_gradients"] == ("passed", "")
+    passing = {"passes", "cannot_be_repeated_after_a_refusal", "sums_gradients"}
+    assert all(vanilla[name] == ("passed", "") for name in passing)
     assert vanilla["fails_on_one_rank"][0] == "failed" and vanilla["fails_on_one_rank"][1].startswith("rank 1: ")
     assert vanilla["hangs_on_one_rank"] == ("failed", "no answer, or a rank died")
     assert vanilla["fails_everywhere"][0] == "failed" and "no such luck" in vanilla["fails_everywhere"][1]
     for mode in ("off", "lossless"):  # a test that fails in vanilla is not run in the other modes
         passed = {name for (where, name), each in by_name.items() if where == mode and each["outcome"] == "passed"}
-        assert passed == {"passes", "sums_gradients"}
+        assert passed == passing
+    assert by_name["lossless", "cannot_be_repeated_after_a_refusal"]["left_out"] == ["param_gather"]
     assert by_name["lossless", "sums_gradients"]["sent"] > 0 == by_name["off", "sums_gradients"]["sent"]
-    assert "| all | 2 | 2 | 2 | 1 |" in done.stdout
+    assert "| all | 3 | 3 | 3 | 1 |" in done.stdout
 
     again = subprocess.run(command, **how, timeout=240)
     assert again.stdout == done.stdout and len((results / "outcomes.jsonl").read_text().splitlines()) == len(found)
