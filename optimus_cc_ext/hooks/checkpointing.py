@@ -43,7 +43,6 @@ _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seams of this file, with their wraps."""
     saving, loading = _Saving(session), _Loading(session)
     # Megatron's training loop imports `save_checkpoint` and `load_checkpoint` by name.
     return [

@@ -15,7 +15,6 @@ _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seam of this file, with its wrap."""
     return [(Seam(_TARGET, ("self",)), around(copy_parameters, sessions))]
 
 

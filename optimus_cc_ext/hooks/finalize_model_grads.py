@@ -34,7 +34,6 @@ def tied_embedding(module: torch.nn.Module) -> Any:
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seam of this file, with its wrap."""
     seam = Seam(f"{_MODULE}:_allreduce_word_embedding_grads", ("model", "config"))
     return [(seam, around(all_reduce_word_embedding, sessions))]
 

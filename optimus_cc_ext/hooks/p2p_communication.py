@@ -47,7 +47,6 @@ class _Then:
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seams of this file, with their wraps."""
     parameters = (*(f"tensor_{role}" for role in _ROLES), "group", "prev_pipeline_rank", "next_pipeline_rank")
     return [
         (Seam(f"{_MODULE}:{name}", parameters), around(_communicate, sessions))

@@ -20,7 +20,6 @@ _TARGET = "megatron.core.transformer.moe.token_dispatcher:all_to_all"
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seam of this file, with its wrap."""
     parameters = ("group", "input_", "output_split_sizes_", "input_split_sizes")
     return [(Seam(_TARGET, parameters), around(_all_to_all, sessions))]
 

@@ -27,7 +27,6 @@ _GRADIENT_NORM = 5
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seams of this file, with their wraps."""
     seams = [(Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), around(train_step, session))]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration", "is_first_iteration"))

@@ -142,7 +142,6 @@ class BucketRules:
 
     @property
     def instances(self) -> int:
-        """Number of instances of the distributed optimizer."""
         return self.levels.nodes if self.levels.instances else 1
 
     @property

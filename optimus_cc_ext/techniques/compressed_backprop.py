@@ -253,7 +253,6 @@ class CompressedForward(Technique):
             )
 
     def end(self) -> None:
-        """Wait for the messages that are still being sent."""
         if self.messages is not None:
             self.messages.end()
 

@@ -157,13 +157,11 @@ class BlockMessages(DenseMessages):
         """Residuals of each model chunk: one flat tensor for each length and dtype."""
 
     def begin(self) -> None:
-        """Zero the residuals at the beginning of an iteration."""
         for residuals in self._residuals.values():
             for residual in residuals.values():
                 residual.zero_()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
-        """Allocate the residual for gradients like `like`, of one model chunk."""
         self._residual(like, chunk)
 
     @torch.no_grad()
@@ -245,7 +243,6 @@ class LowRankMessages(DenseMessages):
         self._wire = None if codec is None else BlockMessages(codec, Gauge())
 
     def end(self) -> None:
-        """Wait for the messages that are still being sent."""
         super().end()
         if self._wire is not None:
             self._wire.end()

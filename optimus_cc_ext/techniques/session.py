@@ -444,6 +444,5 @@ class Session:
                 technique.load_state_dict(state[technique.name])
 
     def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Return the reasons, by technique, why `load_state_dict` would refuse `state`."""
         reasons = {t.name: t.mismatch(state[t.name]) for t in self.techniques if t.on and t.name in state}
         return {name: reason for name, reason in reasons.items() if reason}

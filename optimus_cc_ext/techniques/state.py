@@ -92,7 +92,6 @@ class SteppedTensor:
             self.committed.mul_(factor)
 
     def rollback(self) -> None:
-        """Discard this step's value."""
         self._written = False
 
     def rescale(self, factor: torch.Tensor) -> None:

@@ -112,7 +112,6 @@ class TwoLevelPlan:
 
     @property
     def matrices(self) -> int:
-        """Number of the bucket's encoded parameters."""
         return len(self.coded)
 
     @property

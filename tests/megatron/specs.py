@@ -44,7 +44,7 @@ class RunSpec:
     """Run whose folder is copied to make this one's."""
 
     spoil: Callable[[Path], None] | None = None
-    """Function that damages the folder that was copied from another run."""
+    """Function that changes the folder that was copied from another run."""
 
     ends: bool = False
     """True if the run ends early, and a test asks why."""
