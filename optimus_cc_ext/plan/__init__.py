@@ -3,8 +3,8 @@ imported.
 
 Imports `config`, `report` and the torch-free parts of `forecast` and `techniques`. Start reading at `iteration.py`: it
 puts a job (`model.py`) on a cluster (`hardware.py`), with costs from `seconds.py` and `traffic.py`, through the
-timeline of `forecast`. `variants.py` compares ways to compress, `validate.py` compares predictions with published runs,
-and `measured.py` reads the user's own.
+timeline of `forecast`. `variants.py` compares ways to compress, `grid.py` plans many points for one page,
+`validate.py` compares predictions with published runs, and `measured.py` reads the user's own.
 """
 
 from optimus_cc_ext.errors import OptimusError
