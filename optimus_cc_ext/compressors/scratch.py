@@ -34,7 +34,7 @@ class Scratch:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-            # Cached views of the smaller buffer would keep its memory allocated.
+            # Cached views of the smaller buffer are dropped, because they would keep its memory allocated.
             self._taken = {request: part for request, part in self._taken.items() if (request[0], *request[2:]) != key}
         part = self._taken[name, shape, dtype, device] = buffer[:numel].view(shape)
         return part

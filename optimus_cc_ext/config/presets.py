@@ -62,9 +62,7 @@ class Layout:
     """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""
 
     rows_per_token: float = 0
-    """Mean number of rows that a token becomes: one for each of its experts, and padding of the capacity in
-    proportion.
-    """
+    """Mean number of rows per token: one for each of its experts, times the capacity factor if experts are padded."""
 
     recomputes_experts: bool = False
     """True if the backward pass computes the experts' layers once more, and sends their tokens again."""

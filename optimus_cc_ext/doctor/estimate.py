@@ -108,7 +108,7 @@ class OnNodes:
     """
 
     beside_in_union: int = 1
-    """Number of ranks of that union on one node."""
+    """Number of ranks on one node that reduce a tied embedding together."""
 
     left_dense: frozenset[TrafficClass] = frozenset()
     """Classes that are left dense because nothing of them leaves a node."""

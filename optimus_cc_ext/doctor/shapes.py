@@ -83,7 +83,7 @@ def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
         setattr(local, name, None)
     if local.num_experts:
         local.moe_router_topk = min(local.moe_router_topk, local.num_experts)
-        local.moe_router_pre_softmax = True  # Megatron requires it with one expert
+        local.moe_router_pre_softmax = True  # Megatron requires the softmax first with one expert
     return local
 
 

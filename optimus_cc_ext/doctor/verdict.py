@@ -97,8 +97,8 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
 
 
 def _flags_of_script(line: CommandLine) -> Callable[[Any], Any] | None:
-    """Return the function that adds Model Optimizer's flags; None if the checkout's script or Megatron has none. It
-    needs no package.
+    """Return the function that adds Model Optimizer's flags; None if the checkout's script or Megatron has none. The
+    function needs no package.
     """
     script = Path(line.script) if line.script is not None else None
     if script is None or not script.is_file() or "add_modelopt_args" not in script.read_text(errors="replace"):

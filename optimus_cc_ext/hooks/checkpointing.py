@@ -89,7 +89,7 @@ class _Saving:
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
         setattr(megatron_args, _LEVELS, self._session.levels_of_sums)
-        # starting a save removes files of an earlier save there
+        # starting a save removes an earlier save's files from this folder
         publish = partial(state_files.publish, None, iteration_folder)
         with _ends_the_run():
             save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)

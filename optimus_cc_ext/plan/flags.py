@@ -240,7 +240,7 @@ def _mixture_layers(pattern: str, layers: int) -> int:
 def layout_flags(job: Job) -> str:
     """Return Megatron's flags for the layout of `job`, without the model's sizes."""
     usual = {"vpp": 1, "cp": 1, "ep": 1, "etp": job.tp if job.model.mixture else job.etp, "instances": 1}
-    usual |= {"vpp": job.vpp} if job.stage_flags.startswith("--pipeline") else {}  # the layout gives the chunks
+    usual |= {"vpp": job.vpp} if job.stage_flags.startswith("--pipeline") else {}  # this flag gives the chunks
     words = [
         f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if getattr(job, field) != usual.get(field)
     ]

@@ -34,7 +34,7 @@ def in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, fl
 
 
 def added(found: Sequence[Sent]) -> Sent:
-    """Return transfers one after the other."""
+    """Return the sums of bytes and seconds of transfers."""
     return Sent(
         nbytes=sum(each.nbytes for each in found),
         transfer=sum(each.transfer for each in found),

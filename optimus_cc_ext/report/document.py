@@ -92,7 +92,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Fragment:
-    """HTML of our own that stands on the page unchanged, such as one with a script; no other form has it."""
+    """HTML that the page contains unchanged, such as a part with a script; Markdown leaves it out."""
 
     html: str
 

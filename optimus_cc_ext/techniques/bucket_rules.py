@@ -154,7 +154,7 @@ class BucketRules:
         """True if this group compresses anything. A single rank does not, because it sends nothing: encoding would
         change its gradients and save no byte.
 
-        Routed experts have such a group if every expert has one replica (EP x ETP = TP x CP x DP, with the
+        Routed experts have a group of one rank if every expert has one replica (EP x ETP = TP x CP x DP, with the
         expert-parallel size EP and the experts' tensor-parallel size ETP).
         """
         return self.ranks > 1 or self.force

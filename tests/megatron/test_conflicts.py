@@ -33,8 +33,8 @@ __all__ = ["outputs"]  # a fixture
 
 FP8 = "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
 INT4, INT8_FE = "--dp-compression-format int4 ", "--fused-embedding-sync-format int8 "
-# Each option of the table, written so that Megatron's own validation lets it through, has the layout, Megatron's flags,
-# and the flags that switch on, one each, the classes with which it conflicts.
+# Each option of the table is written so that Megatron's own validation accepts it. A case has the layout, Megatron's
+# flags, and for each class with which the option conflicts, the flag that switches the class on.
 REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
     "--use-megatron-fsdp": [(PP1, "--use-megatron-fsdp --ckpt-format fsdp_dtensor", [SC])],
     "--use-torch-fsdp2": [

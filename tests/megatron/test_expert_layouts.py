@@ -66,11 +66,11 @@ def test_replicas_of_an_expert_stay_bit_identical(runs):
         assert set(copies.values()) == {len(runs.ranks) // len(copies)}, name
     in_bf16, in_levels = "--bf16" in runs.spec.flags, any("in two levels" in line for line in runs.said)
     for rank in runs.ranks:
-        # bf16 has half of fp32's bytes; probabilities, vectors and routers are sent as they are.
+        # bf16 has half of fp32's bytes; probabilities, vectors and routers are sent dense.
         for name in ("expert dispatch", "expert gradient"):
             raw, sent = rank.ours.traffic[name]
             assert 0 < sent < 0.27 * raw * (2 if in_bf16 else 1), name
-        # Two levels add up inside a node without compression, so only what leaves a node is little.
+        # Two levels add up inside a node without compression, so only bytes between nodes are few.
         raw, sent = rank.ours.leaving if in_levels else rank.ours.traffic["DP gradients"]
         assert 0 < sent < 0.35 * raw
         raw, sent = rank.ours.traffic["parameter gather"]

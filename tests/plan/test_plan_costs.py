@@ -309,7 +309,8 @@ def test_tokens_in_8_bits_take_half_of_the_line_and_the_seconds_of_coding_them()
     # A block of 128 values has its scale in 2 further bytes.
     assert ours["expert dispatch"] == pytest.approx(plain["expert dispatch"] * 8.125 / 16, rel=0.01)
     assert ours["expert gradient"] == pytest.approx(plain["expert gradient"])
-    # 8 layers encode what they send and decode what they get, there and back; each reads and writes 2 bytes and 1.
+    # Each of 8 layers encodes the tokens that it sends and decodes those that arrive, to the experts and back. Coding a
+    # value moves its 2 bytes in bf16 and its 8.125 bits in int8.
     values = EXPERTS.rows * 8 * 2048
     once = 5e-6 + moved(cluster.gpu, values * (2 + 8.125 / 8))
     assert ours["compression"] == pytest.approx(8 * 4 * once, rel=0.01)

@@ -32,7 +32,7 @@ def own_formats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_format_of_the_study_has_the_error_that_its_row_says(name: str) -> None:
-    """The error is a mean over 1,000 blocks, of which 1 % is known."""
+    """The measured error is a mean over 1,000 blocks, which is exact to 1 %."""
     use(name, name)
     values, layout = torch.randn(128_000, generator=torch.Generator().manual_seed(1)), BlockLayout.of_one(128_000)
     codec = Codec(name, signs=SIGNS)
@@ -61,7 +61,7 @@ def test_the_vocabulary_has_a_format_of_its_own_and_every_value_is_sent_once() -
         ("int4", 641 * 64), ("int8", 641 * 64)
     ]  # fmt: skip
     assert [list(part.coded) for part in bucket.compressed.parts] == [[(512 * 64, 128 * 64)], [(0, 512 * 64)]]
-    # Each of two replicas sends half of the gradients; an int8 code has half a byte more than one of int4.
+    # Each of two replicas sends half of the gradients; an int8 code has half a byte more than an int4 code.
     extra = plan.compressed_bytes() - in_one
     assert extra == pytest.approx(512 * 64 / 2 * 0.5, abs=64), "the sections of a message are padded to 16 bytes"
     (alone,) = planned(embedding=False).buckets

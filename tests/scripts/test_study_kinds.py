@@ -40,7 +40,7 @@ def test_errors_are_relative_by_kind() -> None:
     ours = exact | {"output_layer.weight": torch.tensor([[1.0, -1.0]])}
     found = compare([ours], [exact])
     assert found["router"] == [0.0, 0.0, 0.0]
-    # The step of one gradient is its sign, so one of two steps is 2 off; the second moment is the same.
+    # Adam's first step is the gradient's sign: one of two steps differs by 2, and second moments are equal.
     assert found["vocabulary"] == pytest.approx([2**0.5, 2**0.5, 0.0])
     with pytest.raises(ValueError, match="the same iterations and matrices"):
         compare([ours], [])
