@@ -13,7 +13,7 @@ from optimus_cc_ext.forecast.timeline import last_backward_ends
 from optimus_cc_ext.plan.iteration import CLASSES, PlannedIteration, breakdown, schedule_of
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.variants import Variant
-from optimus_cc_ext.report.document import Box, Folded, Number, Picture, ReportDocument
+from optimus_cc_ext.report.document import Box, Folded, Number, Part, Picture, Points, ReportDocument
 from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
 from optimus_cc_ext.techniques.schedule import Pass
@@ -39,10 +39,10 @@ def write_plan(
         Number("gain", f"{100 * best.planned:.1f} %", f"{100 * best.least:.1f} to {100 * best.most:.1f} %"),
     ]
     pictures = [Picture("gains", _gains(found)), Picture("breakdown", _breakdowns(job, found))]
-    sources = Folded("Where the constants come from", {"plan": "\n".join(lines)})
-    ReportDocument("A plan", _LEAD, [Box("", numbers, "grid"), Box("", pictures, "grid wide"), *tables, sources]).write(
-        folder, page="index.html"
-    )
+    said = Box("The answer", [Points.of([line for line in lines if not line.startswith(" ")])])
+    constants = Folded("Constants, with their sources", {"plan": "\n".join(line for line in lines if line[:1] == " ")})
+    parts: list[Part] = [Box("", numbers, "grid"), said, Box("", pictures, "grid wide"), *tables, constants]
+    ReportDocument("A plan", _LEAD, parts).write(folder, page="index.html")
     content = {table.title: table.records() for table in tables}
     (folder / "plan.json").write_text(json.dumps({"lines": list(lines), **content}, indent=1) + "\n")
     for name, variant in (("vanilla", found[0]), ("best", chosen)):

@@ -235,6 +235,8 @@ def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: 
     out = tmp_path / "out"
     page = (out / "index.html").read_text()
     assert page.count("data:image/svg+xml") == 2 and "Predicted, not measured" in page
+    answer, _, folded = page.partition("<details>")
+    assert "8.3B parameters on 128 x A100" in answer and "gemm_efficiency" in folded and "gemm_eff" not in answer
     rows = {row["variant"] for row in csv.DictReader((out / "plan.csv").open())}
     # Without the distributed optimizer no parameter is gathered, and without experts no token is sent to them.
     nothing_to_send = {name for name in VARIANTS if name.split()[0] in ("gather", "dispatch", "expert")}
