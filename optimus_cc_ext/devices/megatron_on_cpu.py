@@ -130,7 +130,7 @@ def _count_for_each(load_state_dict: Callable[..., None], self: Any, *args: Any,
 
 
 def _without_count(get_states: Callable[..., dict[str, Any]], self: Any, model_param: Any) -> dict[str, Any]:
-    # Megatron would save the step count as one more shard of the parameter's size; the group saves it already.
+    # Megatron would save the step count as one more shard of the parameter's size. The group saves the count, too.
     tensors = get_states(self, model_param)
     return {name: tensor for name, tensor in tensors.items() if name != _COUNT or not _is_torchs(self.optimizer)}
 

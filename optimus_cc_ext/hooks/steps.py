@@ -63,7 +63,7 @@ class Step:
         if self._session is None:
             return
         if not self._session.in_step:
-            raise OptimusError("done: no forward-backward pass of this model has run in the step. Call it after one")
+            raise OptimusError("done: no forward-backward pass of this model has run in the step. Call it after a pass")
         check_messages(self._session)
         _agree_and_end(self._session, applied, {MAIN_NORM_GROUP: grad_norm}, clip_grad)
 

@@ -176,8 +176,8 @@ def inverse_factor(grams, inverses, sizes, splits, ADDENDS: tl.constexpr, RANKS:
         inverse_row = tl.sum(tl.where(i == k, inverse, 0.0), axis=0)[None, :]
         pivot = tl.sum(tl.where(i == k, column, 0.0), axis=0)[None, :]
         below = column / pivot
-        # tl.where instead of a product with a mask, because 0 * NaN would carry a NaN into the rows above, which have
-        # none.
+        # tl.where replaces a product with a mask, because 0 * NaN would carry a NaN into the rows above, which
+        # have none.
         gram = tl.where((i > k) & (j > k), gram - below * row, gram)
         inverse = tl.where(i > k, inverse - below * inverse_row, inverse)
         inverse = tl.where(i == k, inverse_row / tl.sqrt(pivot), inverse)
