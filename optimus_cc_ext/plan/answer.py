@@ -64,8 +64,8 @@ class Answer:
             return f"{tag}: no, {self.reason}"
         planned, least, most = self.saved
         what = f"{'saves' if planned >= 0 else 'costs'} {abs(planned):.3f} s an iteration beside the others"
-        share = f"{100 * planned / vanilla:.1f} % of vanilla's seconds"
-        why_not = self.reason or f"less than {100 * CLASS_WORTH:g} % is sure"
+        share = f"{round(100 * planned / vanilla, 1) + 0.0:.1f} % of vanilla's seconds"  # without a minus before 0.0
+        why_not = self.reason or f"it does not surely save {100 * CLASS_WORTH:g} %"
         return f"{tag}: {'yes' if self.taken else 'no'}, {self.form} {what} ({least:.3f} to {most:.3f} s; {share})" + (
             "" if self.taken else f": {why_not}"
         )
