@@ -267,5 +267,6 @@ def _job_of(args: argparse.Namespace, micro_batches: int) -> Job:
         model=model, gpus=ranks * stages, tp=tp, pp=stages, vpp=chunks, ep=ep if mixture else 1, etp=etp,
         micro_batch=args.micro_batch_size, batch=args.micro_batch_size * micro_batches * (ranks // tp),
         recompute=recompute, sequence_parallel=args.sequence_parallel,  # type: ignore[arg-type]
+        recomputed=tuple(getattr(args, "recompute_modules", None) or ()) if recompute == "sel" else (),
         precision="fp8" if args.fp8 else "bf16", flash=backend not in ("unfused", "local"),
     )  # fmt: skip

@@ -90,6 +90,7 @@ def _parser() -> _Parser:
     for flag, field in (_HOW | {name: None for name in _SWITCHES}).items():
         parser.add_argument(f"--{flag}", action="store_true", dest=field)
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
+    parser.add_argument("--recompute-modules", nargs="*", default=[])
     parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"), default="auto")
     parser.add_argument("--fp8-format", "--fp8", choices=("e4m3", "hybrid"))
     return parser
@@ -137,6 +138,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         **layout,
         **{field: getattr(args, field) for field in _HOW.values()},
         recompute="full" if args.recompute_granularity == "full" else "sel" if selective else "none",
+        recomputed=tuple(args.recompute_modules) if selective else (),
         precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
         flash=args.attention_backend not in ("unfused", "local"),
         gradient_bytes=4 if fp32 else 2,
@@ -251,5 +253,6 @@ def layout_flags(job: Job) -> str:
     words += [f"--cp-comm-type {job.cp_exchange}"] if job.cp > 1 else []
     if job.recompute != "none":
         words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
+    words += [f"--recompute-modules {' '.join(job.recomputed)}"] if job.recomputed else []
     words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
     return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])

@@ -76,7 +76,6 @@ BOUNDS: dict[str, tuple[str, Bound]] = {
     "--moe-expert-capacity-factor": ("tokens dropped or padded to a capacity", _capacity),
     "--moe-latent-size": ("experts on fewer values than the hidden size", _latent),
     "--moe-layer-recompute": ("experts computed once more", _recomputed_mixtures),
-    "--recompute-modules": ("modules computed once more", _recomputed),
     "--defer-embedding-wgrad-compute": ("the output weight's gradients in the cooldown", _head_weights),
     "--delay-wgrad-compute": ("gradients of weights beside the experts' exchange", _exchange),
     "--overlap-param-gather-with-optimizer-step": ("the gather beside the optimizer's step", _gather),
@@ -120,6 +119,10 @@ def left_out(
     if job.dispatcher == "deepep" and job.ep > 1:
         said.append("left out: DeepEP is planned as HybridEP; its one public run took 1.8 times as long as planned")
     found = [(text, seconds, "") for text, seconds in _uneven(cluster, job)]
+    if job.recomputed:
+        again = sum(_recomputed(cluster, job, parts, module) for module in job.recomputed)
+        words = f"--recompute-modules {' '.join(job.recomputed)} (seconds of modules computed once more)"
+        found.append((words, again, "--recompute-modules"))
     for flag, (text, bound) in BOUNDS.items():
         while flag in rest:
             begin = rest.index(flag)

@@ -103,7 +103,7 @@ def read_run(path: Path) -> MeasuredRun:
 
 def _flags(found: dict[str, str]) -> tuple[str, ...]:
     """Return the flags that give the arguments `found`, by name: those of a plan, and those that it cannot contain."""
-    words, on = [], {name for name, value in found.items() if value != "None"}
+    words = []
     for flag, switch in parsed_flags():
         value = found.get(_OFF.get(flag, _RENAMED.get(flag, flag.replace("-", "_"))), "None")
         if switch:
@@ -113,7 +113,7 @@ def _flags(found: dict[str, str]) -> tuple[str, ...]:
             words += [f"--{flag}", *(re.findall(r"'([^']+)'", value) or [value])]
     for flag in (*NOT_MODELLED, *(each.removeprefix("--") for each in BOUNDS)):
         value = found.get(flag.replace("-", "_"), "None")
-        if value not in ("None", "False") and not (flag == "recompute-modules" and "recompute_granularity" not in on):
+        if value not in ("None", "False"):
             words += [f"--{flag}", *([] if value == "True" else re.findall(r"[\w.]+", value))]
     return tuple(words)
 

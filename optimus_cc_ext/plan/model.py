@@ -56,6 +56,11 @@ class Job:
     micro_batch: int = 1
     batch: int
     recompute: Literal["none", "sel", "full"] = "none"
+    recomputed: tuple[str, ...] = ()
+    """Modules that selective recomputation computes once more (`--recompute-modules`); they keep less memory, and their
+    seconds are left out.
+    """
+
     sequence_parallel: bool = False
     precision: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
     flash: bool = True

@@ -5,6 +5,7 @@ table of formats gives the bits per value of a block format. Costs of coding are
 kernel, and for low rank its products by `seconds.gemm`); no GPU has measured them here.
 """
 
+from collections.abc import Collection
 from functools import lru_cache
 
 from optimus_cc_ext.compressors.formats import block_format, format_named
@@ -295,18 +296,26 @@ def activation_bytes(job: Job) -> float:
     model, t = job.model, job.tp
     tokens = job.rows * model.hidden
     scores = 5 * model.heads * model.sequence * job.rows / t
-    attention = sum(each.outputs for each in model.attention[:-1]) + model.attention[-1].inputs
-    gated = 2 + model.gated
-    # Bytes per token that tensor parallelism splits: Q, K, V and their product, and both sides of the activation
-    # function, in 2 bytes each. A routed expert also keeps the copies of its tokens.
-    split = 2 * (attention + gated * model.inner * model.dense_layers / model.layers) * job.rows / t
-    if mixture := model.mixture:
-        routed = job.expert_rows * (model.hidden * job.etp + gated * mixture.ffn)
-        split += 2 * (routed + gated * mixture.shared * job.rows / t) * mixture.layers / model.layers
-    whole = 10 * tokens / (t if job.sequence_parallel else 1)
-    if job.precision == "fp8":
-        whole -= 7 * tokens / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
-    layer = whole + split + (0 if job.flash or job.recompute == "sel" else scores)
+
+    def layer_without(again: Collection[str]) -> float:
+        """Return the bytes of a layer if the modules in `again` keep nothing that they compute once more."""
+        kept = (each for each in model.attention[:-1] if each.split == "none" or "mla_up_proj" not in again)
+        attention = sum(each.outputs for each in kept) + model.attention[-1].inputs
+        gated = 2 + model.gated
+        # Bytes per token that tensor parallelism splits: Q, K, V and their product, and both sides of the activation
+        # function, in 2 bytes each. A routed expert also keeps the copies of its tokens.
+        dense = 0 if "mlp" in again else gated * model.inner * model.dense_layers / model.layers
+        split = 2 * (attention + dense) * job.rows / t
+        if (mixture := model.mixture) and "moe" not in again:
+            routed = job.expert_rows * (model.hidden * job.etp + (gated - ("moe_act" in again)) * mixture.ffn)
+            shared = 0 if "shared_experts" in again else gated * mixture.shared * job.rows / t
+            split += 2 * (routed + shared) * mixture.layers / model.layers
+        whole = (6 if "layernorm" in again else 10) * tokens / (t if job.sequence_parallel else 1)
+        if job.precision == "fp8":
+            whole -= 7 * tokens / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
+        return whole + split + (0 if job.flash or job.recompute == "sel" else scores)
+
+    layer, computed = layer_without(job.recomputed), layer_without(())
     layers = job.layers_per_stage
     # 1F1B (one forward, one backward) keeps the activations of `pp` micro-batches; the interleaved schedule keeps 1 +
     # (pp - 1) / (pp vpp) times as many.
@@ -314,7 +323,7 @@ def activation_bytes(job: Job) -> float:
     head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
     if job.recompute == "full":
         return kept * layers * 2 * tokens / (t if job.sequence_parallel else 1) + layer + head
-    return kept * layers * layer + head
+    return kept * layers * layer + computed - layer + head
 
 
 def check_memory(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> float:

@@ -7,39 +7,52 @@ import pytest
 from optimus_cc_ext import cli
 from optimus_cc_ext.plan.flags import job_of, layout_flags
 from optimus_cc_ext.plan.left_out import BOUNDS
+from optimus_cc_ext.plan.traffic import activation_bytes
 
 PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-235b", "--",
         "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "8",
         "--expert-model-parallel-size", "16", "--expert-tensor-parallel-size", "1", "--global-batch-size", "1024",
         "--use-distributed-optimizer", "--moe-token-dispatcher-type", "alltoall", "--overlap-grad-reduce",
         "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]  # fmt: skip
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 WORDS = {
     "--window-size": ["128,0"], "--moe-expert-capacity-factor": ["1.0"], "--moe-latent-size": ["4000"],
-    "--recompute-modules": ["layernorm", "moe_act"],
+    SELECTIVE: ["layernorm", "moe_act"],
 }  # fmt: skip
 REFUSED = {
-    "--moe-latent-size": ["1024"], "--moe-expert-capacity-factor": ["1.5"], "--recompute-modules": ["mlp"],
+    "--moe-latent-size": ["1024"], "--moe-expert-capacity-factor": ["1.5"], SELECTIVE: ["mlp"],
     "--moe-layer-recompute": [], "--delay-wgrad-compute": [],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", [flag for flag in BOUNDS if flag not in REFUSED or flag in WORDS])
+@pytest.mark.parametrize("flag", [flag for flag in (*BOUNDS, SELECTIVE) if flag not in REFUSED or flag in WORDS])
 def test_an_option_within_the_plans_error_is_named_with_its_bound(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*PLAN, flag, *WORDS.get(flag, []), "--lr", "0.1"]) == 0
+    assert cli.main([*PLAN, *flag.split(), *WORDS.get(flag, []), "--lr", "0.1"]) == 0
     said = capsys.readouterr().out
-    line = next(line for line in said.splitlines() if line.startswith(f"left out: {flag}"))
+    line = next(line for line in said.splitlines() if line.startswith(f"left out: {flag.split()[-1]}"))
     assert float(re.search(r"at most ([\d.]+) % of vanilla's seconds", line)[1]) <= 12  # type: ignore[index]
     assert "Not part of a plan: --lr 0.1" in said
 
 
 @pytest.mark.parametrize("flag", REFUSED)
 def test_an_option_beyond_the_plans_error_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*PLAN, flag, *REFUSED[flag]]) == 2
-    said = capsys.readouterr().err
+    assert cli.main([*PLAN, *flag.split(), *REFUSED[flag]]) == 2
+    said, flag = capsys.readouterr().err, flag.split()[-1]
     assert said.startswith(f"error: {flag}") and "more than the plan's own error of 12 %" in said
     assert said.endswith(f"Plan without {flag}\n") and said.count("\n") == 1
+
+
+def test_recomputed_modules_keep_less_memory() -> None:
+    def used(*modules: str) -> float:
+        flags = ["--recompute-granularity", "selective", "--recompute-modules", *modules] if modules else []
+        return activation_bytes(job_of([*PLAN[PLAN.index("--") + 1 :], *flags], 256, "qwen3-235b")[0])
+
+    assert used("core_attn") == used()  # fused attention keeps no scores
+    saved = {module: used() - used(module) for module in ("layernorm", "moe_act", "moe")}
+    assert 0 < saved["layernorm"] < saved["moe_act"] < saved["moe"] < used()
+    assert used("layernorm", "moe_act") == pytest.approx(used() - saved["layernorm"] - saved["moe_act"])
 
 
 def test_a_value_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
