@@ -346,7 +346,9 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
     assert all(both == pytest.approx(counted[name], rel=few, abs=0) for name, both in foreseen.items())
 
 
-@pytest.mark.parametrize("more", ["", "--sequence-parallel --num-layers-per-virtual-pipeline-stage 2"])
+@pytest.mark.parametrize(
+    "more", ["", "--sequence-parallel --num-layers-per-virtual-pipeline-stage 2 --recompute-modules layernorm mlp"]
+)
 def test_activations_take_the_memory_that_a_plan_gives_them(more: str) -> None:
     flags = f"{GPT_8_3B} {more} --recompute-granularity selective --bf16 --vocab-size 51200"
     answer = json.loads(ask_doctor(flags, 128, "--json").output)
