@@ -110,6 +110,9 @@ class PlanGrid:
     replicas: tuple[int, ...]
     batches: tuple[int, ...]
     formats: tuple[str, ...]
+    start: tuple[str, int, int, str]
+    """Network, replicas, batch and format of the point that the page shows first."""
+
     cells: tuple[Cell, ...]
 
     def command(self, cell: Cell) -> str:
@@ -153,12 +156,6 @@ class PlanGrid:
             "flags": ours,
         }  # fmt: skip
 
-    @property
-    def start(self) -> tuple[str, int, int, str]:
-        """The point that the page shows first: the network in the middle, most replicas, the job's batch."""
-        names = [*self.networks]
-        return names[len(names) // 2 - 1], self.replicas[-1], self.batches[len(self.batches) // 2], self.formats[0]
-
 
 def _link(network: str) -> str:
     return f" --sweep link={network}" if network in NETWORKS else ""
@@ -179,8 +176,9 @@ def planned_grid(question: Question, progress: Callable[[int, int], None]) -> Pl
     replicas = tuple(n for n in (1, 2, 4, 8, 16) if n <= per_node and per_node % n == 0)
     batches = tuple(dict.fromkeys(max(1, int(job.batch * factor)) for factor in BATCHES))
     networks = dict(NETWORKS)
+    own, first = cluster.network.name, "hdr1"
     if cluster.network not in map(network_of, NETWORKS):
-        networks[cluster.network.name] = f"{cluster.network.name}, yours"
+        networks[own], first = own, own
     formats = ({"yours": " ".join(question.own)} if question.own else {}) | FORMATS
     places, cells = [*product(networks, replicas, batches)], list[Cell]()
     for done, (network, count, batch) in enumerate(places):
@@ -188,8 +186,10 @@ def planned_grid(question: Question, progress: Callable[[int, int], None]) -> Pl
         cells += _cells(question, network, count, batch, formats, job.replica_stride // job.tp)
     model = question.model or f"{job.model.parameters / 1e9:.1f}B parameters"
     title = f"{model} on {question.gpus} x {cluster.gpu.name}"
+    here = Group.strided(job.replicas, job.replica_stride, per_node).per_node
+    start = first, here if here in replicas else replicas[0], job.batch, next(iter(formats))
     typed = shlex.join(["optimus-cc", "plan", *question.typed])
-    return PlanGrid(title, typed, networks, replicas, batches, tuple(formats), tuple(cells))
+    return PlanGrid(title, typed, networks, replicas, batches, tuple(formats), start, tuple(cells))
 
 
 def _cells(
