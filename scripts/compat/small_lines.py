@@ -94,7 +94,8 @@ def _shrunken(line: Line) -> SmallLine | None:
     experts = size("expert-tensor-parallel-size", tensor) * size("expert-model-parallel-size")
     unit = tensor * context
     data = 1 if context > 1 or tensor * stages == MOST_RANKS else 2
-    while data * unit % experts or data % size("num-distributed-optimizer-instances"):
+    instances = size("num-distributed-optimizer-instances")
+    while data * unit % (experts * instances) or data % instances:
         data += 1
     ranks = data * unit * stages
     if ranks > MOST_RANKS or stages * context * data == 1:
