@@ -30,7 +30,7 @@ def summary(found: Sequence[Variant]) -> Table:
         title="Seconds per iteration",
         name="plan",
         note="The band: lines at 3/4 to 4/3 of their rate, compression at half to twice its assumed cost, computation "
-        "off by the error on published runs. No public run tests the compression terms.",
+        "off by the error beside vanilla's seconds. No public run tests the compression terms.",
     )  # fmt: skip
 
 
