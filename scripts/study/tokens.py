@@ -10,6 +10,7 @@ assignments of tokens to experts that change, by layer. Finished runs are not re
 
 import argparse
 import dataclasses
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--points", default="3,110,600", help="iterations of the training after which weights are taken (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--match", default="", metavar="REGEX", help="only settings, such as 'int8, all', that match")
     add_common_options(parser, Path("results/tokens"))
     return parser
 
@@ -78,7 +80,8 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
         runs.made(saved.parent.name, training.processes, flags, training.seed, lambda folder: {})
         fixed = dataclasses.replace(training, iterations=1, learning_rate=0.0, seed=training.seed + 1)
         dense = (runs.folder / f"{point}-dense").absolute()
-        settings = {"dense": ("dense", "")} | (dict(list(SETTINGS.items())[:1]) if options.tiny else SETTINGS)
+        chosen = {name: each for name, each in SETTINGS.items() if re.search(options.match, name)}
+        settings = {"dense": ("dense", "")} | (dict(list(chosen.items())[:1]) if options.tiny else chosen)
         for setting, (form, ways) in settings.items():
             folder = (runs.folder / f"{point}-{setting}".replace(", ", "-").replace("'", "")).absolute()
             flags = [
