@@ -170,7 +170,8 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
     """
     for wanted in ("cluster", "nodes"):
         if getattr(options, wanted) is None and not (wanted == "nodes" and options.run):
-            raise PlanError(f"give --{wanted}, or --validate")
+            also = ", which the log of --from does not say" if options.run else ", or --validate"
+            raise PlanError(f"give --{wanted}{also}")
     cluster, said = cluster_of(options.cluster), list[str]()
     for name in ("nodes", "gpus_per_node"):
         if getattr(options, name) is not None and getattr(options, name) < 1:

@@ -110,6 +110,8 @@ def test_a_log_that_cannot_be_used_is_refused_with_what_is_missing(
     assert cli.main(["plan", "--cluster", "a100-100gbe", "--from", str(path)]) == 2
     said = capsys.readouterr().err
     assert complaint in said and said.count("\n") == 1
+    assert cli.main(["plan", "--from", str(path)]) == 2
+    assert "give --cluster, which the log of --from does not say" in capsys.readouterr().err
     assert cli.main(["plan", "--cluster", "a100-100gbe", "--from", str(tmp_path / "none")]) == 2
     assert "give a log, or a folder with *.txt" in capsys.readouterr().err
 
