@@ -173,6 +173,11 @@ def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> N
     for ends, reason in _WHEN_BUILT:
         if ends(args):
             raise AssertionError(reason)
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    ranks = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % ranks:  # Megatron finds it when it makes its process groups
+        name = "expert_tensor_model_pipeline_parallel size"
+        raise RuntimeError(f"world_size ({args.world_size}) is not divisible by {name} ({ranks})")
     if target == HERE and (packages := missing(args)):
         print(f"{', '.join(packages)}: not installed, and needed for this command line", flush=True)
         raise SystemExit(1)

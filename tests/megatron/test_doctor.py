@@ -242,6 +242,10 @@ def test_a_package_that_is_missing_ends_training_here_and_is_listed_for_another_
         ("--use-distributed-optimizer --optimizer sgd", "--use-distributed-optimizer: only Adam"),
         ("--num-experts 4 --moe-shared-expert-intermediate-size 64", "bias is not supported in the shared experts"),
         ("--multi-latent-attention", "--multi-latent-attention: the local DotProductAttention"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 8 --disable-bias-linear",
+            "world_size (4) is not divisible by expert_tensor_model_pipeline_parallel size (16)",
+        ),
     ],
 )
 @pytest.mark.parametrize("target", ["here", "h100"])
