@@ -88,11 +88,12 @@ class _Around:
                 break
             config = _without(config, refused)
             left_out.append(refused.name)
+            self._note(again=item.nodeid, left_out=left_out)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         failed = [_last_words(report) for report in reports if report.failed]
         outcome = "failed" if failed else "skipped" if any(report.skipped for report in reports) else "passed"
-        self._note(end=item.nodeid, outcome=outcome, reason=" | ".join(failed), sent=sent, left_out=left_out)
+        self._note(end=item.nodeid, outcome=outcome, reason=" | ".join(failed), sent=sent)
         while failed and not os.path.exists(go_on(self._notes.name, item.nodeid)):
             time.sleep(0.05)
         return True

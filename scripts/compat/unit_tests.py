@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class _Attempt:
         told, size, since = 0, -1, time.monotonic()
         while True:
             alive, before = self._forks.alive, size
-            ended, started = self._read()
+            ended, started, left_out = self._read()
             for test in started[told:]:
                 answers = [rank[test] for rank in ended if test in rank]
                 if len(answers) < len(ended):
@@ -92,8 +92,8 @@ class _Attempt:
                 ]
                 outcome = "failed" if failed else min(each["outcome"] for each in answers)
                 told += 1
-                left_out = tuple(answers[0]["left_out"])
-                yield test, outcome, failed[0] if failed else "", sum(each["sent"] for each in answers), left_out
+                reason, sent = failed[0] if failed else "", sum(each["sent"] for each in answers)
+                yield test, outcome, reason, sent, left_out.get(test, ())
                 if len(failed) == len(answers):
                     for notes in self._notes:
                         Path(go_on(str(notes), test)).touch()
@@ -109,20 +109,23 @@ class _Attempt:
                 self.end()
             time.sleep(0.1)
         if told < len(started):
-            answers = [rank[started[told]] for rank in ended if started[told] in rank]
-            reason = next(filter(None, (each["reason"] for each in answers)), "no answer, or a rank died")
-            left_out = next((tuple(each["left_out"]) for each in answers), ())
-            yield started[told], "failed", reason, 0, left_out
+            said = [rank[started[told]]["reason"] for rank in ended if started[told] in rank]
+            reason = next(filter(None, said), "no answer, or a rank died")
+            yield started[told], "failed", reason, 0, left_out.get(started[told], ())
 
     def end(self) -> None:
         """End the ranks that are left."""
         self._forks.end()
 
-    def _read(self) -> tuple[list[dict[str, dict[str, Any]]], list[str]]:
-        """Return the tests that each rank has ended, and all that were started, in their order."""
+    def _read(self) -> tuple[list[dict[str, dict[str, Any]]], list[str], dict[str, tuple[str, ...]]]:
+        """Return the tests that each rank has ended, all that were started, in their order, and the classes that
+        tests refused.
+        """
         notes = [_records(path) for path in self._notes]
         ended = [{note["end"]: note for note in rank if "end" in note} for rank in notes]
-        return ended, max(([note["start"] for note in rank if "start" in note] for rank in notes), key=len)
+        started = max(([note["start"] for note in rank if "start" in note] for rank in notes), key=len)
+        refused = {note["again"]: tuple(note["left_out"]) for rank in notes for note in rank if "again" in note}
+        return ended, started, refused
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -153,7 +156,7 @@ def _run_file(
                         left_out[last.test] = last.left_out
                         break
                     done.add(last.test)
-                    yield last
+                    yield replace(last, left_out=last.left_out or left_out.get(last.test, ()))
             finally:
                 attempt.end()
             log = (Path(folder) / "rank-0.log").read_text(errors="replace").strip().splitlines()
