@@ -147,11 +147,11 @@ def test_a_run_that_would_be_wrong_with_every_class_dense_is_refused_whole(line:
     assert_refused(line, outputs, refusal.flag, refusal.reason, refusal.cure)
 
 
-@pytest.mark.parametrize("option", ["nccl_ub", "use_sharp"])
-def test_an_option_that_does_less_beside_compression_is_named(option: str) -> None:
+@pytest.mark.parametrize("option, reason", [("nccl_ub", "compress"), ("use_sharp", "8 or 4 bits")])
+def test_an_option_that_does_less_beside_compression_is_named(option: str, reason: str) -> None:
     args = argparse.Namespace(**{option: True})
     [line] = remarks(args, OptimusConfig(dp_compression_format="int4"))
-    assert line.startswith("--use-") and "compress" in line
+    assert line.startswith("--use-") and reason in line
     assert remarks(args, OptimusConfig()) == remarks(argparse.Namespace(), OptimusConfig(dp_compression=True)) == []
 
 
