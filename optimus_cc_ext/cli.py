@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "completion":
         print(_completion(build_parser(), options.shell))
         return 0
+    return run_command(lambda: _doctor(options))
+
+
+def _doctor(options: argparse.Namespace) -> int:
     # Silence Megatron's warnings about missing fused kernels, because the verdict has to come first.
     warnings.simplefilter("ignore")
     report = _examine(options)

@@ -153,16 +153,23 @@ def exit_with(reason: Exception | str) -> NoReturn:
 
 
 def run_command(command: Callable[[], int | None], kept: str = "nothing was kept") -> int:
-    """Run one of our commands; return its own exit status, 1 (OSError), 2 (bad input) or 130 (Ctrl-C).
+    """Run one of our commands; return its own exit status, 1 (OSError), 2 (bad input), 130 (Ctrl-C) or 141 (the program
+    that reads the output has ended).
 
     `kept` is the text that is printed after Ctrl-C; it says which partial results were kept.
     """
     signal.signal(signal.SIGTERM, _end)
     try:
-        return command() or 0
+        status = command() or 0
+        sys.stdout.flush()
+        return status
     except OptimusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Python flushes once more when it exits, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

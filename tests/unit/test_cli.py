@@ -1,10 +1,12 @@
 """`optimus-cc`: doctor's report on this machine (on flags: tests/megatron/test_doctor.py), and the other commands."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import triton
 
 from optimus_cc_ext import __version__, cli
@@ -143,3 +145,15 @@ def test_a_shell_completes_commands_options_and_training_flags(tmp_path: Path) -
     assert completed("optimus-cc", "doctor", "--", "comp") == ["completion"], "files, too"
     assert completed("optimus-cc", "completion", "z") == ["zsh"]
     assert call(cli.main, ["completion", "zsh"]).output.startswith("autoload -U +X bashcompinit")
+
+
+@pytest.mark.parametrize("printed", [10, 10**6])
+def test_a_command_whose_reader_has_ended_says_nothing(printed: int) -> None:
+    code = (
+        f"import sys; from optimus_cc_ext import errors; sys.exit(errors.run_command(lambda: print('x' * {printed})))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
