@@ -44,6 +44,7 @@ def test_a_finished_run_is_a_row_and_is_not_made_again_unless_flags_or_text_diff
     assert runs.made("one", 1, flags, 7, read)["said"] == "before" and counted.read_text() == "once "
 
 
+@pytest.mark.full
 def test_a_run_that_fails_leaves_no_row_and_is_made_again_on_demand(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit('on purpose')\n")
@@ -56,6 +57,7 @@ def test_a_run_that_fails_leaves_no_row_and_is_made_again_on_demand(tmp_path: Pa
     assert runs.made("one", 1, [str(script)], 1, lambda folder: {})["flags"] == [str(script)]
 
 
+@pytest.mark.full
 def test_a_run_that_leaves_dense_what_was_asked_for_is_an_error(tmp_path: Path) -> None:
     inside = [RankPlace(rank=rank, stage=0, tensor_rank=0) for rank in range(2)]
     config = OptimusConfig(dp_compression_format="int4", only_between_nodes="dp_compression")

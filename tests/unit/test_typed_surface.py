@@ -51,6 +51,7 @@ def errors_of_mypy(script: str, folder: Path) -> list[str]:
     return [line for line in run.stdout.splitlines() if line.startswith(str(path)) and ": error:" in line]
 
 
+@pytest.mark.full
 def test_mypy_finds_five_typos_and_nothing_else(tmp_path: Path) -> None:
     assert errors_of_mypy(SCRIPT, tmp_path) == []
     with_typos = SCRIPT
