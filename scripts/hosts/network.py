@@ -130,10 +130,14 @@ class Network:
         """
         if rate == self.rate:
             return
-        change = "qdisc del dev {} root" if rate == UNSHAPED else f"qdisc replace dev {{}} root tbf {tbf_options(rate)}"
-        _batch(self._switch, "tc", [change.format(f"port{host}") for host in range(len(self._hosts))])
+        # A bucket that is made smaller never sends a waiting packet that is larger than it: the link stops. A new
+        # bucket drops what waits, and TCP sends it again.
+        changes = ["qdisc del dev {} root"] if self.rate != UNSHAPED else []
+        changes += [f"qdisc add dev {{}} root tbf {tbf_options(rate)}"] if rate != UNSHAPED else []
+        ports = [f"port{host}" for host in range(len(self._hosts))]
+        _batch(self._switch, "tc", [change.format(port) for port in ports for change in changes])
         for holder in self._hosts:
-            _batch(holder, "tc", [change.format(INTERFACE)])
+            _batch(holder, "tc", [change.format(INTERFACE) for change in changes])
         self.rate = rate
 
     def counters(self) -> list[Counters]:

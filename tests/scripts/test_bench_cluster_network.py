@@ -9,6 +9,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -95,6 +97,18 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
 
 
 @needs_namespaces
+def test_a_full_link_goes_on_when_its_rate_is_lowered() -> None:
+    with network(2) as hosts, ThreadPoolExecutor() as threads:
+        hosts.set_rate("400mbit")
+        transfer = threads.submit(_transfer, hosts, [1], 0, 60 << 20)
+        # Packets of up to 64 kB wait in the link's queue, more than the smaller bucket of a lower rate holds.
+        for rate in (300, 240, 200, 160, 130, 100):
+            time.sleep(0.2)
+            hosts.set_rate(f"{rate}mbit")
+        assert transfer.result(timeout=20) > 60 * 8 / 400
+
+
+@needs_namespaces
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, who can become somebody else")
 def test_a_user_without_root_has_such_hosts_where_users_may_make_namespaces() -> None:
     script = "from scripts.hosts.network import network\nwith network(1) as hosts: print(hosts.counters())"
@@ -145,7 +159,7 @@ def _transfer(hosts: Network, senders: list[int], receiver: int, nbytes: int) ->
         assert server.stdout is not None and server.stdout.readline()
         send = [sys.executable, "-I", "-S", "-c", _SEND, address, str(nbytes)]
         clients = [hosts.popen(sender, send) for sender in senders]
-        seconds = float(server.communicate(timeout=60)[0])
+        seconds = float(server.communicate(timeout=30)[0])
         assert [client.wait(10) for client in clients] == [0] * len(senders)
     return seconds
 
