@@ -319,7 +319,7 @@ class Codec:
 
     @torch.no_grad()
     def encode_rows(self, rows: Tensor) -> Tensor:
-        """Encode each row of (n, width), contiguous, by itself: (n, row_bytes) in uint8; n may be 0.
+        """Encode each row of `rows`, (n, width) and contiguous, by itself; return (n, row_bytes) in uint8. n may be 0.
 
         Memory comes from torch's allocator, because the number of rows changes from call to call.
         """

@@ -259,8 +259,8 @@ def _start_param_sync(
         return
     # The first gather, and one after a skipped step, carry no update: leave them to Megatron.
     ours = bool(shards) and all(shard.updated for shard in shards)
-    # Without overlap each optimizer of a model gathers all buckets: that of the routed experts gathers the other
-    # parameters' buckets, too.
+    # A model with routed experts has two optimizers, one for the experts and one for all other parameters. Without
+    # overlap each of the two gathers the buckets of both.
     at_once = not bucket_group.ddp_config.overlap_param_gather
     again = at_once and bool(shards) and all(shard.gathered and not shard.updated for shard in shards)
     if again:

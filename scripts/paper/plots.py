@@ -45,7 +45,7 @@ def error_statistics(table: Table) -> Figure:
         axes.axhline(0, color=INK, lw=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(axes, "cosine between errors and activation differences" if name == "cosine" else name)
-    # The axis shows the whole range of a cosine, so that a cosine near 0 looks small.
+    # The axis goes from -1 to 1, so that a cosine near 0 looks small.
     grid[0][0].set_ylim(-1, 1)
     grid[0][0].legend(frameon=False, fontsize="small", ncols=4)
     grid[2][0].set_xlabel("iteration")

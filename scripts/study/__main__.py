@@ -42,7 +42,7 @@ SCRIPTS = {
     "int5": "scripts/study/in_formats.py int5 int5",
     "int6": "scripts/study/in_formats.py int6 int6",
 }
-"""Training scripts, with their arguments, of the variants that are not trained by the package's own entry point. Paths
+"""Training script of each variant that does not train with the package's own entry point, with its arguments. Paths
 are relative to the folder that holds scripts/, so that a run does not depend on the checkout's path.
 """
 

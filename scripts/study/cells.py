@@ -21,12 +21,12 @@ mean of all cells is at most MEAN_LIMIT percent.
 """
 
 Row = Mapping[str, Any]
-"""Line of the file of finished runs, by column."""
+"""One finished run of the file, as a mapping from the name of a column to its value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Paired differences of one variant on one model, text, layout and number of iterations."""
+    """Losses of one variant beside those of vanilla, for one model, text, layout and number of iterations."""
 
     model: str
     text: str
@@ -34,19 +34,22 @@ class Cell:
     iterations: int
     variant: str
     differences: tuple[float, ...]
-    """Percent over vanilla's loss, seed by seed."""
+    """For each seed, the variant's loss minus vanilla's, in percent of vanilla's."""
 
     behind: tuple[float, ...] = ()
-    """Iterations by which vanilla reached the loss earlier, seed by seed."""
+    """For each seed, the number of iterations by which vanilla reached the variant's loss earlier."""
 
     @property
     def mean(self) -> float:
-        """The mean difference, in percent."""
+        """The mean over seeds of `differences`, in percent of vanilla's loss."""
         return statistics.fmean(self.differences)
 
 
 def compared(rows: Sequence[Row]) -> list[Cell]:
-    """Pair every run with vanilla's of the same settings, text and kind of CPU; return one cell for each variant."""
+    """Compare every run with the run of vanilla that has the same settings, text and kind of CPU.
+
+    Returns one cell for each variant on each model, text, layout and number of iterations.
+    """
     same = ("settings", "text_hash", "cpu")
     vanilla = {tuple(row[name] for name in same): row for row in rows if row["variant"] == VANILLA}
     found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)

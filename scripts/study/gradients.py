@@ -48,7 +48,7 @@ Gradients = dict[tuple[int, int], torch.Tensor]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of this study's command line."""
+    """Return the parser of the command line of `python -m scripts.study.gradients`."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.gradients", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

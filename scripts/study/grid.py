@@ -56,7 +56,7 @@ _LOAD = re.compile(r"expert load in the second half: ([\d.]+)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of this study's command line."""
+    """Return the parser of the command line of `python -m scripts.study.grid`."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -48,7 +48,7 @@ Gradients = list[dict[str, torch.Tensor]]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of this study's command line."""
+    """Return the parser of the command line of `python -m scripts.study.kinds`."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study.kinds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

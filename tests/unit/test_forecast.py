@@ -92,7 +92,7 @@ def test_on_slow_links_every_technique_gains_and_auto_compresses_both_stages() -
 
 
 def _in_levels(two: float, one: float) -> Forecast:
-    """Forecast one stage whose reduction takes 10 s dense, and the given seconds in two levels and in one."""
+    """Forecast one stage whose reduction takes 10 s dense, `two` seconds in two levels, and `one` in one level."""
 
     def cost(seconds: float) -> RankCost:
         found = rank(0, Rate(0.0, 1e6), stages=1).cost
