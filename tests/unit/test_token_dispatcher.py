@@ -123,3 +123,17 @@ def test_a_step_whose_tokens_passed_outside_of_the_wrap_is_refused(taken: list[A
     assert seen or "no token was exchanged among experts" in str(reason)
     session.expects_rows = False
     assert _without_messages(session) is None, "this rank has no layer with experts"
+
+
+@pytest.mark.parametrize("rows, least", [(1, 1), (128, 128), (129, 64), (4096, 128)])
+def test_errors_are_measured_on_128_rows_of_an_exchange_at_most(
+    taken: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, rows: int, least: int
+) -> None:
+    dispatch = session_of(**BOTH).dispatch
+    codec, measured = dispatch.codec, list[int]()
+    assert codec is not None
+    monkeypatch.setattr(dispatch.gauge, "note", lambda values, error: measured.append(len(values)))
+    values = torch.randn(rows, 256)
+    dispatch.gauge.begin(True)
+    dispatch._measure(codec, values, codec.encode_rows(values))
+    assert least <= measured[0] <= 128
