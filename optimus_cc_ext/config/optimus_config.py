@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypedDict, Unpack
 
 from optimus_cc_ext.compressors.formats import block_format
@@ -149,7 +150,7 @@ class OptimusConfig(
         """Return True if a class of traffic keeps state in checkpoints."""
         return bool(traffic.remembers and getattr(self, traffic.remembers))
 
-    @property
+    @cached_property
     def any_technique(self) -> bool:
         """True if any class of traffic is sent in another form than vanilla Megatron's."""
         return any(map(self.is_on, CLASSES))

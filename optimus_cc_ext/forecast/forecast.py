@@ -6,7 +6,6 @@ the forecast decides which stages compress their gradients.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -232,7 +231,9 @@ class Forecaster:
     """
 
     def __init__(self) -> None:
-        self._stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch()
+        """Times the forward and backward steps of a pass, by "forward" and "backward"; on in one pass only."""
+
         self._passes = 0
 
     def before_pass(
@@ -252,20 +253,16 @@ class Forecaster:
         """
         config = session.config
         wanted = config.any_technique and (config.compression_forecast or session.gradients.stages_are_open)
-        self._stopwatch.on = wanted and self._passes == _TIMED_PASS
+        self.stopwatch.on = wanted and self._passes == _TIMED_PASS
         if wanted and self._passes == _TIMED_PASS + 1:
             self._forecast(session, schedule, gradient, device)
         self._passes += 1
-
-    def computing(self, name: str, device: torch.device) -> AbstractContextManager[None]:
-        """Time a forward or a backward pass of one micro-batch through one model chunk."""
-        return self._stopwatch.timed(name, device)
 
     def _forecast(
         self, session: Session, schedule: Schedule, gradient: torch.Tensor | None, device: torch.device
     ) -> None:
         assert session.grid is not None, "the session has no place in the grid yet"
-        everyone = session.grid.gather(measure(session, self._stopwatch, gradient, device))
+        everyone = session.grid.gather(measure(session, self.stopwatch, gradient, device))
         found = forecast(everyone, schedule, session.config, session.gradients.compressed_stages)
         if session.gradients.stages_are_open:
             if found.one_level:

@@ -45,21 +45,27 @@ def all_reduce_word_embedding(
 
     Megatron calls `_allreduce_word_embedding_grads` on all ranks of the models, after the reductions of their buckets.
     """
-    _sum_word_embedding(sessions, original, model, *args, **kwargs)
-    for session in sessions.of(model):
+    found = sessions.of(model)
+    tied = {chunk: embedding for chunk in model if (embedding := tied_embedding(chunk)) is not None}
+    chunk, embedding = next(iter(tied.items()), (None, None))
+    owners = found if chunk is None or len(model) == 1 else sessions.of([chunk])
+    if owners:
+        _sum_word_embedding(owners[0], chunk, embedding, lambda: original(model, *args, **kwargs))
+    else:
+        original(model, *args, **kwargs)
+    for session in found:
         if session.steps_are_announced:
             check_messages(session)
 
 
-def _sum_word_embedding(
-    sessions: Sessions, original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any
-) -> None:
-    """Sum the tied embedding's gradient in place of Megatron, or count Megatron's sum."""
-    chunk = next((chunk for chunk in model if tied_embedding(chunk) is not None), None)
-    session = next(iter(sessions.of(model if chunk is None else [chunk])), None)
-    if session is None:
-        original(model, *args, **kwargs)
-        return
+def _sum_word_embedding(session: Session, chunk: Any, embedding: Any, vanilla: Callable[[], None]) -> None:
+    """Sum the tied embedding's gradient in place of Megatron, or count Megatron's sum.
+
+    Args:
+        chunk: the model chunk of this stage that holds a tied embedding; None: no chunk does.
+        embedding: its tied embedding.
+        vanilla: Megatron's sum.
+    """
     fused = session.embedding
     if chunk is None and fused.group is not None and session.active:
         raise FlagError(
@@ -69,11 +75,11 @@ def _sum_word_embedding(
         )
     ours = fused.takes_over(session.in_step)
     if chunk is None or not ours:
-        original(model, *args, **kwargs)
+        vanilla()
     else:
-        fused.reduce(_to_reduce(fused, chunk, tied_embedding(chunk)))
+        fused.reduce(_to_reduce(fused, chunk, embedding))
     if chunk is not None and (ours or session.in_step):
-        _count(session, ours, tied_embedding(chunk).main_grad, chunk.ddp_config.use_distributed_optimizer)
+        _count(session, ours, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
 
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:

@@ -201,16 +201,16 @@ def _start_grad_sync(
 ) -> None:
     """Reduce a bucket group, in place of `_ParamAndGradBucketGroup.start_grad_sync`."""
     session.before_reduction()
-    reducers = buckets.reducers
+    reducers, in_step = buckets.reducers, session.in_step
     started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.plan.dense_bytes
     if force_all_reduce and buckets.plan.rules.instances > 1:
         reducers = []  # Megatron sums whole gradients inside one instance only, and so has no sum that we could replace
     if buckets.plan.tied_bytes and not started_already:
-        session.embedding.left_out = session.in_step and buckets.plan.leaves_out
-    if not session.in_step or not reducers or started_already:
+        session.embedding.left_out = in_step and buckets.plan.leaves_out
+    if not in_step or not reducers or started_already:
         original(force_all_reduce)
-        if session.in_step and not started_already:
+        if in_step and not started_already:
             buckets.tied_saved = 0
             session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
             _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.plan.dense_leaving_bytes)

@@ -36,6 +36,9 @@ class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
     session.
     """
 
+    timing = False
+    """True while a pass is timed. In all other passes a step of a micro-batch needs no look-up."""
+
     def of(self, session: Session) -> Forecaster:
         if session not in self:
             self[session] = Forecaster()
@@ -73,6 +76,7 @@ def forward_backward(
             passes.enter_context(
                 _iteration(session, forecasters.of(session), chunks[0], number, num_microbatches, rest)
             )
+        forecasters.timing = any(forecaster.stopwatch.on for forecaster in forecasters.values())
         passes.enter_context(sessions.passing(trained))
         return original(num_microbatches=num_microbatches, forward_only=forward_only, **rest)
 
@@ -111,9 +115,12 @@ def _timed_step(
     sessions: Sessions, forecasters: _Forecasters, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a forward or a backward step of one micro-batch, and time the step for the forecasts."""
+    if not forecasters.timing:
+        return original(*args, **kwargs)
     with ExitStack() as timed:
         for session in sessions.passing_now:
-            timed.enter_context(forecasters.of(session).computing(kind, training_device()))
+            if (stopwatch := forecasters.of(session).stopwatch).on:
+                timed.enter_context(stopwatch.timed(kind, training_device()))
         return original(*args, **kwargs)
 
 

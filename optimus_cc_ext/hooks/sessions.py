@@ -17,8 +17,10 @@ class _Passes(threading.local):
     """Open passes of a thread: while a model trains, another thread may generate with a model of its own."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[Session, ...]] = []
-        """The sessions of each forward-backward pass that is open, the innermost last; passes may nest."""
+        self.open: list[tuple[Session, ...]] = [()]
+        """The sessions of each forward-backward pass that is open, the innermost last; passes may nest. The first entry
+        is for the time outside of all passes.
+        """
 
 
 class Sessions:
@@ -73,15 +75,21 @@ class Sessions:
     @property
     def passing_now(self) -> tuple[Session, ...]:
         """The sessions of the innermost pass that this thread has open."""
-        return self._passes.open[-1] if self._passes.open else ()
+        return self._passes.open[-1]
 
     def with_pipeline(self, group: dist.ProcessGroup) -> Session | None:
         """Return the session of the innermost open pass whose pipeline has the ranks of `group`."""
-        return next((s for s in self.passing_now if s.grid is not None and s.grid.is_pipeline(group)), None)
+        for session in self._passes.open[-1]:
+            if session.grid is not None and session.grid.is_pipeline(group):
+                return session
+        return None
 
     def with_experts_on(self, group: dist.ProcessGroup) -> Session | None:
         """Return the session of the innermost open pass whose experts are dealt out over the ranks of `group`."""
-        return next((s for s in self.passing_now if s.grid is not None and s.grid.has_experts_on(group)), None)
+        for session in self._passes.open[-1]:
+            if session.grid is not None and session.grid.has_experts_on(group):
+                return session
+        return None
 
 
 def layers_of(chunk: torch.nn.Module | None) -> Iterator[torch.nn.Module]:

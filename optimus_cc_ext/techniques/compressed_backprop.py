@@ -122,7 +122,7 @@ class CompressedBackprop(Technique):
         Args:
             tensors: by role: `send_prev`, `recv_prev`, `send_next`, `recv_next`; (sequence, micro-batch, hidden) each.
         """
-        send_prev, recv_next, recv_prev = (tensors[role] for role in ("send_prev", "recv_next", "recv_prev"))
+        send_prev, recv_next, recv_prev = tensors["send_prev"], tensors["recv_next"], tensors["recv_prev"]
         transfers = {}
         if send_prev is not None and self.sending is not None:
             transfers["send_prev"] = self.sending.send(send_prev)

@@ -111,11 +111,11 @@ class Grid:
         """Return whether `group` has the ranks of this model's pipeline; the user may have made another object for
         it.
         """
-        return _have_equal_ranks(group, self.pipeline_group)
+        return group is self.pipeline_group or _have_equal_ranks(group, self.pipeline_group)
 
     def has_experts_on(self, group: dist.ProcessGroup) -> bool:
         """Return whether this model's experts are dealt out over the ranks of `group`."""
-        return _have_equal_ranks(group, self.expert_group)
+        return group is self.expert_group or _have_equal_ranks(group, self.expert_group)
 
     def gather[T](self, value: T) -> list[T]:
         """Return the picklable values of all ranks of the model, in the order of the ranks. Collective over these
@@ -168,9 +168,7 @@ class Grid:
 
 
 def _have_equal_ranks(group: dist.ProcessGroup, own: dist.ProcessGroup | None) -> bool:
-    if group is own or own is None:
-        return group is own
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
+    return own is not None and dist.get_process_group_ranks(group) == dist.get_process_group_ranks(own)
 
 
 def _arrivals(rank: int) -> str:

@@ -206,6 +206,8 @@ class Session:
         """Make the transfers that replace tensors of one of Megatron's point-to-point calls: activations and their
         gradients.
         """
+        if not self.config.any_technique:
+            return {}
         transfers = self.forward.transfers(tensors)
         for role, transfer in self.backprop.transfers(tensors).items():
             transfers[role] = transfers[role].then(transfer.after_wait) if role in transfers else transfer
