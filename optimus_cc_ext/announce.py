@@ -1,10 +1,21 @@
-"""Log lines: by `logging`, and on standard output where a launcher or `install` runs the training."""
+"""Log lines: by `logging`, and on standard output where a launcher or `install` runs the training; and the names of
+kinds of memory, by which log, doctor and documentation call each of them.
+"""
 
 import logging
 
 from optimus_cc_ext.errors import named_fields
 
-__all__ = ["on_standard_output", "say"]
+__all__ = ["COMMUNICATORS", "COMPRESSION_STATE", "MESSAGE_BUFFERS", "on_standard_output", "say"]
+
+COMPRESSION_STATE = "compression state"
+"""Name of the memory for residuals and warm starts, which outlive a step."""
+
+MESSAGE_BUFFERS = "message buffers"
+"""Name of the memory for messages of gradients and parameters, with the copies of shards that the gather needs."""
+
+COMMUNICATORS = "more NCCL communicators"
+"""Name of the memory that NCCL takes for process groups of this package."""
 
 _LOGGER = logging.getLogger("optimus_cc_ext")
 

@@ -199,10 +199,9 @@ def _estimated(
         OnNodes,
         bytes_between_nodes,
         bytes_by_class,
+        compression_memory,
         gpt_from,
-        new_communicator_bytes,
         places_of,
-        state_bytes,
         tokens_of,
         without_gain,
     )
@@ -210,37 +209,32 @@ def _estimated(
     from optimus_cc_ext.doctor.verdict import memory_bytes, schedule_from
 
     micro_batches, found = _micro_batches(args), []
-    numbers: dict[str, Any] = {"memory_per_rank": memory_bytes(args, micro_batches)}
-    memory = [f"{name} {_size(nbytes)}" for name, nbytes in numbers["memory_per_rank"].items()]
+    memory = memory_bytes(args, micro_batches)
+    numbers: dict[str, Any] = {"memory_per_rank": memory}
     if (gpt := gpt_from(args)) is None:
         found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
     else:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
         places = places_of(placement)
         on = OnNodes.of(config, places, layout.instances)
-        if (advice := about_dispatchers(args, places)) is not None:
-            found.append(Finding("tokens", advice, "warn"))
-        elif (tokens := tokens_of(gpt, layout)) is not None:
+        found += about_dispatchers(args, places)
+        if (tokens := tokens_of(gpt, layout)) is not None:
             found += [Finding("tokens", line) for line in tokens.lines(config)]
-        traffic, state = bytes_by_class(*asked, on), state_bytes(*asked)
+        memory |= compression_memory(*asked, on, nccl=args.distributed_backend == "nccl")
+        traffic = bytes_by_class(*asked, on)
         traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}
-        numbers["compressor_state_bytes"] = state
         numbers["parameters_by_stage"] = [sum(math.prod(each.shape) for each in stage) for stage in gpt.stages]
         found += [Finding("flags", text, "warn") for text in without_gain(*asked)]
         found += [
             Finding("bytes per iteration", f"{name}: {_size(sent)} of {_size(raw)} ({100 * sent / raw:.1f} %)")
             for name, (raw, sent) in traffic.items()
         ]
-        memory.append(f"compression state and message buffers {_size(state)}")
-    if args.distributed_backend == "nccl" and (nbytes := new_communicator_bytes(layout, config)):
-        numbers["new_communicator_bytes"] = nbytes
-        memory.append(f"one more NCCL communicator {_size(nbytes)}")
-    needed = sum(numbers["memory_per_rank"].values()) + numbers.get("compressor_state_bytes", 0)
+    needed, kinds = sum(memory.values()), (f"{name} {_size(nbytes)}" for name, nbytes in memory.items() if nbytes)
     there = torch.cuda.get_device_properties(0).total_memory
     if needed > there:
         found.append(Finding("memory", f"{_size(needed)} a rank is more than the {_size(there)} of the target", "warn"))
-    said = f"at most {', '.join(memory)} (estimates: Megatron's, for activations the planner's, for compression ours)"
+    said = f"at most {', '.join(kinds)} (estimates: Megatron's, for activations the planner's, for compression ours)"
     return numbers, [*found, Finding("memory per rank", said)]
 
 

@@ -2,13 +2,13 @@
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
+from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
@@ -38,11 +38,12 @@ from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels, Node
 from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
 
 __all__ = [
-    "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "gpt_from", "new_communicator_bytes", "places_of",
-    "state_bytes", "tokens_of", "without_gain",
+    "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "compression_memory", "gpt_from", "places_of",
+    "tokens_of", "without_gain",
 ]  # fmt: skip
 
 
@@ -61,6 +62,7 @@ class Gpt:
     parameter_dtype: torch.dtype
     tensor_parallel: int
     mixture: ExpertLayers = NO_EXPERT_LAYERS
+    """Layers of the dispatcher `alltoall`; the log counts no tokens of other dispatchers."""
 
     expert_replicas: int = 0
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
@@ -85,7 +87,7 @@ def gpt_from(args: argparse.Namespace) -> Gpt | None:
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
-        mixture=ExpertLayers.of(args),
+        mixture=ExpertLayers.of(args) if args.moe_token_dispatcher_type == "alltoall" else NO_EXPERT_LAYERS,
         expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
         if args.expert_model_parallel_size > 1
         else 0,
@@ -254,10 +256,14 @@ def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -
         return Codec(formats.gradients).message_bytes(shard, dtype)
     if formats is None:
         return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside_in_union)
-    union = block_plan(
-        numel, [(0, numel)], (), dtype, 2 * replicas, sharded=False, formats=formats, levels=on.union
-    )  # fmt: skip
-    return union.leaving_bytes(on.beside_in_union)
+    return _union(plan, layout, formats, on).leaving_bytes(on.beside_in_union)
+
+
+def _union(plan: GroupPlan, layout: Layout, formats: Formats, on: OnNodes) -> ExchangePlan | TwoLevelPlan:
+    """Plan the sum of a tied embedding over the replicas of both stages."""
+    dtype, ranks = plan.buckets[0].record.dtype, 2 * layout.data_parallel
+    numel = plan.tied_bytes // dtype.itemsize
+    return block_plan(numel, [(0, numel)], (), dtype, ranks, sharded=False, formats=formats, levels=on.union)
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -334,29 +340,19 @@ def _summed(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(raw for raw, _ in pairs), sum(sent for _, sent in pairs)
 
 
-def _plans(
-    gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes = UNKNOWN, *, words: bool = True
-) -> list[GroupPlan]:
+def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
     """Plan a stage as one bucket, with a tied embedding as another, and routed experts that not every replica holds as
     a third one over their own replicas. Megatron uses more buckets, which changes little.
-
-    Args:
-        words: True if the word embedding and the output layer are among the stage's parameters.
     """
     kinds: dict[str, list[ParameterRecord]] = {"rest": [], "tied": [], "apart": []}
     for each in gpt.stages[stage]:
-        if words or not each.embedding:
-            kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
-            kinds[kind].append(
-                ParameterRecord(
-                    shape=each.shape,
-                    start=0,
-                    tied=each.tied,
-                    embedding=each.embedding,
-                    expert=each.expert,
-                    router=each.router,
-                )
+        kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
+        kinds[kind].append(
+            ParameterRecord(
+                shape=each.shape, start=0, tied=each.tied, embedding=each.embedding, expert=each.expert,
+                router=each.router,
             )
+        )  # fmt: skip
     found = []
     for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):
         buckets = [_bucket(gpt, layout, ranks, kinds[name]) for name in names if kinds[name]]
@@ -388,52 +384,57 @@ def _bucket(gpt: Gpt, layout: Layout, ranks: int, parameters: Sequence[Parameter
     )
 
 
-def state_bytes(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> int:
-    """Return the bytes of residuals and low-rank factors on the rank that has most of them.
+def compression_memory(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN, *, nccl: bool
+) -> dict[str, int]:
+    """Return the bytes of memory that compression takes, by kind, each on the rank that has most of it.
 
-    Each is kept twice, so that a step can be repeated. Block formats keep no state across iterations; for them the
-    result counts the message buffers of gradients and the residual of one message.
+    Residuals and low-rank factors are kept twice, so that a step can be repeated. Block formats keep no state across
+    iterations, and with lazy error propagation the residual of one message within an iteration.
+
+    Args:
+        nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
     """
-    itemsize = 2 if config.compression_state_dtype == "bf16" else 4
-    links = [plan for plan, stage in _links(config, schedule) if any(
+    dtype = state_dtype(config.compression_state_dtype)
+    senders = {plan.sending_stage for plan, stage in _links(config, schedule) if any(
         plan.compresses(message, gpt.message) for message in schedule.messages(stage)
-    )]  # fmt: skip
-    link = schedule.chunks * gpt.message.numel() if links else 0
-    if config.backprop_remembers:
-        link *= 2 * itemsize
-    else:
-        link *= gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    plans = [
-        plan
-        for stage in range(layout.stages)
-        for group in _plans(gpt, layout, config, stage, words=False)
-        for plan in group.buckets
+    )}  # fmt: skip
+    width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
+    link = schedule.chunks * gpt.message.numel() * (2 * dtype.itemsize if config.backprop_remembers else width)
+    stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
+    low_rank = [
+        [bucket.compressed for plan in plans for bucket in plan.buckets if isinstance(bucket.compressed, LowRankPlan)]
+        for plans in stages
     ]
-    low_rank = [plan.compressed.low_rank for plan in plans if isinstance(plan.compressed, LowRankPlan)]
-    taken = [sum(2 * math.prod(matrix.shape) * itemsize for matrix in matrices) for matrices in low_rank]
-    wires = [plan.compressed.wire_bytes for plan in plans if isinstance(plan.compressed, ExchangePlan | TwoLevelPlan)]
-    gathers = [_of_gather(gpt, layout, config, stage) for stage in range(layout.stages)]
-    # Messages of gradients in blocks and of parameters use one memory.
-    messages = max([*wires, *(messages for messages, _ in gathers)], default=0)
-    return link + max(taken, default=0) + messages + max(copies for _, copies in gathers)
+    states = (sum(each.state_bytes(dtype) for each in found) for found in low_rank)
+    union = nccl and config.fused_embedding_sync and not layout.distributed_optimizer
+    return {
+        COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
+        MESSAGE_BUFFERS: max(sum(_messages(plan, gpt, layout, config, on) for plan in plans) for plans in stages),
+        COMMUNICATORS: communicator_bytes(2 * layout.data_parallel) if union else 0,
+    }
 
 
-def new_communicator_bytes(layout: Layout, config: OptimusConfig) -> int:
-    """Return an upper bound of a rank's bytes of GPU memory for NCCL communicators that vanilla does not have."""
-    union = config.fused_embedding_sync and not layout.distributed_optimizer
-    return communicator_bytes(2 * layout.data_parallel) if union else 0
-
-
-def _of_gather(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int) -> tuple[int, int]:
-    """Return a rank's bytes for the parameter gather: messages of all shards, this rank's shard before the step, and
+def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
+    """Return a rank's bytes for messages of a group's gradients and parameters, for its shard before the step, and for
     the change of its shard.
     """
-    if (codec := _codec(config.format_of(PARAM_GATHER))) is None:
-        return 0, 0
-    buckets = [bucket for plan in _plans(gpt, layout, config, stage) for bucket in plan.buckets]
-    values = sum(parameter.range[1] for bucket in buckets for parameter in bucket.record.parameters)
-    messages = codec.message_bytes(BlockLayout.of_one(values), gpt.parameter_dtype)
-    return messages, 2 * values // layout.owners * gpt.parameter_dtype.itemsize
+    found, formats = 0, Formats.of(config.format_of(EMBEDDING))
+    for bucket in plan.buckets:
+        reduction, gather = bucket.compressed, bucket.gather
+        gathered = 0 if gather is None else gather.ranks * gather.message_bytes[0]
+        exchange = reduction.across if isinstance(reduction, TwoLevelPlan) else reduction
+        # Messages of gradients in blocks and of parameters use one memory.
+        shared = min(exchange.wire_bytes, gathered) if isinstance(exchange, ExchangePlan) else 0
+        found += gathered - shared + (reduction.wire_bytes if reduction else 0)
+        if gather is not None:
+            found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize
+    if plan.tied_bytes and config.fused_embedding_sync and formats and EMBEDDING not in on.left_dense:
+        numel = plan.tied_bytes // gpt.gradient_dtype.itemsize
+        shard = BlockLayout.of_one(numel // layout.owners)
+        pair = 2 * Codec(formats.gradients).message_bytes(shard, gpt.gradient_dtype)
+        found += pair if layout.distributed_optimizer else _union(plan, layout, formats, on).wire_bytes
+    return found
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

@@ -61,15 +61,23 @@ def kernels() -> Finding:
 def seams() -> list[Finding]:
     """Return Megatron's version, and a finding for each function of Megatron that we wrap."""
     from optimus_cc_ext.hooks.installation import all_seams
-    from optimus_cc_ext.hooks.registry import check_version, megatron_version
+    from optimus_cc_ext.hooks.registry import (
+        SUPPORTED_MEGATRON,
+        UNSUPPORTED_MEGATRON_VARIABLE,
+        check_version,
+        megatron_version,
+    )
 
-    found = []
+    found, override = [], f"is not supported; {UNSUPPORTED_MEGATRON_VARIABLE}=1 lets it train untested"
     spec = find_spec("megatron.core")
     if spec is not None and spec.origin is not None:
         found.append(Finding("megatron.core from", str(Path(spec.origin).parent)))
     try:
         check_version()
-        found.append(Finding("megatron version", f"{megatron_version()} is supported", "ok"))
+        version = megatron_version()
+        known = version in SUPPORTED_MEGATRON
+        said = "is supported" if known else override
+        found.append(Finding("megatron version", f"{version} {said}", "ok" if known else "warn"))
     except UnsupportedMegatron as error:
         found.append(Finding("megatron version", str(error), "FAIL"))
     for seam in all_seams():

@@ -14,7 +14,8 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.techniques.expert_rows import exchange_bytes
+from optimus_cc_ext.doctor.findings import Finding
+from optimus_cc_ext.techniques.expert_rows import exchange_bytes, exchange_line
 from optimus_cc_ext.techniques.grid import RankPlace
 
 __all__ = ["NO_EXPERT_LAYERS", "ExpertLayers", "Tokens", "about_dispatchers", "away"]
@@ -84,10 +85,7 @@ class Tokens:
         if self.layout.recomputes_experts:
             yield "recomputation sends the tokens of the forward pass twice"
         if nbytes := self.memory(config):
-            yield (
-                f"an exchange takes {nbytes / 1e6:.1f} MB on a rank for two messages and the decoded tokens, and more "
-                "in proportion to the tokens of a rank that gets more than its share"
-            )
+            yield exchange_line(nbytes)
 
 
 def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
@@ -101,16 +99,18 @@ def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
     return sum(shares) / max(1, len(shares))
 
 
-def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> str | None:
-    """Return the advice to use another dispatcher between nodes; None if there is none to give."""
-    if (
-        args.moe_token_dispatcher_type != "allgather"
-        or not away(places, nodes=True)
-        or not ExpertLayers.of(args).layers
-    ):
-        return None
-    return (
-        "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks of an expert group, "
-        "and these ranks are on several nodes: alltoall sends a token only to the ranks of its experts, and compressed "
-        "with --expert-dispatch-format and --expert-gradient-format"
-    )
+def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> list[Finding]:
+    """Return the findings about a dispatcher whose tokens are not counted; empty: all tokens are counted."""
+    chosen = args.moe_token_dispatcher_type
+    if chosen == "alltoall" or not ExpertLayers.of(args).layers:
+        return []
+    flag = f"--moe-token-dispatcher-type {chosen}"
+    found = [Finding("tokens", f"{flag}: neither doctor nor the log counts the bytes of tokens, except of alltoall")]
+    if chosen == "allgather" and away(places, nodes=True):
+        advice = (
+            f"{flag}, Megatron's default, sends every token to all ranks of an expert group, and these ranks are on "
+            "several nodes: alltoall sends a token only to the ranks of its experts, and compressed with "
+            "--expert-dispatch-format and --expert-gradient-format"
+        )
+        found.append(Finding("tokens", advice, "warn"))
+    return found

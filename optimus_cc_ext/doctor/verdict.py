@@ -221,8 +221,8 @@ def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
 
 
 def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
-    """Return the memory of the rank that needs most, in bytes: Megatron's theory of weights and optimizer, and the
-    planner's activations.
+    """Return the memory of the rank that needs most, in bytes: Megatron's theory of weights, gradients and
+    optimizer, and the planner's activations.
 
     Megatron's theory of activations knows neither sequence parallelism without selective recomputation nor full
     recomputation. The result is empty where Megatron has no formula.
@@ -237,7 +237,7 @@ def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, floa
             weights = theory.compute_weight_and_optimizer_memory(copy)
     except Exception:
         return {}  # Megatron has no formula for hybrid and some other models
-    found = {"weights and optimizer": float(weights)}
+    found = {"weights, gradients and optimizer": float(weights)}
     with contextlib.suppress(PlanError):  # raised if heads or micro-batches do not divide
         found["activations"] = activation_bytes(_job_of(copy, micro_batches))
     return found

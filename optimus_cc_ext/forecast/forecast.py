@@ -11,7 +11,7 @@ from statistics import fmean
 
 import torch
 
-from optimus_cc_ext.announce import say
+from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS, say
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG
 from optimus_cc_ext.config.options import flag_of
@@ -107,8 +107,9 @@ class Forecast:
             )
         for stage, nbytes in sorted(self.lacking.items()):
             lines.append(
-                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for residuals and "
-                "messages. --compression-state-dtype bf16 halves residuals, and --dp-compression-format int4 has none"
+                f"forecast: stage {stage} is not compressed: its GPUs lack {nbytes / 1e6:.0f} MB for "
+                f"{COMPRESSION_STATE} and {MESSAGE_BUFFERS}. --compression-state-dtype bf16 halves the state, and "
+                "--dp-compression-format int4 has none"
             )
         if self.warmups:
             flags = ", ".join(f"{flag} {share:g}" for flag, share in self.warmups.items())

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from optimus_cc_ext.announce import say
+from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS, say
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import saves_nothing
 from optimus_cc_ext.forecast.forecast import Forecaster
@@ -21,6 +21,7 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import around
+from optimus_cc_ext.techniques.expert_rows import exchange_line
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 from optimus_cc_ext.techniques.session import Session
 
@@ -140,7 +141,7 @@ def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: 
 
 
 def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradient: torch.Tensor | None) -> None:
-    """Allocate state and messages before the first pass and log their memory; measure and decide before the third."""
+    """Allocate state and message buffers before the first pass, and log them; measure and decide before the third."""
     if session.preallocate(schedule, gradient):
         _announce_memory(session)
         _announce_without_gain(session, gradient)
@@ -172,7 +173,7 @@ def _loss_scale(config: Any) -> torch.Tensor | None:
 
 
 def _announce_memory(session: Session) -> None:
-    """Log the memory of residuals, factors and messages, on the rank where they are largest.
+    """Log the memory of compression state and message buffers, on the rank where they are largest.
 
     Collective over all ranks of the model.
     """
@@ -191,23 +192,22 @@ def _announce_memory(session: Session) -> None:
     messages = max(messages for *_, messages in taken)
     if any(technique.on for technique in session.techniques):
         say(
-            f"optimus-cc: compression state in {session.config.compression_state_dtype}: up to "
+            f"optimus-cc: {COMPRESSION_STATE} in {session.config.compression_state_dtype}: up to "
             f"{(link + buckets) / 1e6:.1f} MB on a rank ({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB "
             "gradient buckets)"
         )
     if messages:
-        say(f"optimus-cc: messages of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank")
+        say(f"optimus-cc: {MESSAGE_BUFFERS} of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank")
     if nbytes := max(session.dispatch.memory, session.expert_gradients.memory):
         again = session.layout is not None and session.layout.recomputes_experts
         say(
-            f"optimus-cc: an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and "
-            "the decoded tokens, and more on a rank that gets more than its share"
+            f"optimus-cc: {exchange_line(nbytes)}"
             + ("; recomputation sends the tokens of the forward pass twice" if again else "")
         )
     if any(later):
         say(
-            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB on a rank, on "
-            "stages whose GPUs have that much memory"
+            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB of {COMPRESSION_STATE} "
+            f"and {MESSAGE_BUFFERS} on a rank, on stages whose GPUs have that much memory"
         )
     if session.new_groups is not None and (line := session.new_groups.line) is not None:
         say(f"optimus-cc: {line}")

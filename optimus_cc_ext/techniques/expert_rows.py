@@ -31,7 +31,7 @@ from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["ExpertRows", "Noted", "RowExchange", "exchange_bytes"]
+__all__ = ["ExpertRows", "Noted", "RowExchange", "exchange_bytes", "exchange_line"]
 
 _MEASURED_ROWS = 128
 """Number of rows of an exchange whose errors are measured: an iteration has many exchanges, so that a few rows of each
@@ -47,6 +47,14 @@ def exchange_bytes(rows: float, coded: int, dense: int) -> float:
         coded, dense: bytes of an encoded row and of a decoded one.
     """
     return rows * (2 * coded + dense)
+
+
+def exchange_line(nbytes: float) -> str:
+    """Return the line about the bytes of memory of an exchange."""
+    return (
+        f"an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and the decoded "
+        "tokens, and more in proportion on a rank that gets more than its share"
+    )
 
 
 @dataclass

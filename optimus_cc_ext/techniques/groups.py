@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import COMMUNICATORS
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.crossing import levels_of_group
 from optimus_cc_ext.techniques.exchange import Groups
@@ -177,6 +178,6 @@ def communicator_line(sizes: dict[str, int]) -> str | None:
     named = ", ".join(f"{name} of {ranks} {'rank' if ranks == 1 else 'ranks'}" for name, ranks in sizes.items())
     nbytes = sum(map(communicator_bytes, sizes.values()))
     return (
-        f"more NCCL communicators on a rank: {len(sizes)} ({named}), up to {nbytes / 1e6:.0f} MB of GPU memory "
+        f"{COMMUNICATORS} on a rank: {len(sizes)} ({named}), up to {nbytes / 1e6:.0f} MB of GPU memory "
         "outside of PyTorch's (544 MiB for a pair, 688 MiB for more ranks: NVIDIA/nccl#964)"
     )

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.plan.flags import job_of
 from optimus_cc_ext.plan.traffic import memory
@@ -267,6 +268,9 @@ def test_the_placement_is_that_of_the_launch_line_or_of_the_nodes_that_are_named
     assert hops in ask_doctor(PP2, 4, "--ranks-per-node", "2").output
 
 
+KINDS = (COMPRESSION_STATE, MESSAGE_BUFFERS, COMMUNICATORS)
+
+
 def test_as_json_it_is_for_programs() -> None:
     answer = json.loads(ask_doctor(PP2 + "--optimus-cc --dp-compression-stages 1", 4, "--json").output)
     assert "(rank 128, the first stage)" in answer["verdict"]
@@ -274,7 +278,7 @@ def test_as_json_it_is_for_programs() -> None:
     assert answer["config"]["dp_compression"] and answer["layout"]["stages"] == 2
     backward = answer["bytes_per_iteration"]["pipeline backward"]
     assert 0 < backward["sent"] < backward["raw"]
-    assert answer["memory_per_rank"]["weights and optimizer"] > 0
+    assert answer["memory_per_rank"].keys() == {"weights, gradients and optimizer", "activations", *KINDS}
     refused = json.loads(ask_doctor(PP2 + "--optimus-c", 4, "--json").output)
     assert (refused["ok"], refused["exit_code"]) == (False, 2) and "did you mean" in refused["verdict"]
 
@@ -309,6 +313,7 @@ _ROPE = "--train-iters 1 --position-embedding-type rope --no-rope-fusion"
 # Every expert gets equally many tokens, as doctor assumes.
 _EVEN = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _EXPERTS = f"{MIXTURE} {_EVEN} --expert-model-parallel-size 2 --train-iters 1"
+_GATHERED = f"{MIXTURE} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --train-iters 1"
 _CP2 = (4, f"{PP2_DP2[1]} --context-parallel-size 2")
 _AGAIN = "--recompute-granularity selective --recompute-modules moe"
 _TOKENS = "--expert-dispatch-format int8 --expert-gradient-format int4"
@@ -319,6 +324,7 @@ OF_RECIPES = [
         ("tokens", PP2_DP2, f"{_EXPERTS} --hidden-size 128 {_TOKENS}", ()),
         ("tokens in bf16, sent again", (4, ""), f"{_EXPERTS} --hidden-size 128 {_TOKENS} --bf16 {_AGAIN}", ()),
         ("replicated experts", (4, ""), _EXPERTS, ()),
+        ("tokens that are gathered", PP2_DP2, _GATHERED, ()),
         ("multi-token prediction", PP2_DP2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights", ()),
         ("multi-token prediction, tied", PP2_DP2, "--mtp-num-layers 1", ()),
         ("context parallelism", _CP2, "", (cpu_attention.install,)),
@@ -334,6 +340,11 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
     nodes = "2" if several else "1"
     flags = f"{shlex.join(TINY_GPT)} {runs.spec.flags} {runs.spec.layout[1]} {runs.spec.ours}"
     answer = json.loads(ask_doctor(flags, 4, "--json", "--ranks-per-node", nodes).output)
+    for kind in (COMPRESSION_STATE, MESSAGE_BUFFERS):
+        said = [line for line in runs.said if line.startswith(kind)]
+        logged = float(said[0].partition("up to ")[2].split()[0]) if said else 0.0
+        # The log rounds to tenths of a MB, and does not count the memory in which the change of a shard is computed.
+        assert logged - 0.05 <= answer["memory_per_rank"][kind] / 1e6 <= logged + 0.1
     counted: dict[str, list[int]] = {}
     for rank in runs.ranks:
         for name, (raw, sent) in rank.ours.traffic.items():
@@ -412,6 +423,7 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     experts = f"{PP2} --hidden-size 128 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4"
     default = ask_doctor(experts, 8, "--ranks-per-node", "2").output
     assert "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks" in default
+    assert "expert dispatch: " not in default and "neither doctor nor the log counts the bytes of tokens" in default
     assert "sends every token to all ranks" not in ask_doctor(experts, 8, "--ranks-per-node", "4").output
     tokens = f"{experts} --moe-token-dispatcher-type alltoall --expert-dispatch-format int8"
     said = ask_doctor(
@@ -421,4 +433,4 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     assert "counted as if every expert got equally many" in said
     assert "recomputation sends the tokens of the forward pass twice" in said
     # 64 x 2 tokens of 2 experts each: two messages of 130 bytes and 128 values in fp32
-    assert "an exchange takes 0.2 MB on a rank" in said
+    assert "an exchange of experts' tokens takes 0.2 MB on a rank" in said

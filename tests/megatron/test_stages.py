@@ -6,6 +6,7 @@ The rates of the links are set, slow or fast, so that the decision is known; `sc
 
 import pytest
 
+from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
 from tests.megatron import runs as table
 from tests.megatron.specs import uses
 from tests.megatron.test_checkpoints import assert_goes_on
@@ -39,11 +40,11 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     vanilla, whole, resumed = runs
     assert all(rank.ours.compressed_matrices > 0 for rank in whole.ranks)
     assert "--dp-compression-stages auto: compressed stages (of 2): 0, 1" in whole.said
-    memory = [line for line in whole.said if line.startswith("compression state in")]
+    memory = [line for line in whole.said if line.startswith(f"{COMPRESSION_STATE} in")]
     assert len(memory) == 2, "before the first iteration, and once the stages are known"
     assert "0.0 MB gradient buckets" in memory[0] and "0.0 MB gradient buckets" not in memory[1]
     (announced,) = [line for line in whole.said if line.startswith("--dp-compression-stages auto will add up to")]
-    (messages,) = [line for line in whole.said if line.startswith("messages of gradients")]
+    (messages,) = [line for line in whole.said if line.startswith(MESSAGE_BUFFERS)]
     buckets = float(memory[1].split("link, ")[1].split(" MB gradient")[0])
     later, sent = (float(line.split("up to ")[1].split(" MB")[0]) for line in (announced, messages))
     # Each of the three printed numbers is rounded to a tenth.

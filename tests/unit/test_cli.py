@@ -10,7 +10,7 @@ import pytest
 import triton
 
 from optimus_cc_ext import __version__, cli
-from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
+from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE
 from tests.launches import Launch, call
 from tests.shell_scripts import ROOT
 
@@ -86,6 +86,19 @@ def test_an_unsupported_megatron_fails_by_version() -> None:
     found = call(doctor_on_another_megatron)
     assert found.code == 1
     assert "megatron-core 0.99.0 is not supported" in found.output
+
+
+def doctor_that_tries_another_megatron() -> int:
+    os.environ[UNSUPPORTED_MEGATRON_VARIABLE] = "1"
+    return doctor_on_another_megatron()
+
+
+def test_an_unsupported_megatron_that_the_variable_lets_pass_is_not_called_supported() -> None:
+    found = call(doctor_that_tries_another_megatron)
+    assert found.code == 0
+    [line] = [line for line in found.output.splitlines() if "megatron version" in line]
+    assert line.startswith("warn") and "0.99.0 is not supported" in line
+    assert f"{UNSUPPORTED_MEGATRON_VARIABLE}=1" in line
 
 
 def doctor_with_the_triton_of_torch_2_9() -> int:

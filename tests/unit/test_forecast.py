@@ -130,8 +130,8 @@ def test_a_stage_without_the_memory_for_residuals_is_not_chosen_and_the_cure_is_
     found = forecast(ranks, SCHEDULE, AUTO, None)
     assert found.compressed_stages == {1}
     assert (
-        "stage 0 is not compressed: its GPUs lack 2 MB for residuals and messages. --compression-state-dtype bf16"
-        in both(found)
+        "stage 0 is not compressed: its GPUs lack 2 MB for compression state and message buffers. "
+        "--compression-state-dtype bf16" in both(found)
     )
 
 

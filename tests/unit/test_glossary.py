@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
+
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 PLACE = r"`(\w+/\w+\.py)`: `([\w.]+)`"
@@ -49,6 +51,7 @@ KNOWN = {
 SYNONYMS = {
     "residual or compression error": r"what (is|was|a message|the messages?|they|it) (left|leaves?|lost|lacks?)",
     "compression state": r"compressors'? state|what is remembered|remembers? (nothing|anything)|nothing is remembered",
+    "message buffers": r"buffers for messages|messages of gradients and parameters:",
     "applied step": r"(step|steps) (that )?(counts?|counted)\b|when it counts",
     "message or wire format": r"what (it|they) travels? as|what travels",
     "vanilla": r"plain Megatron|unmodified Megatron",
@@ -123,6 +126,11 @@ def test_a_page_uses_the_words_of_the_glossary(page: Path) -> None:
 def test_the_glossary_is_one_page_of_at_most_40_lines_with_every_abbreviation() -> None:
     assert len(GLOSSARY.splitlines()) <= 40
     assert [name for name in LONG_FORMS if not re.search(rf"\b{name}\b", GLOSSARY)] == []
+
+
+def test_the_page_of_flags_has_each_kind_of_memory_by_its_name_in_the_log() -> None:
+    _, _, section = (ROOT / "docs" / "flags.md").read_text().partition("## Memory\n")
+    assert [name for name in (COMPRESSION_STATE, MESSAGE_BUFFERS, COMMUNICATORS) if f"| {name} |" not in section] == []
 
 
 def test_each_row_of_the_glossary_names_its_place_in_the_code() -> None:
