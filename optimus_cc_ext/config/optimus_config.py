@@ -77,7 +77,7 @@ class OptimusConfig(
         1234, "Seed of compression's own random generators.", Values("S"), shown_default="Megatron's --seed"
     )
     compression_state_dtype: Literal["fp32", "bf16"] = option(
-        "fp32", "Data type of residuals and low-rank factors between messages and steps; bf16 halves their memory."
+        "fp32", "Data type of the compression state, residuals and low-rank factors; bf16 halves its memory."
     )
     low_rank_wire: Literal["dense", "int8"] = option(
         "dense", "Wire format of low-rank factors: the gradients' data type (dense), or blocks of int8."

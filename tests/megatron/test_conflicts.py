@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config.refusals import REFUSALS, refuse_unsupported, remarks
+from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.refusals import REFUSALS, conflicts, refuse_unsupported, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import checkpointing
 from tests.forked_ranks import run_ranks
@@ -179,6 +180,19 @@ def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() 
     refuse_unsupported(layers, OptimusConfig(compressed_backprop=True))
     with pytest.raises(FlagError, match=r"--compressed-backprop: .* \(--cuda-graph-impl\)"):
         refuse_unsupported(everything, OptimusConfig(compressed_backprop=True))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_with_a_graph_of_the_whole_iteration_no_class_is_compressed_not_even_a_gather_outside_of_it(overlapped) -> None:
+    """Replays begin no step of ours, to which a gather in the optimizer's step could belong."""
+    formats = ("pipeline_forward", "expert_dispatch", "expert_gradient", "param_gather")
+    everything = OptimusConfig(
+        compressed_backprop=True, dp_compression=True, fused_embedding_sync=True,
+        **{f"{name}_format": "int8" for name in formats},
+    )  # fmt: skip
+    graph = argparse.Namespace(cuda_graph_impl="full_iteration", overlap_param_gather=overlapped)
+    assert conflicts(graph, everything).keys() == set(CLASSES)
+    assert conflicts(argparse.Namespace(cuda_graph_impl="none"), everything) == {}
 
 
 def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
