@@ -260,7 +260,9 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out"]
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "stop", [*(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals
 ) -> None:
