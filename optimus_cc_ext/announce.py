@@ -12,7 +12,9 @@ COMPRESSION_STATE = "compression state"
 """Name of the memory for residuals and warm starts, which outlive a step."""
 
 MESSAGE_BUFFERS = "message buffers"
-"""Name of the memory for messages of gradients and parameters, with the copies of shards that the gather needs."""
+"""Name of the memory that holds messages of gradients and parameters, and the copies of parameter shards with which
+the gather computes what a step has changed.
+"""
 
 COMMUNICATORS = "more NCCL communicators"
 """Name of the memory that NCCL takes for process groups of this package."""

@@ -153,8 +153,10 @@ def exit_with(reason: Exception | str) -> NoReturn:
 
 
 def run_command(command: Callable[[], int | None], kept: str = "nothing was kept") -> int:
-    """Run one of our commands; return its own exit status, 1 (OSError), 2 (bad input), 130 (Ctrl-C) or 141 (the program
-    that reads the output has ended).
+    """Run one of our commands, and return the exit status.
+
+    The status is the command's own, or 1 after an OSError, 2 after bad input, 130 after Ctrl-C, and 141 if the program
+    that reads the output has ended.
 
     `kept` is the text that is printed after Ctrl-C; it says which partial results were kept.
     """

@@ -387,7 +387,7 @@ def _bucket(gpt: Gpt, layout: Layout, ranks: int, parameters: Sequence[Parameter
 def compression_memory(
     gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN, *, nccl: bool
 ) -> dict[str, int]:
-    """Return the bytes of memory that compression takes, by kind, each on the rank that has most of it.
+    """Return the bytes of memory that compression takes, by kind. The rank that needs most of a kind counts.
 
     Residuals and low-rank factors are kept twice, so that a step can be repeated. Block formats keep no state across
     iterations, and with lazy error propagation the residual of one message within an iteration.

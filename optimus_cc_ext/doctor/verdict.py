@@ -221,8 +221,8 @@ def schedule_from(args: argparse.Namespace, micro_batches: int) -> Schedule:
 
 
 def memory_bytes(args: argparse.Namespace, micro_batches: int) -> dict[str, float]:
-    """Return the memory of the rank that needs most, in bytes: Megatron's theory of weights, gradients and
-    optimizer, and the planner's activations.
+    """Return the bytes of memory of the rank that needs most: weights, gradients and optimizer by Megatron's own
+    estimate, activations by the planner's.
 
     Megatron's theory of activations knows neither sequence parallelism without selective recomputation nor full
     recomputation. The result is empty where Megatron has no formula.

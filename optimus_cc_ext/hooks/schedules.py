@@ -38,7 +38,7 @@ class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
     """
 
     timing = False
-    """True while a pass is timed. In all other passes a step of a micro-batch needs no look-up."""
+    """True while a pass is timed for a forecast. In all other passes, the steps of micro-batches look up no session."""
 
     def of(self, session: Session) -> Forecaster:
         if session not in self:

@@ -18,8 +18,8 @@ class _Passes(threading.local):
 
     def __init__(self) -> None:
         self.open: list[tuple[Session, ...]] = [()]
-        """The sessions of each forward-backward pass that is open, the innermost last; passes may nest. The first entry
-        is for the time outside of all passes.
+        """Stack of the open forward-backward passes: an entry holds the sessions of one pass. Passes may nest, and the
+        innermost one is last. The first entry is empty, for code outside of all passes.
         """
 
 

@@ -63,8 +63,8 @@ speed.
 """
 
 SYNCHRONOUS = ("BLOOM",)
-"""Beginnings of the names of campaigns whose kernels were launched one after the other (`CUDA_LAUNCH_BLOCKING=1`), so
-that no launch is hidden by the kernel before it.
+"""Prefixes of the names of campaigns that ran with `CUDA_LAUNCH_BLOCKING=1`: the host waits for each kernel before it
+launches the next one, so the time of a launch is not hidden.
 """
 
 LAUNCHES = Constant(8.7e-4, "measured", "200B on 80 A100s, chronicles-prequel.md: 97.2 TFLOPS without, 91.0 with it")

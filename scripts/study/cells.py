@@ -21,7 +21,7 @@ mean of all cells is at most MEAN_LIMIT percent.
 """
 
 Row = Mapping[str, Any]
-"""One finished run of the file, as a mapping from the name of a column to its value."""
+"""Finished run, as a mapping from column names to values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """The mean over seeds of `differences`, in percent of vanilla's loss."""
+        """Mean of `differences` over all seeds, in percent of vanilla's loss."""
         return statistics.fmean(self.differences)
 
 

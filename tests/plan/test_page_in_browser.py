@@ -1,4 +1,4 @@
-"""The script of a grid's page, run by Chromium: it shows what `optimus-cc plan` prints for the chosen points."""
+"""Tests that run the script of a planned grid's page in Chromium: the page shows what `optimus-cc plan` prints."""
 
 import json
 import random
