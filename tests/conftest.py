@@ -1,8 +1,9 @@
-"""Settings of every test: no network, one thread per process unless the caller sets another number, two tiers.
+"""Settings of every test: no network, one thread per process unless the caller sets another number, three tiers.
 
 The default time limit of a test is in pytest.ini.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -42,7 +43,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run what is marked `full`: see CONTRIBUTING.md")
+    parser.addoption("--full", action="store_true", help="also run what is marked `full` or `ci`: see CONTRIBUTING.md")
     parser.addoption(
         "--record", metavar="FILE", help="record all Megatron runs in FILE: see tests/megatron/identity.py"
     )
@@ -67,8 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    slow = [any(map(item.get_closest_marker, ("full", "ci"))) for item in items]
+    left_out = list(itertools.compress(items, slow))
     if left_out:
         # Deselected rather than skipped, because nothing is missing here: these tests are simply not requested.
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item, long in zip(items, slow, strict=True) if not long]

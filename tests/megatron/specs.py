@@ -14,7 +14,7 @@ import pytest
 
 from tests.megatron_runs import MegatronRun
 
-__all__ = ["Layout", "Run", "RunSpec", "full", "uses"]
+__all__ = ["Layout", "Run", "RunSpec", "full", "in_ci", "uses"]
 
 Layout = tuple[int, str]
 
@@ -93,6 +93,11 @@ def uses(*cases: RunSpec | tuple[RunSpec, ...] | Any) -> pytest.MarkDecorator:
 def full(*case: RunSpec) -> Any:
     """Make a case that runs with --full only."""
     return _case(case, marks=pytest.mark.full)
+
+
+def in_ci(*case: RunSpec) -> Any:
+    """Make a case that runs in CI and with --full only."""
+    return _case(case, marks=pytest.mark.ci)
 
 
 def _case(case: RunSpec | tuple[RunSpec, ...], marks: Any = ()) -> Any:

@@ -112,6 +112,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.ci
 def test_a_users_script_is_run_as_python_would_run_it(tmp_path: Path, mark: str) -> None:
     folder = tmp_path / "their scripts"
     folder.mkdir()
@@ -162,7 +163,13 @@ def test_megatrons_persistent_writer_of_checkpoints_outlives_its_own_imports(tmp
     ("death", "code", "reason"),
     [
         pytest.param("os._exit(17)", "exitcode  : 17", "exitcode: 17", id="exits", marks=pytest.mark.full),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "exitcode  : -9", "Signal 9 (SIGKILL)", id="is killed"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "exitcode  : -9",
+            "Signal 9 (SIGKILL)",
+            id="is killed",
+            marks=pytest.mark.ci,
+        ),
     ],
 )
 def test_a_rank_that_dies_ends_the_others_with_the_reason(
@@ -196,7 +203,7 @@ if dist.get_rank() == 3:
 """
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_ranks_that_are_through_before_the_slowest_end_well(tmp_path: Path, mark: str):
     # Without prevention, a rank that ends before the slowest one aborts only now and then. The test therefore asserts
     # that the code which prevents the abort has run.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import INF_AT, NAN_AT
-from tests.megatron.specs import full, uses
+from tests.megatron.specs import full, in_ci, uses
 from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron.test_lossless_limits import assert_tied
 from tests.megatron_runs import last_stage_losses, relative_gap
@@ -65,7 +65,7 @@ def test_after_a_skipped_step_there_is_nothing_new_to_gather(runs):
         assert changes == [i not in (INF_AT, NAN_AT) for i in range(5)]
 
 
-@uses(table.FP16_GATHER)
+@uses(in_ci(table.FP16_GATHER))
 def test_fp16_parameters_are_gathered_too(runs):
     first, second, *_ = runs.ranks
     assert any(step.skipped for step in first.steps) and not all(step.skipped for step in first.steps)

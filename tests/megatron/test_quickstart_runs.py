@@ -134,6 +134,7 @@ def test_a_rank_that_dies_ends_everything_with_the_reason_on_the_terminal(folder
 
 
 # This test comes after the tests above deliberately: in the same folder, it starts from their leftovers.
+@pytest.mark.ci
 def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

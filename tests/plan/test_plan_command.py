@@ -247,6 +247,7 @@ def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: 
         assert json.loads((out / f"trace_{name}.json").read_text())["traceEvents"]
 
 
+@pytest.mark.ci
 def test_a_sweep_goes_over_nodes_links_and_all_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = "nodes=2..8,link=hdr8+10gbe,layout=all,batch=weak"
     arguments = ["--cluster", "paper", "--nodes", "2", "--model", "2.5b", "--format", "json", "--sweep", sweep]

@@ -100,6 +100,7 @@ def dry_run(output: Path, *only: str) -> int:
     return gpu_check.main(["--dry-run-on-cpu", "--output", str(output), "--only", *only])
 
 
+@pytest.mark.ci
 def test_a_dry_run_measures_what_a_cpu_can_and_marks_the_rest_as_missing(tmp_path: Path) -> None:
     assert dry_run(tmp_path, "messages", "memory") == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())

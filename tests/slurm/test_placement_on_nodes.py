@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.shell_scripts import ROOT
-from tests.slurm.test_requeue import ON_CPUS, Slurm, pytestmark, slurm, wait_until
+from tests.slurm.test_requeue import ON_CPUS, Slurm, needs_slurm, slurm, wait_until
 
-__all__ = ["pytestmark", "slurm"]  # the tests use this fixture, `slurm`, and this mark, which skips them without Slurm
+__all__ = ["slurm"]  # the fixture that the tests use
+pytestmark = [pytest.mark.full, needs_slurm]
 
 ORDERS = {
     "": "tp-cp-dp-pp, 2 ranks a node: data-parallel groups stay inside nodes, 1 of 1 pipeline hops cross nodes",

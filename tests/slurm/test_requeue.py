@@ -22,7 +22,8 @@ ON_CPUS = [
     *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
 ]
 WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)")]
+needs_slurm = pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)")
+pytestmark = [pytest.mark.ci, needs_slurm]
 
 
 def wait_until(condition: Callable[[], object], purpose: str, seconds: float) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.shell_scripts import ROOT
-from tests.slurm.test_requeue import ITERATIONS, ON_CPUS, Slurm, Training, prepare_data, pytestmark, slurm, wait_until
+from tests.slurm.test_requeue import ITERATIONS, ON_CPUS, Slurm, Training, needs_slurm, prepare_data, slurm, wait_until
 
-__all__ = ["pytestmark", "slurm"]  # the tests use this fixture, `slurm`, and this mark, which skips them without Slurm
+__all__ = ["slurm"]  # the fixture that the tests use
+pytestmark = [pytest.mark.full, needs_slurm]
 
 SUBMIT = str(ROOT / "scripts/slurm/submit.sh")
 

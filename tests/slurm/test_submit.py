@@ -154,7 +154,7 @@ def test_an_experiment_of_the_paper_is_a_job_with_its_own_cache_and_few_checkpoi
 
 
 def test_every_job_can_be_looked_at_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
-    for words in ("build_image OUTPUT=optimus-cc.tar", "prepare_data -- --input x"):
+    for words in ("build_image OUTPUT=optimus-cc.tar SPACE_GB=0", "prepare_data -- --input x"):
         ended = submit(run, *words.split()[:1], "--dry-run", *words.split()[1:])
         assert ended.code == 0 and ended.output.startswith("sbatch --export=ALL "), ended.errors
         assert len(ended.output.splitlines()) == 2

@@ -261,7 +261,11 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stop", [*(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+    "stop",
+    [
+        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM)),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.ci),
+    ],
 )
 def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals

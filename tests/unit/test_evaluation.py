@@ -77,7 +77,7 @@ def test_another_architecture_is_refused_by_the_flags_that_made_it(changes: dict
     assert str(refused.value).startswith(f"--checkpoint: the model was trained with {named}, which Hugging Face's")
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_megatrons_fused_gelu_is_the_tanh_approximation() -> None:
     """Compares the formulas themselves: Megatron's two, and transformers' activations by our names."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu

@@ -101,7 +101,7 @@ def test_a_dead_rank_is_named_with_its_exit_code() -> None:
         run_ranks(2, dying_on_the_first)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_timeout_names_the_unfinished_ranks_and_shows_where_they_hang(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as error:
         run_ranks(3, hanging_on_the_last, str(tmp_path), timeout=5)
