@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
-from scripts.bench.cluster import page
+from scripts.bench.cluster import free_coding, page
 from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.predicted import chosen_stages
 from scripts.bench.cluster.rates import FindRate, Plan, next_guess, plans, rate_list
@@ -169,6 +171,56 @@ def test_the_bound_is_vanilla_on_links_as_much_faster_as_the_bytes_of_each_run_a
         [found], [recovered] = (table.where(variant=variant, rate=rate).column(name) for name in ("bound", "recovered"))
         assert found == pytest.approx(bound)
         assert recovered == pytest.approx(bound - work[variant] * bits_per_second(rate) / 100e6)
+
+
+def test_the_bound_of_free_coding_trains_each_variant_twice_with_the_same_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(
+        _: cluster.Bench, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int, script=()
+    ) -> Run:
+        """Compute 2 s, send for 4 s as vanilla and for 1 s compressed, and code for 0.5 s unless coding is free."""
+        work = {"vanilla": 0.0, "blocks": 0.0 if script else 0.5}[variant]
+        sent = 4 if variant == "vanilla" else 1
+        return _run(variant, block, {rate: 2 + work + sent * (rate != "none") for rate in plan.rates}, 100 * sent)
+
+    monkeypatch.setattr(cluster.Bench, "_train", train)
+    monkeypatch.setattr(cluster, "write", lambda *_: "")
+    command = ["--output", str(tmp_path / "out"), "--rates", "25mbit,none", "--variants", "vanilla,blocks"]
+    bench = cluster.Bench(cluster.build_parser().parse_args([*command, "--blocks", "2", "--bound", "coding"]), [])
+    bench.sweep("small", PP2DP2)
+    assert [run.variant for run in bench.runs] == [
+        "vanilla", "blocks", "bound of blocks", "blocks", "bound of blocks", "vanilla",
+    ]  # fmt: skip
+    assert Path(ROOT, *cluster.FREE_CODING).exists()
+    found = times(bench.runs).where(variant="blocks", rate="25mbit", block="all")
+    assert found.column("bound") == [0.75] and found.column("recovered of bound") == pytest.approx([0.625 / 0.75])
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_free_coding_has_the_messages_of_the_format_and_loses_the_values(format: str, dtype: torch.dtype) -> None:
+    codec, free = Codec(format), Codec(format)
+    coding = {name for name in vars(Codec) if name.startswith(("encode", "decode"))}
+    assert {function.__name__ for function in free_coding.FREE} == coding
+    for function in free_coding.FREE:
+        setattr(free, function.__name__, function.__get__(free))
+    rows = torch.arange(3 * 256, dtype=dtype).view(3, 256)
+    message = free.encode_rows(rows)
+    assert message.shape == codec.encode_rows(rows).shape and message.dtype == torch.uint8
+    decoded = free.decode_rows(message, dtype)
+    assert decoded.shape == rows.shape and decoded.dtype == dtype
+    assert torch.equal(decoded[:, :32], rows[:, :32]) and not torch.equal(decoded, rows)
+    assert free.decode_rows(free.encode_rows(rows[:0]), dtype).shape == (0, 256)
+
+    layout = BlockLayout.of_one(256)
+    buffers = [torch.empty(1, codec.message_bytes(layout, dtype), dtype=torch.uint8) for _ in range(2)]
+    for each, buffer in zip((codec, free), buffers, strict=True):
+        each.encode(rows[0], layout, buffer)
+    for decode in (free.decode, lambda *args: free.decode_add(*args[:2], 0, args[2])):
+        out = torch.ones(256, dtype=dtype)
+        decode(buffers[1], layout, out)
+        assert not out.any()
 
 
 # Tables

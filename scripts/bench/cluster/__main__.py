@@ -39,6 +39,9 @@ from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_n
 TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide", "experts"))
 """Names of the models: four with the paper's proportions, and one with experts, for layouts of one stage."""
 
+FREE_CODING = ["scripts/bench/cluster/free_coding.py"]
+"""Training script of the runs whose coding takes almost no time."""
+
 _SCHEDULE = 200
 """Iterations of the learning rate's schedule, equal for all runs, so that their different lengths do not change their
 losses.
@@ -83,8 +86,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="first iterations of a run, not counted (%(default)s: the forecast runs before the third)",
     )  # fmt: skip
     much.add_argument(
-        "--bound", action="store_true",
-        help="also run vanilla on links that are faster by as much as a variant's bytes are fewer: one more run each",
+        "--bound", choices=("links", "coding"), nargs="?", const="links",
+        help="one more run of each variant: vanilla on links that are faster by as much as the variant's bytes are"
+        " fewer, or the variant with coding that takes almost no time and loses the values (default if given: links)",
     )  # fmt: skip
     much.add_argument("--timeout", type=_positive, default=30, metavar="MINUTES", help="limit of one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
@@ -167,7 +171,11 @@ class Bench:
                 for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
                     self._keep(self._train(name, layout, variant, plan, label, block))
-            if options.bound:
+                    if options.bound == "coding" and variant != VANILLA:
+                        free = self._train(name, layout, variant, plan, f"{label}-{BOUND}it", block, FREE_CODING)
+                        free.variant = BOUND + variant
+                        self._keep(free)
+            if options.bound == "links":
                 self._measure_bounds(name, layout, block, much)
 
     def _measure_bounds(self, name: str, layout: Layout, block: int, much: Mapping[str, int]) -> None:
@@ -185,7 +193,7 @@ class Bench:
             if run.variant == VANILLA or not rates:
                 continue
             [plan] = plans(list(rates), chooses=False, **much)
-            label = f"block{block}-{BOUND}{run.variant}-{plan.rates[-1]}".replace(" ", "-")
+            label = f"block{block}-{BOUND}{run.variant}-{plan.rates[-1]}"
             bound = self._train(name, layout, VANILLA, plan, label, block)
             bound.variant = BOUND + run.variant
             for each in bound.iterations:
@@ -224,7 +232,9 @@ class Bench:
     def _flags(self, name: str, layout: Layout, variant: str) -> list[str]:
         return flags_of(CLUSTER[variant], layout, papers_ranks(MODELS[name].hidden), self.further)
 
-    def _train(self, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int) -> Run:
+    def _train(
+        self, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int, script: Sequence[str] = ()
+    ) -> Run:
         options, ours = self.options, self._flags(name, layout, variant)
         training = Training(
             model=MODELS[name], layout=layout, iterations=len(plan.rates), schedule=_SCHEDULE, seed=options.seed,
@@ -235,8 +245,8 @@ class Bench:
         data = text_of(options.input).prepared(folder, training.model.vocabulary, options.max_mb)
         print(f"{variant}, {label}: {shlex.join(ours) or 'no flags of ours'}", flush=True)
         run = Run(name, str(layout), variant, block, ours, options.seed, commit=commit(), text=hash_of(data))
-        flags = [*training.megatron_flags(data), "--eval-interval", str(training.iterations), *ours]
-        folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}"
+        flags = [*script, *training.megatron_flags(data), "--eval-interval", str(training.iterations), *ours]
+        folder = options.output / "runs" / f"{name}-{layout}-{variant}-{label}".replace(" ", "-")
         return train(run, layout, flags, folder, plan, seconds=60 * options.timeout, on_iteration=_tell)
 
     def _keep(self, run: Run) -> None:

@@ -13,7 +13,9 @@ from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
 BOUND = "bound of "
-"""Prefix of a variant's name for vanilla's run on links that are faster by as much as the variant's bytes are fewer."""
+"""Prefix of a variant's name for a run that shows what its bytes take without any work: vanilla on links that are
+faster by as much as the bytes are fewer, or the variant with free coding.
+"""
 
 ALL = "all"
 """Name of all blocks together, in place of a block's number."""
@@ -45,8 +47,8 @@ def times(runs: Sequence[Run]) -> Table:
             rows += _times([run for run in runs_of_model if run.block == block], block)
     note = (
         "Seconds of an iteration: medians. Exposed: seconds above those of vanilla on unshaped links. Recovered: the"
-        " share of vanilla's exposed seconds that is gone. Bound: the share that is gone for vanilla on links as"
-        " much faster as the variant's bytes are fewer, which is what these bytes take without any work."
+        " share of vanilla's exposed seconds that is gone. Bound: the share that is gone if the variant's bytes"
+        " took no work (vanilla on faster links, or the variant with free coding)."
     )
     return Table(_TIMES, rows, note=note)
 

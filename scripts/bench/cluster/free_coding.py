@@ -1,0 +1,58 @@
+"""Training whose block formats take almost no time to encode and decode, and lose the values: what coding costs.
+
+torchrun ... -m optimus_cc_ext scripts/bench/cluster/free_coding.py <flags>
+
+Messages are as long as with the formats that the flags name. Decoded gradients are zero, so the weights stay. A row of
+experts' tokens keeps its first values and repeats them, so that routing stays about as even as it was. Ranks without a
+GPU only: Triton's kernels are not replaced. Low rank is not a block format, and takes its time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus_cc_ext import pretrain_gpt
+from optimus_cc_ext.compressors.blocks import BLOCK, Codec
+
+
+def encode(self: Codec, *unused: Any, **also_unused: Any) -> None:
+    """Take the place of `Codec.encode`: a message keeps what its memory holds."""
+
+
+def decode(self: Codec, messages: Tensor, layout: Any, out: Tensor) -> None:
+    """Take the place of `Codec.decode`: all values are zero."""
+    out.zero_()
+
+
+def decode_onto(self: Codec, *unused: Any) -> None:
+    """Take the place of `Codec.decode_onto`: nothing is added."""
+
+
+def decode_add(self: Codec, messages: Tensor, layout: Any, index: int, out: Tensor, *, onto: bool = False) -> None:
+    """Take the place of `Codec.decode_add`: the values of all senders are zero."""
+    if not onto:
+        start, end = layout.span(index)
+        out[start:end].zero_()
+
+
+def encode_rows(self: Codec, rows: Tensor) -> Tensor:
+    """Take the place of `Codec.encode_rows`: a message is the first bytes of a row."""
+    return rows.view(torch.uint8)[:, : self.row_bytes(rows.shape[1])].contiguous()
+
+
+def decode_rows(self: Codec, message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Take the place of `Codec.decode_rows`: the values that arrived are repeated."""
+    width = message.shape[1] // (self.code_bytes + 2) * BLOCK
+    arrived = message[:, : message.shape[1] // dtype.itemsize * dtype.itemsize].contiguous().view(dtype)
+    repeats = -(-width // arrived.shape[1])
+    return arrived.repeat(1, repeats)[:, :width].contiguous()
+
+
+FREE = (encode, decode, decode_onto, decode_add, encode_rows, decode_rows)
+
+
+if __name__ == "__main__":
+    for function in FREE:
+        setattr(Codec, function.__name__, function)
+    pretrain_gpt.main()
