@@ -90,6 +90,7 @@ _BIASED_EXPERTS = (
 MODELS: Mapping[str, Model] = {
     "gpt": _GPT,
     "llama": _LLAMA,
+    "llama-muon": replace(_LLAMA, flags=f"{_LLAMA.flags} --optimizer muon"),
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
     "moe-bias-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_BIASED_EXPERTS} 2"),
@@ -110,7 +111,8 @@ MODELS: Mapping[str, Model] = {
     ),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `moe` (every replica holds all experts),
+"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `llama-muon` (trained by Muon,
+which takes the package emerging_optimizers), `moe` (every replica holds all experts),
 `moe-ep2` (two replicas share the experts) and `moe-bias-ep2` (likewise, with twice as many experts of half the size,
 balanced by a bias in place of an auxiliary loss); their tests train `test`; the cluster benchmark trains the others.
 """

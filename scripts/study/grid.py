@@ -61,7 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.study.grid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", default="gpt,llama,moe", help="models, of gpt, llama, moe, moe-ep2, moe-bias-ep2 (%(default)s)")
+    add(
+        "--models",
+        default="gpt,llama,moe",
+        help="models, of gpt, llama, llama-muon, moe, moe-ep2, moe-bias-ep2 (%(default)s)",
+    )
     add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)}, or files and folders (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of each text (%(default)g)")
     add("--variants", default="vanilla,balanced", help=f"variants, of {', '.join(VARIANTS)} (%(default)s)")

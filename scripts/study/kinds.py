@@ -1,12 +1,12 @@
-"""Study of each format's effect on Adam's steps, by kind of parameter, on equal weights.
+"""Study of each format's effect on the steps of Adam and Muon, by kind of parameter, on equal weights.
 
     python -m scripts.study.kinds --models llama,moe
 
 From the weights that vanilla has at some points of a training, at a learning rate of 0, the same batches are passed
 through Megatron's real loop, dense and with data-parallel gradients in each format. The table compares, by kind of
-matrix: the gradients of all iterations; the step that Adam makes of them after the last iteration; and the root of
-Adam's second moment, by which a step is divided. Each is a relative error, |ours - dense| / |dense|. Finished runs are
-not repeated.
+matrix: the gradients of all iterations; the step that Adam makes of them after the last iteration; the root of Adam's
+second moment, by which a step is divided; and Muon's step, the orthogonalised momentum of the whole matrix, which the
+vocabulary does not get. Each is a relative error, |ours - dense| / |dense|. Finished runs are not repeated.
 """
 
 import argparse
@@ -42,6 +42,9 @@ KINDS = {
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 """Adam's settings in the study's trainings."""
+
+MOMENTUM, NEWTON_SCHULZ, STEPS = 0.9, (3.4445, -4.7750, 2.0315), 5
+"""Muon's settings that Megatron's flags have by default: momentum, coefficients of the iteration, and its steps."""
 
 Gradients = list[dict[str, torch.Tensor]]
 """Gradients of all matrices by name, in fp32, iteration by iteration."""
@@ -103,10 +106,12 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                 read = kept if form == DENSE else partial(against, dense=dense)
                 errors[form] = runs.made(folder.name, fixed.processes, flags, fixed.seed, read)
             kinds = [kind for kind in KINDS if kind in errors[FORMATS[0]]]
-            rows += [(name, point, kind, *(100 * e for form in FORMATS for e in errors[form][kind])) for kind in kinds]
-    measures = ("gradient", "step", "second moment")
+            rows += [
+                (name, point, kind, *(e and 100 * e for form in FORMATS for e in errors[form][kind])) for kind in kinds
+            ]
+    measures = ("gradient", "step", "second moment", "Muon's step")
     columns = ("model", "weights of", "kind", *(f"{form}: {each}, %" for form in FORMATS for each in measures))
-    note = f"Adam has seen the gradients of {options.iterations} iterations. Second moment: its root."
+    note = f"The optimizers have seen the gradients of {options.iterations} iterations. Second moment: its root."
     table = Table(columns, rows, "Errors by kind of matrix", note, name="kinds")
     document = ReportDocument("", "", [table])
     print(document.markdown())
@@ -131,8 +136,9 @@ def load(folder: Path) -> Gradients:
     return [found[iteration] for iteration in sorted(found)]
 
 
-def compare(ours: Gradients, dense: Gradients) -> dict[str, list[float]]:
-    """Return the relative errors of gradients, Adam's last step and the root of its second moment, by kind.
+def compare(ours: Gradients, dense: Gradients) -> dict[str, list[float | None]]:
+    """Return the relative errors of gradients, Adam's last step, the root of its second moment and Muon's last step, by
+    kind; None for a step that Muon does not make.
 
     Raises:
         ValueError: the two runs do not have gradients of the same iterations and matrices.
@@ -146,6 +152,9 @@ def compare(ours: Gradients, dense: Gradients) -> dict[str, list[float]]:
         kind: [
             error(((mine[name], exact[name]) for name in names for mine, exact in zip(ours, dense, strict=True))),
             *(error(pairs) for pairs in zip(*(_steps(ours, dense, name) for name in names), strict=True)),
+            None if kind == "vocabulary" else error(
+                tuple(muon([iteration[name] for iteration in run]) for run in (ours, dense)) for name in names
+            ),
         ]
         for kind, names in named.items()
     }  # fmt: skip
@@ -171,6 +180,19 @@ def adam(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     corrections = [1 - beta ** len(gradients) for beta in BETAS]
     root = second.div_(corrections[1]).sqrt_()
     return first.div_(corrections[0]) / (root + EPSILON), root
+
+
+def muon(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return Muon's step after these gradients, at a learning rate of 1: their momentum with singular values near 1."""
+    momentum = torch.zeros_like(gradients[0])
+    for gradient in gradients:
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+    step = momentum / momentum.norm().clamp(min=1e-30)  # an expert without tokens has no gradient
+    for _ in range(STEPS):
+        first, third, fifth = NEWTON_SCHULZ
+        gram = step @ step.T
+        step = first * step + (third * gram + fifth * gram @ gram) @ step
+    return step
 
 
 def error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -1,11 +1,13 @@
-"""The study of Adam's steps by kind of matrix: its Adam is torch's, kinds are found by name, errors are relative."""
+"""The study of optimizers' steps by kind of matrix: its Adam is torch's, its Muon orthogonalises, kinds are found by
+name, errors are relative.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.study.kinds import BETAS, EPSILON, adam, compare, kind_of, main
+from scripts.study.kinds import BETAS, EPSILON, adam, compare, kind_of, main, muon
 
 
 def test_steps_and_second_moments_are_those_of_torch() -> None:
@@ -19,6 +21,16 @@ def test_steps_and_second_moments_are_those_of_torch() -> None:
     torch.testing.assert_close(before - weights.detach(), step, rtol=1e-4, atol=1e-5)  # the weights are rounded
     correction = 1 - BETAS[1] ** 5
     torch.testing.assert_close((optimizer.state[weights]["exp_avg_sq"] / correction).sqrt(), root)
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8)])
+def test_muons_step_has_the_singular_vectors_of_the_momentum_and_singular_values_near_1(shape: tuple[int, int]) -> None:
+    first, second = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    left, _, right = torch.linalg.svd(0.9 * first + second, full_matrices=False)  # the momentum, up to a factor
+    values = left.T @ muon([first, second]) @ right.T
+    # Five steps of the iteration end between 0.68 and 1.21 for all but the smallest singular values.
+    assert values.diagonal().min() > 0.65 and values.diagonal().max() < 1.25
+    torch.testing.assert_close(values, values.diagonal().diag(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +51,9 @@ def test_errors_are_relative_by_kind() -> None:
     exact = {"mlp.router.weight": torch.tensor([[3.0, 4.0]]), "output_layer.weight": torch.tensor([[1.0, 1.0]])}
     ours = exact | {"output_layer.weight": torch.tensor([[1.0, -1.0]])}
     found = compare([ours], [exact])
-    assert found["router"] == [0.0, 0.0, 0.0]
+    assert found["router"] == [0.0, 0.0, 0.0, 0.0]
     # Adam's first step is the gradient's sign: one of two steps differs by 2, and second moments are equal.
-    assert found["vocabulary"] == pytest.approx([2**0.5, 2**0.5, 0.0])
+    assert found["vocabulary"] == [pytest.approx(2**0.5), pytest.approx(2**0.5), 0.0, None], "Muon leaves it to Adam"
     with pytest.raises(ValueError, match="the same iterations and matrices"):
         compare([ours], [])
 
@@ -64,5 +76,5 @@ def test_the_study_prints_every_kind_of_a_mixture(tmp_path: Path, capsys: pytest
         "router", "experts", "attention", "vocabulary"
     ], printed  # fmt: skip
     for row in rows:
-        int4, int5, int6, int8 = (float(row.split(",")[3 + 3 * place]) for place in range(4))
+        int4, int5, int6, int8 = (float(row.split(",")[3 + 4 * place]) for place in range(4))
         assert int4 > int5 > int6 > int8 > 0 or row.split(",")[2] == "router"
