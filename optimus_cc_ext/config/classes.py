@@ -175,7 +175,7 @@ PIPELINE_FORWARD = TrafficClass(
     phrase="compressed activations", title="forward", tag="pipeline forward",
     collective="point-to-point", group="between neighbouring stages",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation is sent"),),
-    presets={"balanced": {"pipeline_forward_format": "fp8"}},
+    presets={"balanced": {"pipeline_forward_format": "int8"}},
 )  # fmt: skip
 
 
@@ -307,7 +307,7 @@ DP_GRADIENTS = TrafficClass(
     presets={
         # The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1).
         "paper": {"dp_compression": True, "dp_compression_stages": Fraction(3, 4)},
-        "balanced": {"dp_compression": True, "dp_compression_format": "int4", "dp_compression_stages": "auto"},
+        "balanced": {"dp_compression": True, "dp_compression_format": "int8", "dp_compression_stages": "auto"},
     },
 )  # fmt: skip
 

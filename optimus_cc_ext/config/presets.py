@@ -211,9 +211,8 @@ def _preset(
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
             notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
     low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
-    if layout.scales_errors and DP_GRADIENTS.switch in fields and explicit.keys().isdisjoint(
-        {DP_GRADIENTS.format_field, *low_rank}
-    ):  # fmt: skip
+    coarse = DP_GRADIENTS.switch in fields and fields.get(DP_GRADIENTS.format_field) != "int8"
+    if layout.scales_errors and coarse and explicit.keys().isdisjoint({DP_GRADIENTS.format_field, *low_rank}):
         fields[DP_GRADIENTS.format_field] = "int8"
         notes.append(
             f"{flag} sends {DP_GRADIENTS.tag} in int8: --optimizer {layout.optimizer} amplifies coarser errors"

@@ -7,12 +7,9 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
-    EMBEDDING,
     EXPERT_DISPATCH,
     EXPERT_GRADIENT,
-    PARAM_GATHER,
     PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
     TrafficClass,
 )
 from optimus_cc_ext.errors import FlagError
@@ -26,11 +23,11 @@ from optimus_cc_ext.plan.variants import WORTH, Band, Variant, config_in
 __all__ = ["Answer", "answer_lines", "answers", "class_of", "in_bf16", "recommended", "why"]
 
 ADMITTED = {
-    PIPELINE_FORWARD: "int8", PIPELINE_BACKWARD: "int8", DP_GRADIENTS: "int8", EMBEDDING: "int8", PARAM_GATHER: "int4"
-}  # fmt: skip
-"""The format of each class whose price in loss has a 95 % bound of at most 0.05 % in docs/study.md. All of them
-together cost +0.006 % (the parameter gather too little to measure); `balanced`, with gradients in int4, costs
-+0.045 %, with a bound of 0.06 %.
+    traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
+}
+"""The format of each class in the preset `balanced`, whose price in loss has a 95 % bound of at most 0.05 % in
+docs/study.md. All of them together cost +0.006 % (the parameter gather too little to measure); gradients in int4 cost
++0.045 % on a GPT, with a bound of 0.06 %, and 0.1 % on a Llama-like model.
 """
 
 UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}

@@ -26,7 +26,7 @@ from optimus_cc_ext.plan.variants import VARIANTS, Band, Sweep, layout_of, point
 
 __all__ = ["add_arguments", "run"]
 
-SWEPT = ("int8", "balanced", "paper")
+SWEPT = ("balanced", "DP gradients int4", "paper")
 """The variants that a sweep compares with vanilla if no flags of ours are given."""
 
 

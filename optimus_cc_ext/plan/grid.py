@@ -28,8 +28,7 @@ NETWORKS = {
 """Networks of a grid, from the slowest on: the name of each in the planner, and the lines of one node."""
 
 FORMATS = {
-    "balanced": VARIANTS["balanced"], "int8": f"{VARIANTS['int8']} --param-gather-format int8",
-    "paper": VARIANTS["paper"],
+    "balanced": VARIANTS["balanced"], "DP gradients int4": VARIANTS["DP gradients int4"], "paper": VARIANTS["paper"],
 }  # fmt: skip
 """Our flags of each format; `fitting` leaves out flags of classes of which a layout sends nothing."""
 

@@ -45,10 +45,9 @@ VARIANTS = dict(_each_alone()) | {
     "paper": "--optimus-cc",
     "paper, auto stages": "--optimus-cc --dp-compression-stages auto",
     "balanced": "--optimus-cc balanced",
-    "int8": "--pipeline-forward-format int8 --compressed-backprop-format int8 --dp-compression-format int8 "
-    "--fused-embedding-sync-format int8",
-    "int8, gradients int4": "--pipeline-forward-format int8 --compressed-backprop-format int4 "
-    "--dp-compression-format int4 --fused-embedding-sync-format int4",
+    "DP gradients int4": "--optimus-cc balanced --dp-compression-format int4",
+    "int4": "--optimus-cc balanced --compressed-backprop-format int4 --dp-compression-format int4 "
+    "--fused-embedding-sync-format int4",
 }
 """Flags of each variant by name: each technique and format alone, then combinations."""
 

@@ -165,7 +165,8 @@ def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[
     found = assert_refused(line, outputs, "--dp-compression-format", f"({option})", kept)
     assert found.code == 2
     kept_on = launch(shlex.split(line.replace("--dp-compression-format int4", off)))
-    assert kept_on.accepted and "fp8" in kept_on.ours[-1] and "gradients" not in kept_on.ours[-1], kept_on.ours
+    said = kept_on.ours[-1]
+    assert kept_on.accepted and "activations (int8)" in said and "gradients" not in said, kept_on.ours
     # If no class stays on, the refusal lists none.
     alone = launch(shlex.split(PP2 + SC + megatron))
     assert "which keeps" not in alone.output and "Leave out one of the two" in alone.output

@@ -86,7 +86,7 @@ def test_a_preset_by_name_is_what_the_flag_stands_for() -> None:
         dp_compression_stages=3,
     )  # fmt: skip
     assert not optimus_cc_ext.preset("paper", stages=1, data_parallel=2).compressed_backprop
-    assert optimus_cc_ext.preset("balanced", stages=4, data_parallel=2).dp_compression_format == "int4"
+    assert optimus_cc_ext.preset("balanced", stages=4, data_parallel=2).dp_compression_format == "int8"
     with pytest.raises(FlagError, match=r"'papr' is not the name of a preset. Give paper"):
         optimus_cc_ext.preset("papr", stages=4, data_parallel=2)
     with pytest.raises(FlagError, match="nothing to compress"):

@@ -182,11 +182,11 @@ def test_a_line_is_judged_for_its_target_and_not_for_the_machine_that_doctor_run
     found = ask_doctor(line, None)
     assert found.code == 0, found.output[-2000:]
     first, second = found.output.splitlines()[:2]
-    assert first.startswith("ok   h100 ") and "training would start: compressed activations (fp8)" in first
+    assert first.startswith("ok   h100 ") and "training would start: compressed activations (int8)" in first
     assert (
         "formats" in second
-        and "pipeline forward fp8, pipeline backward int8" in second
-        and "DP gradients int4" in second
+        and "pipeline forward int8, pipeline backward int8" in second
+        and "DP gradients int8" in second
     )
     assert "needed on the machine that trains: transformer-engine (" in found.output and " assumed)" in found.output
     aware = ask_doctor(line + " --bf16 --use-distributed-optimizer --use-precision-aware-optimizer", None)

@@ -87,7 +87,7 @@ def test_a_run_with_several_instances_resumes_to_the_bit(runs):
 
 
 GATHERED = RunSpec(
-    name="instances: balanced inside nodes", layout=DP4, flags=f"{OVERLAPPED} --bf16", ours=table.BLOCKS,
+    name="instances: balanced inside nodes", layout=DP4, flags=f"{OVERLAPPED} --bf16", ours=table.BALANCED,
     before=LOSSY.before,
 )  # fmt: skip
 

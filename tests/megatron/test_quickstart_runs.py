@@ -149,17 +149,17 @@ def test_both_runs_are_compared_from_the_same_start(folder: Path) -> None:
     vanilla, compressed = (summary["runs"][name] for name in ("vanilla", "compressed"))
     losses = [list(run["record"]["scalars"]["lm loss"].values()) for run in (vanilla, compressed)]
     assert len(losses[0]) == len(losses[1]) == summary["settings"]["iterations"] == 8
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01), "the same weights, but activations in fp8"
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01), "the same weights, but activations in int8"
     assert losses[0][1:] != losses[1][1:], "compression must be felt"
     assert losses[0][-1] < losses[0][0] and losses[1][-1] < losses[1][0]
 
     assert summary["comparison"]["raw_equals_what_vanilla_sent"] is True
     traffic = summary["comparison"]["traffic_bytes_per_iteration"]
     ratios = {name: share["ratio"] for name, share in traffic.items()}
-    # int8 activations have 8.13 of 32 bits and some padding; gradients 4.13 bits to the owner of a shard and 8.13 back,
-    # and dense vectors.
+    # int8 activations have 8.13 of 32 bits and some padding; gradients as many to the owner of a shard and back, and
+    # dense vectors.
     assert 0.25 < ratios["pipeline forward"] < 0.27 and 0.25 < ratios["pipeline backward"] < 0.27
-    assert 0.18 < ratios["DP gradients"] < 0.25
+    assert 0.25 < ratios["DP gradients"] < 0.29
     assert 0.15 < ratios["embedding"] < 0.25
     assert vanilla["techniques"] == "every technique is off"
     assert "fused embedding sync" in compressed["techniques"]

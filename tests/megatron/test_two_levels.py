@@ -96,9 +96,9 @@ def test_nodes_with_unequal_numbers_of_replicas_fall_back_to_one_level_and_say_s
     assert sum(line in said for said in runs.said) == 1
 
 
-INSIDE = on_nodes("one node", 4, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BLOCKS)
+INSIDE = on_nodes("one node", 4, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BALANCED)
 ASKED = INSIDE.but("one node, one class asked for", ours="--dp-compression-format int8")
-ACROSS = on_nodes("a node for each stage", 2, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BLOCKS)
+ACROSS = on_nodes("a node for each stage", 2, table.PP2_DP2, f"--train-iters 1 {table.SHARDED} --bf16", table.BALANCED)
 
 
 @uses(INSIDE, full(ASKED), full(ACROSS))

@@ -68,7 +68,7 @@ def number(text: str) -> float:
 # The page shows one digit of numbers that `plan` prints with two.
 ROUNDING = 0.0501
 
-MEANING = re.compile(r"Between (\S+) and (\S+) %: it .*\. Vanilla takes (\S+) s per iteration, (\S+) (\S+) s\. .*")
+MEANING = re.compile(r"Between (\S+) and (\S+) %: it .*\. Vanilla takes (\S+) s per iteration, (.+?) (\S+) s\. .*")
 
 
 def test_chosen_points_of_the_linked_page_show_what_their_command_prints(
@@ -95,8 +95,10 @@ def test_chosen_points_of_the_linked_page_show_what_their_command_prints(
 def test_map_and_bars_show_the_points_of_all_networks_with_the_chosen_batch_and_format(tmp_path: Path) -> None:
     numbers = numbers_of(LINKED)
     lines, replicas = numbers["axes"]["network"], numbers["axes"]["replicas"]
-    (seen,) = seen_after(LINKED, [[radio("batch", "64"), radio("format", "int8"), radio("replicas", "2")]], tmp_path)
-    gains = [[numbers["points"][f"{line}|{count}|64|int8"][2] for line in lines] for count in replicas]
+    (seen,) = seen_after(
+        LINKED, [[radio("batch", "64"), radio("format", "DP gradients int4"), radio("replicas", "2")]], tmp_path
+    )
+    gains = [[numbers["points"][f"{line}|{count}|64|DP gradients int4"][2] for line in lines] for count in replicas]
     assert [[number(cell) for cell in row] for row in seen["map"]] == [
         pytest.approx(row, abs=ROUNDING) for row in gains
     ]

@@ -158,7 +158,7 @@ def test_our_flags_are_planned_as_they_are_and_megatrons_others_are_named(capsys
     assert main([*PLAN, "--format", "csv", "--", *LAYOUT, *ours]) == 0
     rows = {row["variant"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert rows["yours"]["DP stages"] == "0" and rows["paper"]["DP stages"] == "0,1,2"
-    assert rows["int8"]["DP stages"] == "all"
+    assert rows["balanced"]["DP stages"] == "all"
     assert rows["yours"]["flags"] == "--optimus-cc --dp-compression-stages 1"
     main([*PLAN, "--", *LAYOUT, *ours])
     assert "Not part of a plan: --lr 0.1 --save-interval 1" in capsys.readouterr().out

@@ -88,12 +88,12 @@ def test_without_hosts_the_gain_is_planned_for_the_rate_and_the_reason_said() ->
 
 
 def test_vanilla_gets_none_of_our_flags_and_further_flags_win_over_the_preset() -> None:
-    settings, further = Settings(), ["--dp-compression-format", "int8"]
+    settings, further = Settings(), ["--dp-compression-format", "int4"]
     assert settings.technique_flags("vanilla", further) == []
     assert settings.technique_flags("compressed", []) == STUDY["balanced"].split()
     config = settings.config_of(settings.technique_flags("compressed", further))
-    assert config.pipeline_forward_format == "fp8" and config.fused_embedding_sync_format == "int8"
-    assert config.dp_compression_format == "int8"
+    assert config.pipeline_forward_format == "int8" and config.fused_embedding_sync_format == "int8"
+    assert config.dp_compression_format == "int4"
 
 
 @pytest.mark.parametrize(("iterations", "interval"), [(160, 20), (100, 20), (25, 5), (101, 101), (8, 1)])

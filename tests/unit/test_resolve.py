@@ -35,14 +35,14 @@ PAPER = OptimusConfig(
     compression_metrics=True,
 )
 BALANCED = OptimusConfig(
-    pipeline_forward_format="fp8",
+    pipeline_forward_format="int8",
     compressed_backprop=True,
     compressed_backprop_format="int8",
     compressed_backprop_messages="all",
     fused_embedding_sync=True,
     fused_embedding_sync_format="int8",
     dp_compression=True,
-    dp_compression_format="int4",
+    dp_compression_format="int8",
     dp_compression_stages="auto",
     compression_seed=99,
 )
@@ -108,7 +108,7 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
 ) -> None:
     balanced = preset.endswith("balanced")
     config, notes = vars(resolved(preset, layout(stages, replicas, tied))).values()
-    assert (config.pipeline_forward_format == "fp8") == (balanced and stages > 1)
+    assert (config.pipeline_forward_format == "int8") == (balanced and stages > 1)
     assert config.compressed_backprop == (stages > 1)
     assert config.fused_embedding_sync == (stages > 1 and tied)
     assert config.dp_compression == (replicas > 1)
@@ -141,7 +141,8 @@ def test_presets_send_gradients_in_int8_to_an_optimizer_that_amplifies_errors(pr
     config, notes = vars(resolved(preset, MUON)).values()
     assert config.dp_compression_format == "int8"
     assert config.dp_compression_stages == (3 if preset == "--optimus-cc" else "auto")
-    assert notes == (f"{preset} sends DP gradients in int8: --optimizer muon amplifies coarser errors",)
+    said = "--optimus-cc sends DP gradients in int8: --optimizer muon amplifies coarser errors"
+    assert notes == ((said,) if preset == "--optimus-cc" else ()), "balanced sends int8 beside every optimizer"
     none = resolved(f"{preset} --no-dp-compression", MUON)
     assert none.config.dp_compression is False and none.notes == ()
 
