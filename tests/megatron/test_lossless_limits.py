@@ -136,11 +136,13 @@ ALL_LIMITS = {
 }
 
 
+IN_CI = ("sequence parallel, recomputed", "averaged in the collective")
+"""Names of the limits that CI tests, and scripts/test.sh does not."""
+
+
 @uses(
     *(
-        in_ci(limit.vanilla, limit.run)
-        if limit.vanilla.name == "sequence parallel, recomputed"
-        else (limit.vanilla, limit.run)
+        in_ci(limit.vanilla, limit.run) if limit.vanilla.name in IN_CI else (limit.vanilla, limit.run)
         for limit in LIMITS
     ),
     *(full(limit.vanilla, limit.run) for limit in ALL_LIMITS.values() if limit not in LIMITS),

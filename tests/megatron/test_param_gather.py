@@ -27,7 +27,7 @@ def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
         assert sent > 1.9 * raw, "4 bytes a value instead of 2"
 
 
-@uses((table.SAVED_GATHER, table.resumed(table.SAVED_GATHER, 4)))
+@uses(in_ci(table.SAVED_GATHER, table.resumed(table.SAVED_GATHER, 4)))
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay_equal(runs):
     whole, part = runs
     assert_goes_on(part, whole, 4)

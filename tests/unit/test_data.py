@@ -120,6 +120,7 @@ def test_spelled_out_special_token_is_text_not_an_end(tmp_path: Path) -> None:
     assert document.index(eod) == len(document) - 1
 
 
+@pytest.mark.ci
 def test_workers_batches_and_the_kind_of_input_do_not_change_a_byte(
     tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_what_is_not_finite_stays_in_its_block_and_changes_no_bit_of_another_row
 
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
+@pytest.mark.ci
 def test_the_row_kernels_hold_in_tritons_interpreter():
     assert_holds_in_tritons_interpreter(__file__, "TestRowKernels")
 
@@ -99,7 +100,7 @@ def test_the_row_kernels_hold_in_tritons_interpreter():
 @pytest.mark.parametrize(
     "capability, format, dtype",
     [
-        (80, "int4", torch.float32),
+        pytest.param(80, "int4", torch.float32, marks=pytest.mark.ci),
         pytest.param(90, "int8", torch.bfloat16, marks=pytest.mark.full),
         pytest.param(120, "fp8", torch.bfloat16, marks=pytest.mark.full),
     ],

@@ -76,6 +76,7 @@ def bits(t: Tensor) -> Tensor:
 
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
+@pytest.mark.ci
 def test_the_kernels_hold_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestKernels")
 
@@ -109,8 +110,14 @@ def test_torch_adds_projects_and_subtracts_alike(dtype: torch.dtype) -> None:
 
 @needs_triton
 @pytest.mark.skipif(launches.INTERPRETED or GPU, reason="compiles without a GPU what a GPU would compile anyway")
-@pytest.mark.parametrize("r", [16, pytest.param(40, marks=pytest.mark.full), pytest.param(128, marks=pytest.mark.full)])
-@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.full) for other in (80, 100, 120))])
+@pytest.mark.parametrize(
+    "capability, r",
+    [
+        pytest.param(capability, r, marks=pytest.mark.ci if (capability, r) == (90, 16) else pytest.mark.full)
+        for capability in (80, 90, 100, 120)
+        for r in (16, 40, 128)
+    ],
+)
 def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
     """Compile the kernels without a GPU, because the compiler may refuse code that the interpreter runs."""
     matrices, residual = gaussian(1, 128, 256, dtype=torch.bfloat16), gaussian(1, 128, 256)
