@@ -1,10 +1,10 @@
-"""Training whose block formats take almost no time to encode and decode, and lose the values: what coding costs.
+"""Training whose block formats are encoded and decoded in almost no time, which shows what coding costs.
 
 torchrun ... -m optimus_cc_ext scripts/bench/cluster/free_coding.py <flags>
 
-Messages are as long as with the formats that the flags name. Decoded gradients are zero, so the weights stay. A row of
-experts' tokens keeps its first values and repeats them, so that routing stays about as even as it was. Ranks without a
-GPU only: Triton's kernels are not replaced. Low rank is not a block format, and takes its time.
+Messages are as long as the formats make them, but the values are lost. Decoded gradients are zero, so the weights stay.
+A row of experts' tokens keeps its first values and repeats them, so that routing stays about as even as it was.
+Triton's kernels are not replaced, so the ranks need to run on CPUs. Low rank is not a block format, and takes its time.
 """
 
 from typing import Any
