@@ -137,8 +137,8 @@ def load(folder: Path) -> Gradients:
 
 
 def compare(ours: Gradients, dense: Gradients) -> dict[str, list[float | None]]:
-    """Return the relative errors of gradients, Adam's last step, the root of its second moment and Muon's last step, by
-    kind; None for a step that Muon does not make.
+    """Return four relative errors for each kind of matrix: of the gradients, of Adam's last step, of the root of Adam's
+    second moment, and of Muon's last step. The fourth is None for the vocabulary, which Muon does not step.
 
     Raises:
         ValueError: the two runs do not have gradients of the same iterations and matrices.

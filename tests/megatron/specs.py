@@ -91,12 +91,12 @@ def uses(*cases: RunSpec | tuple[RunSpec, ...] | Any) -> pytest.MarkDecorator:
 
 
 def full(*case: RunSpec) -> Any:
-    """Make a case that runs with --full only."""
+    """Return a case that runs only with --full."""
     return _case(case, marks=pytest.mark.full)
 
 
 def in_ci(*case: RunSpec) -> Any:
-    """Make a case that runs in CI and with --full only."""
+    """Return a case that runs only in CI and with --full."""
     return _case(case, marks=pytest.mark.ci)
 
 

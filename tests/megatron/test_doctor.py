@@ -343,8 +343,8 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
     for kind in (COMPRESSION_STATE, MESSAGE_BUFFERS):
         said = [line for line in runs.said if line.startswith(kind)]
         logged = float(said[0].partition("up to ")[2].split()[0]) if said else 0.0
-        # The log rounds to tenths of a MB, and does not count the memory in which the change of a shard is computed. A
-        # run pads each of its buckets, and doctor plans one bucket (with instances in int8: 4.5 kB less).
+        # The log rounds to tenths of a MB. It leaves out the memory in which a shard's change is computed. Doctor plans
+        # one bucket, so it misses the padding of the run's further buckets (4.5 kB with instances in int8).
         assert logged - 0.06 <= answer["memory_per_rank"][kind] / 1e6 <= logged + 0.1
     counted: dict[str, list[int]] = {}
     for rank in runs.ranks:

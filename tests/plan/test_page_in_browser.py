@@ -1,4 +1,4 @@
-"""Tests that run the script of a planned grid's page in Chromium: the page shows what `optimus-cc plan` prints."""
+"""The page of a planned grid, opened in Chromium, shows what `optimus-cc plan` prints."""
 
 import json
 import random

@@ -179,7 +179,7 @@ def test_the_bound_of_free_coding_trains_each_variant_twice_with_the_same_flags(
     def train(
         _: cluster.Bench, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int, script=()
     ) -> Run:
-        """Compute 2 s, send for 4 s as vanilla and for 1 s compressed, and code for 0.5 s unless coding is free."""
+        """Return a run that computes for 2 s, sends for 4 s or compressed for 1 s, and codes for 0.5 s if it must."""
         work = {"vanilla": 0.0, "blocks": 0.0 if script else 0.5}[variant]
         sent = 4 if variant == "vanilla" else 1
         return _run(variant, block, {rate: 2 + work + sent * (rate != "none") for rate in plan.rates}, 100 * sent)

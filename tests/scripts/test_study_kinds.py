@@ -28,7 +28,7 @@ def test_muons_step_has_the_singular_vectors_of_the_momentum_and_singular_values
     first, second = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     left, _, right = torch.linalg.svd(0.9 * first + second, full_matrices=False)  # the momentum, up to a factor
     values = left.T @ muon([first, second]) @ right.T
-    # Five steps of the iteration end between 0.68 and 1.21 for all but the smallest singular values.
+    # Five Newton-Schulz steps move all but the smallest singular values into the range from 0.68 to 1.21.
     assert values.diagonal().min() > 0.65 and values.diagonal().max() < 1.25
     torch.testing.assert_close(values, values.diagonal().diag(), rtol=0, atol=1e-4)
 

@@ -17,32 +17,32 @@ from optimus_cc_ext.compressors.blocks import BLOCK, Codec
 
 
 def encode(self: Codec, *unused: Any, **also_unused: Any) -> None:
-    """Take the place of `Codec.encode`: a message keeps what its memory holds."""
+    """Replace `Codec.encode`: write nothing into the message."""
 
 
 def decode(self: Codec, messages: Tensor, layout: Any, out: Tensor) -> None:
-    """Take the place of `Codec.decode`: all values are zero."""
+    """Replace `Codec.decode`: write zeros in place of the decoded values."""
     out.zero_()
 
 
 def decode_onto(self: Codec, *unused: Any) -> None:
-    """Take the place of `Codec.decode_onto`: nothing is added."""
+    """Replace `Codec.decode_onto`: add nothing."""
 
 
 def decode_add(self: Codec, messages: Tensor, layout: Any, index: int, out: Tensor, *, onto: bool = False) -> None:
-    """Take the place of `Codec.decode_add`: the values of all senders are zero."""
+    """Replace `Codec.decode_add`: write zeros in place of the sum, or with `onto` add nothing."""
     if not onto:
         start, end = layout.span(index)
         out[start:end].zero_()
 
 
 def encode_rows(self: Codec, rows: Tensor) -> Tensor:
-    """Take the place of `Codec.encode_rows`: a message is the first bytes of a row."""
+    """Replace `Codec.encode_rows`: return the first bytes of each row as its message."""
     return rows.view(torch.uint8)[:, : self.row_bytes(rows.shape[1])].contiguous()
 
 
 def decode_rows(self: Codec, message: Tensor, dtype: torch.dtype) -> Tensor:
-    """Take the place of `Codec.decode_rows`: the values that arrived are repeated."""
+    """Replace `Codec.decode_rows`: repeat the values in each message until the row is full."""
     width = message.shape[1] // (self.code_bytes + 2) * BLOCK
     arrived = message[:, : message.shape[1] // dtype.itemsize * dtype.itemsize].contiguous().view(dtype)
     repeats = -(-width // arrived.shape[1])
