@@ -217,7 +217,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        data = obj.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        data = obj.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape))
 
 

@@ -269,12 +269,15 @@ def _start_param_sync(
     elif ours:
         with _single_rank_group(session, bucket_group, plan):
             original(force_sync)
-        gather = session.parameters.gather(shards)
-        if bucket_group.param_gather_handle is None:
-            gather.wait()
-        else:
+        overlapped = bucket_group.param_gather_handle is not None
+        if overlapped:
+            # Megatron's collective over one rank may write the parameters, and ours may begin to decode into them.
             bucket_group.param_gather_handle.wait()
+        gather = session.parameters.gather(shards)
+        if overlapped:
             bucket_group.param_gather_handle = gather
+        else:
+            gather.wait()
     else:
         original(force_sync)
     if session.grid is not None:

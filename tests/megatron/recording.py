@@ -28,7 +28,7 @@ __all__ = ["Messages", "Ours", "current", "hash_of", "hot_path", "memory", "obse
 
 def hash_of(tensor: torch.Tensor) -> str:
     """Return the sha256 of the bytes of ``tensor``, of any shape and dtype."""
-    return hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def current() -> Session | None:

@@ -81,6 +81,7 @@ def test_a_trial_that_fails_is_repeated_once_in_a_fresh_folder(tmp_path: Path) -
 
 def test_a_triton_that_is_missing_or_too_old_is_the_reason_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = fast.Needed(ranks=(), formats=("int4",), dtypes=())
+    monkeypatch.setattr(fast, "_has_gpu", lambda: False)
     assert fast.kernels(needed) == ("torch", None), "without a GPU it could not be otherwise"
     monkeypatch.setattr(fast, "_has_gpu", lambda: True)
     monkeypatch.setattr(launches, "AVAILABLE", False)
