@@ -90,6 +90,8 @@ _BIASED_EXPERTS = (
 MODELS: Mapping[str, Model] = {
     "gpt": _GPT,
     "llama": _LLAMA,
+    # The vocabulary is a tenth of the model, as in published models of this size.
+    "llama-350m": replace(_LLAMA, layers_per_stage=12, hidden=1024, heads=16, sequence=512, vocabulary=16384),
     "llama-muon": replace(_LLAMA, flags=f"{_LLAMA.flags} --optimizer muon"),
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
@@ -245,7 +247,8 @@ class Training:
             # The fused kernels of these flags are off by default on a CPU; on a GPU they need Apex and Transformer
             # Engine, which the environment lacks.
             flags += """ --bf16 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-                --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion"""
+                --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+                --no-bias-swiglu-fusion"""
         return shlex.split(flags)
 
     def check(self, text: PreparedData) -> None:

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.document import ReportDocument
 from optimus_cc_ext.report.table import Table
-from scripts.experiments.models import MODELS, Training
+from scripts.experiments.models import MODELS, Training, device_here
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of
 from scripts.study.__main__ import KEPT, add_common_options, points_of, prepared
@@ -56,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.study.kinds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", default="llama,moe", help="models, of gpt, llama, moe (%(default)s)")
+    add("--models", default="llama,moe", help="models, of gpt, llama, llama-350m, moe (%(default)s)")
+    add("--formats", default=",".join(FORMATS), help="formats of the gradients (%(default)s)")
     add("--points", default="20,160", help="iterations of the training after which weights are taken (%(default)s)")
     add("--iterations", type=int, default=8, metavar="N", help="iterations that are compared (%(default)s)")
     add("--seed", type=int, default=1)
@@ -72,6 +74,9 @@ def main(argv: Sequence[str]) -> int:
     for name in options.models.split(","):
         if name not in MODELS:
             parser.error(f"--models: {name!r} is none of {', '.join(MODELS)}")
+    for name in options.formats.split(","):
+        if name not in FORMATS:
+            parser.error(f"--formats: {name!r} is none of {', '.join(FORMATS)}")
     if options.iterations < 1:
         parser.error("--iterations: give a whole number of at least 1")
     return run_command(lambda: study(options, points), KEPT)
@@ -79,13 +84,14 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Train each model once, then compare; show the table."""
-    rows = []
+    rows, formats = [], options.formats.split(",")
     for name in options.models.split(","):
         model = shrunk(MODELS[name]) if options.tiny else MODELS[name]
         training = Training(model=model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
+        training = dataclasses.replace(training, device=device_here(training.processes))
         data = prepared(options, training)
         training.check(data)
-        runs = Runs(options.output / name, hash_of(data), options.timeout, options.retry)
+        runs = Runs(options.output / name, hash_of(data), options.timeout, options.retry, training.device)
         checkpoints = (runs.folder / "training" / "save").absolute()
         flags = training_flags(training, data, checkpoints, points)
         runs.made("training", training.processes, flags, options.seed, lambda folder: {})
@@ -95,7 +101,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
         for point in points:
             dense = (runs.folder / f"{point}-{DENSE}").absolute()
             errors = {}
-            for form in (DENSE, *FORMATS):
+            for form in (DENSE, *formats):
                 folder = (runs.folder / f"{point}-{form}").absolute()
                 script = [] if form == DENSE else ["scripts/study/in_formats.py", form, form]
                 ours = [] if form == DENSE else ["--dp-compression-format", "int4", "--no-compression-forecast"]
@@ -103,14 +109,14 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
                     *script, *fixed.megatron_flags(data), *ours,
                     *from_weights(checkpoints, point, folder, fixed.iterations),
                 ]  # fmt: skip
-                read = kept if form == DENSE else partial(against, dense=dense)
+                read = kept if form == DENSE else partial(against, dense=dense, device=compared_on(training.device))
                 errors[form] = runs.made(folder.name, fixed.processes, flags, fixed.seed, read)
-            kinds = [kind for kind in KINDS if kind in errors[FORMATS[0]]]
+            kinds = [kind for kind in KINDS if kind in errors[formats[0]]]
             rows += [
-                (name, point, kind, *(e and 100 * e for form in FORMATS for e in errors[form][kind])) for kind in kinds
+                (name, point, kind, *(e and 100 * e for form in formats for e in errors[form][kind])) for kind in kinds
             ]
     measures = ("gradient", "step", "second moment", "Muon's step")
-    columns = ("model", "weights of", "kind", *(f"{form}: {each}, %" for form in FORMATS for each in measures))
+    columns = ("model", "weights of", "kind", *(f"{form}: {each}, %" for form in formats for each in measures))
     note = f"The optimizers have seen the gradients of {options.iterations} iterations. Second moment: its root."
     table = Table(columns, rows, "Errors by kind of matrix", note, name="kinds")
     document = ReportDocument("", "", [table])
@@ -119,19 +125,24 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     return 0
 
 
-def against(folder: Path, dense: Path) -> dict[str, Any]:
+def compared_on(device: Device) -> str:
+    """Return the device that compares gradients of a training on `device`."""
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def against(folder: Path, dense: Path, device: str = "cpu") -> dict[str, Any]:
     """Return the errors of a run's gradients, steps and second moments by kind; delete the gradients."""
-    errors = compare(load(folder), load(dense))
+    errors = compare(load(folder, device), load(dense, device))
     shutil.rmtree(folder / "save")
     return errors
 
 
-def load(folder: Path) -> Gradients:
-    """Load the gradients of the first replica's matrices, iteration by iteration."""
+def load(folder: Path, device: str = "cpu") -> Gradients:
+    """Load the gradients of the first replica's matrices onto `device`, iteration by iteration."""
     found: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for file in sorted(folder.glob("save/wgrads/iter_*/mp_rank_*.pth")):
         iteration = int(file.parent.name.removeprefix("iter_"))
-        for chunk in torch.load(file, weights_only=True).values():
+        for chunk in torch.load(file, map_location=device, weights_only=True).values():
             found[iteration] |= {f"{file.stem} {name}": each.float() for name, each in chunk.items() if each.dim() > 1}
     return [found[iteration] for iteration in sorted(found)]
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="number of torch's threads on a CPU (2)")
     parser.add_argument("--results", type=Path, default=Path("results/bench"), help="folder to write (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--case", default="", metavar="TEXT", help="time only slices whose case contains this text")
+    parser.add_argument("--case", default="", metavar="TEXT", help="time only cases that contain this text")
     parser.add_argument(
         "--scale", choices=("paper", "tiny"), default="paper", help="tiny takes seconds and gives no figures of use"
     )
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{name} {value}: at least 1 is needed")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device. Give --device cpu")
-    if options.case and options.only != ["slices"]:
-        parser.error(f"--case {options.case}: only slices have such cases. Give --only slices with it")
+    if options.case and not {*(options.only or SECTIONS)} <= {"slices", "codecs"}:
+        parser.error(f"--case {options.case}: only slices and codecs have such cases. Give --only with one of them")
     if options.device == "cpu" and options.only == ["capture"]:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             taken = "missing" if row["ms"] is None else f"{row['ms']:.3f} ms (IQR {row['IQR, ms']:.3f})"
             print(f"{name}: {row['case']}: {row['work']}: {taken}", flush=True)
         if not measured[name]:
-            parser.error(f"--case {options.case}: no slice's case contains it. They read '8.3b, 1024 x 3072, rank 16'")
+            parser.error(
+                f"--case {options.case}: no case of {name} contains it. They read '8.3b, 1024 x 3072, rank 16' or"
+                " 'int8, encode, bfloat16, shards at multiples of 16'"
+            )
         # The results are written after each section, so that a later section that fails leaves the figures of the
         # earlier ones.
         write(about, measured, stem)

@@ -16,14 +16,18 @@ __all__ = ["ALIGNMENTS", "cases", "check_compiled"]
 ALIGNMENTS = (16, 8, 4, 2, 1)
 """Alignments of a shard: numbers of values of which its start is a multiple."""
 
+ROW_WIDTH = 2048
+"""Values of a row: the hidden size of Qwen3-30B."""
+
 _FORMATS = (("int4", True), ("int8", True), ("fp8", False))
 _SENDERS = 2
 
 Works = Mapping[str, Work | None]
 
 
-def cases(device: torch.device, numel: int) -> Iterator[tuple[str, int, Works]]:
-    """Yield (case, bytes that are read and written at least, works by contender) of `numel` values.
+def cases(device: torch.device, numel: int, containing: str = "") -> Iterator[tuple[str, int, Works]]:
+    """Yield (case, bytes that are read and written at least, works by contender) of `numel` values, a multiple of
+    `ROW_WIDTH`, for the cases that contain a text.
 
     A work is None where it needs a GPU. Torch does not depend on the alignment, and is timed at its ends.
     """
@@ -48,11 +52,29 @@ def cases(device: torch.device, numel: int) -> Iterator[tuple[str, int, Works]]:
                     "add two senders": (held + 2 * nbytes, partial(_decode_add, message, layout, out)),
                 }
                 for name, (moved, step) in steps.items():
+                    case = f"{format}, {name}, {str(dtype)[6:]}, shards at multiples of {align}"
+                    if containing not in case:
+                        continue
                     works: dict[str, Work | None] = {"ours": partial(step, ours) if on_gpu else None}
                     if align in (ALIGNMENTS[0], ALIGNMENTS[-1]):
                         works["torch, eager"] = partial(step, torchs)
                         works["torch, compiled"] = _compiled(plain[name]) if on_gpu else None
-                    yield f"{format}, {name}, {str(dtype)[6:]}, shards at multiples of {align}", moved, works
+                    yield case, moved, works
+            yield from _rows(ours, torchs, values[:numel].view(-1, ROW_WIDTH), containing)
+
+
+def _rows(ours: Codec, torchs: Codec, rows: torch.Tensor, containing: str) -> Iterator[tuple[str, int, Works]]:
+    """Yield the cases of rows that are messages of their own, as tokens on their way to experts are."""
+    message, on_gpu = torchs.encode_rows(rows), rows.device.type == "cuda"
+    steps: dict[str, Callable[[Codec], object]] = {
+        "encode": lambda codec: codec.encode_rows(rows),
+        "decode": lambda codec: codec.decode_rows(message, rows.dtype),
+    }
+    for name, step in steps.items():
+        case = f"{ours.format.name}, {name}, {str(rows.dtype)[6:]}, rows of {ROW_WIDTH}"
+        if containing in case:
+            works = {"ours": partial(step, ours) if on_gpu else None, "torch, eager": partial(step, torchs)}
+            yield case, rows.nbytes + message.nbytes, works
 
 
 def _encode(values: torch.Tensor, layout: BlockLayout, message: torch.Tensor, codec: Codec) -> None:

@@ -41,7 +41,7 @@ class Setting:
     tiny: bool
     repeats: int
     case: str = ""
-    """Text that a case of the section "slices" has to contain to be timed."""
+    """Text that a case of the sections "slices" and "codecs" has to contain to be timed."""
 
     def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
         """Time each work in `repeats` turns, each of a tenth of a second, or of a single repetition."""
@@ -312,7 +312,7 @@ def codecs(setting: Setting) -> Iterator[Row]:
     bandwidth = setting.bandwidth(numel)
     for format, rotated, _ in FORMAT_CASES.values():
         check_compiled(format, rotated)
-    for case, nbytes, works in cases(setting.device, numel):
+    for case, nbytes, works in cases(setting.device, numel, setting.case):
         taken = (
             setting.in_turn({name: work for name, work in works.items() if work is not None})
             if any(works.values())
