@@ -1,8 +1,8 @@
 """Bytes and memory of a plan: messages of each class in each format, the seconds of coding, and the memory of a rank.
 
 These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both. The
-table of formats gives the bits per value of a block format. Costs of coding are assumed (the memory traffic of a fused
-kernel, and for low rank its products by `seconds.gemm`); no GPU has measured them here.
+table of formats gives the bits per value of a block format. Coding in blocks costs the memory traffic of a fused
+kernel; an H200 took 1.1 to 1.3 times as long. Low rank costs what it took there.
 """
 
 from collections.abc import Collection
@@ -21,9 +21,9 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.forecast.timeline import Sent
 from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.hardware import Cluster, Constant
+from optimus_cc_ext.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.seconds import Group, all_reduce, gemm, reduce_scatter
+from optimus_cc_ext.plan.seconds import Group, all_reduce, moved, reduce_scatter
 from optimus_cc_ext.plan.sums import LAUNCH, added, block_sum, coded_bytes, in_blocks, kernel, ring_bytes, sum_in_levels
 
 __all__ = [
@@ -33,8 +33,13 @@ __all__ = [
 
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
 
-ORTHOGONALIZE_LAUNCHES = 12
-"""Number of kernels of one batched orthogonalisation; assumed."""
+FP32_PRODUCTS = Constant(
+    26e12, "measured", "H200, 18 layers at rank 128: P Q^T of 255 million values in 2.5 ms (docs/gpu.md)"
+)
+"""Operations per second of low rank's products, which have fp32's precision."""
+
+ORTHOGONALIZE = Constant(8e-6, "measured", "H200: 0.08, 0.55 and 1.8 ms at ranks 16, 64 and 128 (docs/gpu.md)")
+"""Seconds that a batched orthogonalisation takes for each column, one after the other."""
 
 DENSE = OptimusConfig()
 """The configuration of vanilla Megatron's traffic."""
@@ -62,9 +67,8 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
         # docs/how-it-works.md counts the same bytes: M = G + E (gradient plus residual) is written once in fp32 and
         # read by both products; E is written last.
         residual = kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
-        products = gemm(gpu, n, r, m) + gemm(gpu, m, r, n)
-        compress = products + residual + ORTHOGONALIZE_LAUNCHES * LAUNCH + coded
-        decompress = gemm(gpu, n, m, r) + LAUNCH + coded
+        compress = 2 * _product(gpu, n, m, r) + residual + _orthogonalized(r) + coded
+        decompress = _product(gpu, n, m, r) + LAUNCH + coded
         remember = decompress + residual if residual else 0.0
     return Sent(nbytes=small, encode=scale * compress, decode=scale * decompress, remember=scale * remember)
 
@@ -178,6 +182,16 @@ def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, floa
     return found
 
 
+def _product(gpu: Gpu, n: int, m: int, r: int, count: int = 1) -> float:
+    """Return the seconds of one of low rank's products of `count` (n, m) matrices: with P, with Q, or P Q^T."""
+    return max(2.0 * n * m * r * count / FP32_PRODUCTS, moved(gpu, 4.0 * n * m * count))
+
+
+def _orthogonalized(r: int) -> float:
+    """Return the seconds to orthogonalise P, and Q for the next step."""
+    return 2 * r * ORTHOGONALIZE
+
+
 def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
     """Return the number of values of a stage's P and Q, and of the matrices that they approximate, on one rank."""
     matrices = _matrices(job, config)
@@ -193,9 +207,7 @@ def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> floa
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
     for n, m, r, number in _matrices(job, config):
         count = max(1, round(number))
-        products = gemm(gpu, n, r, m, count) + gemm(gpu, m, r, n, count)
-        rebuild = gemm(gpu, n, m, r, count)
-        spent += products + rebuild + kernel(gpu, width * n * m * number) + ORTHOGONALIZE_LAUNCHES * LAUNCH
+        spent += 3 * _product(gpu, n, m, r, count) + kernel(gpu, width * n * m * number) + _orthogonalized(r)
     return spent * cluster.coding_scale
 
 

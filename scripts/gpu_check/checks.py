@@ -63,12 +63,12 @@ def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
 
 def bench(setting: Setting) -> Iterator[Row]:
     """Run the compressors' bench, whose own files lie beside the check's page."""
-    yield _bench(setting, setting.output, "kernels", "slices", "orthogonalization", "bucket", "formats")
+    yield _bench(setting, setting.output, "formats", "bucket", "kernels", "orthogonalization")
 
 
 def codecs(setting: Setting) -> Iterator[Row]:
-    """Run the bench's section "codecs", in a folder of its own."""
-    yield _bench(setting, setting.output / "codecs", "codecs")
+    """Run the bench's sections that take minutes, in a folder of their own."""
+    yield _bench(setting, setting.output / "codecs", "codecs", "slices")
 
 
 def _bench(setting: Setting, results: Path, *sections: str) -> Row:
