@@ -20,10 +20,13 @@ Row = dict[str, Any]
 TOTAL = 480
 """Seconds for all checks together, with the examination of the GPU before them."""
 
-MOST_APART = 3.0
-"""Largest difference in percent between the losses of vanilla and preset at the end of a run: ten times as large as in
-the study, which trains longer.
+MOST_APART = 0.5
+"""Largest difference in percent between the losses of vanilla and preset at the end of a run. An H200 had 0.001; a
+gather that lost part of each step was 0.2 apart after 4 iterations.
 """
+
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+"""Flags of the training that is checked, so that it also gathers parameters, beside its computation."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def training(setting: Setting) -> Iterator[Row]:
     from optimus_cc_ext.report.record import read_logs
 
     folder, iterations = setting.output / "training", 4 if setting.dry else 60
-    _study(setting, folder, f"--variants vanilla,balanced --evaluations 1 --max-mb 1 --iterations {iterations}".split())
+    words = f"--variants vanilla,balanced --evaluations 1 --max-mb 1 --iterations {iterations}"
+    _study(setting, folder, [*words.split(), "--common", SHARDED])
     vanilla, balanced = (read_logs(folder / "runs" / f"{name}-seed1").training for name in ("vanilla", "balanced"))
     for iteration, expected, found in zip(vanilla.iterations, vanilla.values, balanced.values, strict=True):
         if iteration in (1, iterations) or iteration % 10 == 0:
@@ -155,7 +159,7 @@ CHECKS = {
         _function("world_of_one", "metrics_memory"), 40,
     ),
     "training": Check(
-        "On one GPU, PP2 x DP2 in bf16, the balanced preset's losses over 60 iterations are vanilla's within "
+        "On one GPU, PP2 x DP2 in bf16, sharded, the balanced preset's losses over 60 iterations are vanilla's within "
         f"{MOST_APART:g} %.", training, 240,
     ),
     "bench": Check("The compressors' seconds beside what the machine allows.", bench, 140),
