@@ -30,6 +30,8 @@ docs/study.md. All of them together cost +0.006 % (the parameter gather too litt
 +0.045 % on a GPT, with a bound of 0.06 %, and 0.1 % on a Llama-like model.
 """
 
+BALANCED = ("--optimus-cc", "balanced")
+
 UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}
 """The format in which the answer gives the seconds of a class that no study has a price of; it is not recommended."""
 
@@ -115,11 +117,13 @@ def answers(band: Band, job: Job) -> list[Answer]:
 
 
 def recommended(cluster: Cluster, job: Job, band: Band, found: Sequence[Answer], vanilla: Variant) -> Variant:
-    """Return the variant that follows from the answers; vanilla if no class is taken, or all together do not surely
-    gain `WORTH`.
+    """Return the variant that follows from the answers, under its preset's name if it has one; vanilla if no class is
+    taken, or all together do not surely gain `WORTH`.
     """
     flags = _flags([answer.traffic for answer in found if answer.taken])
-    config = config_in(flags, job)
+    config, preset = config_in(flags, job), config_in(BALANCED, job)
+    if flags and all(config.format_of(traffic) == preset.format_of(traffic) for traffic in CLASSES):
+        flags, config = [*BALANCED], preset
     gain = band.gain(config)
     if not flags or gain.verdict != "pays":
         return vanilla
