@@ -271,7 +271,8 @@ def _start_param_sync(
             original(force_sync)
         overlapped = bucket_group.param_gather_handle is not None
         if overlapped:
-            # Megatron's collective over one rank may write the parameters, and ours may begin to decode into them.
+            # Until its handle is waited for, Megatron's collective over one rank may write old parameters over those
+            # that our gather decodes.
             bucket_group.param_gather_handle.wait()
         gather = session.parameters.gather(shards)
         if overlapped:

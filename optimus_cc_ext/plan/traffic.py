@@ -2,7 +2,7 @@
 
 These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both. The
 table of formats gives the bits per value of a block format. Coding in blocks costs the memory traffic of a fused
-kernel; an H200 took 1.1 to 1.3 times as long. Low rank costs what it took there.
+kernel; on an H200 int8 took 1.1 to 1.3 times as long. Low rank costs what was measured on the H200.
 """
 
 from collections.abc import Collection
@@ -183,7 +183,7 @@ def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, floa
 
 
 def _product(gpu: Gpu, n: int, m: int, r: int, count: int = 1) -> float:
-    """Return the seconds of one of low rank's products of `count` (n, m) matrices: with P, with Q, or P Q^T."""
+    """Return the seconds of one batched product of low rank, M Q, M^T P or P Q^T, for `count` (n, m) matrices M."""
     return max(2.0 * n * m * r * count / FP32_PRODUCTS, moved(gpu, 4.0 * n * m * count))
 
 

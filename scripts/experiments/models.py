@@ -90,7 +90,7 @@ _BIASED_EXPERTS = (
 MODELS: Mapping[str, Model] = {
     "gpt": _GPT,
     "llama": _LLAMA,
-    # The vocabulary is a tenth of the model, as in published models of this size.
+    # Embedding and output layer together hold a tenth of the parameters, as in published models of this size.
     "llama-350m": replace(_LLAMA, layers_per_stage=12, hidden=1024, heads=16, sequence=512, vocabulary=16384),
     "llama-muon": replace(_LLAMA, flags=f"{_LLAMA.flags} --optimizer muon"),
     "moe": _MOE,

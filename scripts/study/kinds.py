@@ -126,7 +126,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
 
 
 def compared_on(device: Device) -> str:
-    """Return the device that compares gradients of a training on `device`."""
+    """Return the device on which gradients are compared: the GPU if the training ran on one, else the CPU."""
     return "cpu" if device == "cpu" else "cuda"
 
 

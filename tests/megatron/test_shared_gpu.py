@@ -28,7 +28,7 @@ def test_a_run_over_the_staged_backend_is_bit_identical_to_gloos(runs):
 
 @uses(in_ci(GATHERED, replace(GATHERED, name="gather, as on a shared GPU", before=(interventions.as_on_a_shared_gpu,))))
 def test_parameters_that_are_decoded_when_their_gather_begins_are_not_overwritten(runs):
-    """Megatron's gather over one rank comes first, and may write old parameters until it is waited for."""
+    """Megatron's gather over one rank may write old parameters until it is waited for, so it must end before ours."""
     for gloos, ours in zip(*(run.ranks for run in runs), strict=True):
         assert (ours.losses, ours.grad_norms, ours.weights) == (gloos.losses, gloos.grad_norms, gloos.weights)
         assert len(ours.losses) >= 4 and ours.weights

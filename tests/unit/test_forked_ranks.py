@@ -103,7 +103,7 @@ def test_a_dead_rank_is_named_with_its_exit_code() -> None:
 
 @pytest.mark.ci
 def test_a_timeout_names_the_unfinished_ranks_and_shows_where_they_hang(tmp_path: Path) -> None:
-    # The first call of a session starts the server that forks ranks, and imports torch in it, which may take longer.
+    # The first call in a test session starts the fork server, which imports torch. This can take longer than 5 s.
     run_ranks(1, given_back)
     with pytest.raises(AssertionError) as error:
         run_ranks(3, hanging_on_the_last, str(tmp_path), timeout=5)

@@ -64,7 +64,7 @@ def cases(device: torch.device, numel: int, containing: str = "") -> Iterator[tu
 
 
 def _rows(ours: Codec, torchs: Codec, rows: torch.Tensor, containing: str) -> Iterator[tuple[str, int, Works]]:
-    """Yield the cases of rows that are messages of their own, as tokens on their way to experts are."""
+    """Yield the cases in which each row is encoded as a separate message, as the tokens of experts are."""
     message, on_gpu = torchs.encode_rows(rows), rows.device.type == "cuda"
     steps: dict[str, Callable[[Codec], object]] = {
         "encode": lambda codec: codec.encode_rows(rows),

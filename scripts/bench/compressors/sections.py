@@ -41,7 +41,7 @@ class Setting:
     tiny: bool
     repeats: int
     case: str = ""
-    """Text that a case of the sections "slices" and "codecs" has to contain to be timed."""
+    """Only cases whose names contain this text are timed (sections "slices" and "codecs")."""
 
     def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
         """Time each work in `repeats` turns, each of a tenth of a second, or of a single repetition."""
