@@ -71,7 +71,14 @@ def test_a_variant_passes_if_every_bound_and_the_mean_of_all_cells_are_low_enoug
     assert upper_bound(cells[1], deviation, freedom) == pytest.approx(0.0423, abs=1e-4)
     assert verdicts(cells).column("passes") == ["yes", "no"]
     assert verdicts([cell("a", 0.03, 0.031, 0.032)]).column("passes") == ["no"], "the mean is above 0.03 %"
-    assert verdicts([cell("a", 0.0)]).column("passes") == ["no"], "one seed has no bound"
+
+
+def test_a_cell_of_less_than_three_seeds_is_neither_a_proof_nor_a_fault() -> None:
+    assert verdicts([cell("a", 0.0)]).column("passes") == ["no"], "nothing was judged"
+    judged, single = cell("a", 0.01, 0.02, 0.03), cell("a", 0.3, text="prose")
+    table = verdicts([judged, single])
+    assert table.column("cells") == [1] and table.column("passes") == ["yes"]
+    assert table.rows[0][1:] == verdicts([judged]).rows[0][1:]
 
 
 def test_a_loss_is_as_many_iterations_behind_as_vanillas_curve_says() -> None:
