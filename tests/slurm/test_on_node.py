@@ -54,3 +54,30 @@ def test_a_signal_to_on_node_alone_makes_every_rank_save_and_end_with_status_0(t
     assert mark.exists()
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(trained())
     assert trained() < ENDLESS
+
+
+def on_node(cache: Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    """Run `true` as a node's share of a job whose kernels are kept in `cache`."""
+    command = [ROOT / "scripts/slurm/on_node.sh", "/dev/null", "true"]
+    environment = {**os.environ, "NODE_CACHE": str(cache), "PATH": path}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_two_jobs_that_start_on_a_node_at_once_share_the_folder_of_kernels(tmp_path: Path) -> None:
+    # This mkdir is the other job: it makes the folder just before this job's mkdir does.
+    programs, node = tmp_path / "programs", tmp_path / "node"
+    programs.mkdir()
+    node.mkdir()
+    mkdir = programs / "mkdir"
+    mkdir.write_text('#!/bin/sh\nPATH=/usr/bin:/bin\nmkdir "$@"\nexec mkdir "$@"\n')
+    mkdir.chmod(0o755)
+    done = on_node(node, f"{programs}:{os.environ['PATH']}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (node / f"optimus-cc-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason_and_the_cure(tmp_path: Path) -> None:
+    done = on_node(tmp_path / "missing")
+    assert done.returncode == 2
+    assert "on_node.sh: error: NODE_CACHE" in done.stderr and "No such file or directory" in done.stderr
+    assert "Set NODE_CACHE to a folder" in done.stderr
