@@ -23,7 +23,7 @@ export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
 # Kernels that Triton and Inductor compile stay on the node, in a folder that only this user can write, for the next
 # start. On a home folder that all nodes share every rank would write the same files at once.
 cache="${NODE_CACHE:-/tmp}/optimus-cc-$(id -u)"
-# Another job may make the folder at the same time, so failing to make it is an error only if it is missing afterwards.
+# Another job may have just made the folder. mkdir then fails, which is an error only if the folder is still missing.
 reason="$(mkdir -m 700 "$cache" 2>&1)" || [[ -d "$cache" ]] || echo "$reason" >&2
 if [[ ! -d "$cache" || ! -O "$cache" ]]; then
   echo "on_node.sh: error: NODE_CACHE: '$cache' on $(uname -n) is not yours to write to. Set NODE_CACHE to a folder of the nodes where you may write." >&2

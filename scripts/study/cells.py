@@ -21,7 +21,7 @@ mean of all cells is at most MEAN_LIMIT percent. Only cells of at least `JUDGED`
 """
 
 JUDGED = 3
-"""Least number of seeds of a cell that is judged; a training of one seed, such as a long one, is shown only."""
+"""Smallest number of seeds with which a cell is judged. The table of losses also shows cells of fewer seeds."""
 
 Row = Mapping[str, Any]
 """Finished run, as a mapping from column names to values."""
@@ -136,18 +136,19 @@ def _mean_of_known(values: Sequence[float]) -> float | None:
 
 
 def verdicts(cells: Sequence[Cell]) -> Table:
-    """Make the table of the variants: the worst and the mean of the judged cells, and whether the variant passes."""
+    """Make the table of verdicts: each variant's worst bound, mean over the judged cells, and if the variant passes."""
     rows = []
     for variant in sorted({cell.variant for cell in cells}):
-        ours = [cell for cell in cells if cell.variant == variant and len(cell.differences) >= JUDGED]
+        every = [cell for cell in cells if cell.variant == variant]
+        ours = [cell for cell in every if len(cell.differences) >= JUDGED]
         deviation, freedom = pooled(cells, variant)
         worst = max((upper_bound(cell, deviation, freedom) for cell in ours), default=math.nan)
         mean = statistics.fmean(cell.mean for cell in ours) if ours else math.nan
         passes = worst < LIMIT and mean <= MEAN_LIMIT
-        rows.append((variant, len(ours), deviation, worst, mean, "yes" if passes else "no"))
-    columns = ("variant", "cells", "deviation, %", "worst bound, %", "mean, %", "passes")
+        rows.append((variant, len(ours), len(every) - len(ours), deviation, worst, mean, "yes" if passes else "no"))
+    columns = ("variant", "cells", "not judged", "deviation, %", "worst bound, %", "mean, %", "passes")
     note = (
         f"A variant passes if every bound is below {LIMIT} % and the mean of all cells is at most {MEAN_LIMIT} %."
-        f" Cells of less than {JUDGED} seeds are not judged."
+        f" Cells with fewer than {JUDGED} seeds are not judged."
     )
     return Table(columns, rows, "Verdicts", note, name="verdicts")

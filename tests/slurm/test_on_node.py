@@ -57,14 +57,14 @@ def test_a_signal_to_on_node_alone_makes_every_rank_save_and_end_with_status_0(t
 
 
 def on_node(cache: Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    """Run `true` as a node's share of a job whose kernels are kept in `cache`."""
+    """Run the command `true` through on_node.sh, with `cache` as NODE_CACHE."""
     command = [ROOT / "scripts/slurm/on_node.sh", "/dev/null", "true"]
     environment = {**os.environ, "NODE_CACHE": str(cache), "PATH": path}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_two_jobs_that_start_on_a_node_at_once_share_the_folder_of_kernels(tmp_path: Path) -> None:
-    # This mkdir is the other job: it makes the folder just before this job's mkdir does.
+    # This program stands for another job: it makes the folder, and then calls mkdir for this job.
     programs, node = tmp_path / "programs", tmp_path / "node"
     programs.mkdir()
     node.mkdir()
