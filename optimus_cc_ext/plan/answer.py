@@ -33,9 +33,11 @@ docs/study.md. All of them together cost +0.006 % (the parameter gather too litt
 BALANCED = ("--optimus-cc", "balanced")
 
 UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}
-"""The format in which the answer gives the seconds of a class that no study has a price of; it is not recommended."""
+"""The format of each class whose price in loss the study could not bound by 0.05 %. The answer gives the seconds of the
+class and does not recommend it.
+"""
 
-NO_PRICE = "docs/study.md has no price of it in loss"
+NO_PRICE = "six seeds cannot rule out a price of 0.05 % of loss (docs/study.md)"
 PRICE = "together +0.006 % of loss (docs/study.md)"
 CLASS_WORTH = WORTH / 4
 """Smallest share of vanilla's seconds that a class must save to be recommended."""

@@ -108,7 +108,7 @@ def test_tokens_of_experts_have_their_seconds_and_are_not_recommended_without_a_
     for traffic in (EXPERT_DISPATCH, EXPERT_GRADIENT):
         sentence = answer_of(traffic, words, capsys)
         assert re.search(r": no, int8 saves [\d.]+ s an iteration beside the others \(", sentence), sentence
-        assert sentence.endswith("docs/study.md has no price of it in loss")
+        assert sentence.endswith("six seeds cannot rule out a price of 0.05 % of loss (docs/study.md)")
         flex = answer_of(traffic, [*words, "--moe-token-dispatcher-type", "flex"], capsys)
         assert "only the tokens of the dispatcher alltoall can be compressed" in flex
     for backend in ("deepep", "hybridep"):
