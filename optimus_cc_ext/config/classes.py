@@ -329,7 +329,6 @@ class FusedEmbeddingSyncConfig(Options):
 
 
 _THIRD_COPY = "multi-token prediction on a stage of its own keeps a third copy of the embedding"
-
 EMBEDDING = TrafficClass(
     name="fused_embedding_sync", options=FusedEmbeddingSyncConfig,
     phrase="fused embedding sync", title="FE", tag="embedding",
@@ -429,6 +428,7 @@ EXPERT_GRADIENT = TrafficClass(
     name="expert_gradient", options=ExpertGradientConfig,
     phrase="compressed expert gradients", title="expert gradient", tag="expert gradient",
     collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+    presets={"balanced": {"expert_gradient_format": "int8"}},
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Decides how a model is compressed, and attaches a handle to it: on all ranks of the model, or on none."""
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def _settled(
         precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),
     )  # fmt: skip
     if isinstance(config, str):
-        config = _preset(config, layout)
+        config = _preset(config, layout, facts_of(models[0]))
     if shared_sessions().of(models):
         raise OptimusError("models: compressed by another handle already. Remove that handle first")
     check_groups(config, grid)
@@ -112,10 +113,10 @@ def _is_tied(model: torch.nn.Module) -> bool:
     return any(tied) or tied_embedding(model) is not None
 
 
-def _preset(name: str, layout: Layout) -> OptimusConfig:
+def _preset(name: str, layout: Layout, facts: argparse.Namespace) -> OptimusConfig:
     if name not in PRESETS:
         raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
-    resolution = resolve(Request({}, {}, preset=name), layout)
+    resolution = resolve(Request({}, {}, preset=name), layout, facts)
     for note in resolution.notes if dist.get_rank() == 0 else ():
         say(f"optimus-cc: {note}")
     return resolution.config

@@ -309,6 +309,8 @@ def facts_of(ddp: Any) -> argparse.Namespace:
         "expert_gtp_weight_remat_size": getattr(ddp.config, "expert_gtp_weight_remat_size", 1),
         "use_ring_exchange_p2p": ddp.config.use_ring_exchange_p2p,
         "moe_token_dispatcher_type": getattr(ddp.config, "moe_token_dispatcher_type", "alltoall"),
+        "num_experts": getattr(ddp.config, "num_moe_experts", None),
+        "expert_model_parallel_size": getattr(ddp.config, "expert_model_parallel_size", 1),
         **{
             name: getattr(ddp.config, name, None)
             for name in ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope")

@@ -32,6 +32,8 @@ class Sessions:
 
         self._of_model: WeakKeyDictionary[torch.nn.Module, Session] = WeakKeyDictionary()
         self._passes = _Passes()
+        self._open: list[tuple[Session, ...]] = []
+        """The open passes of all threads."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(dict.fromkeys(self._of_model.values()))
@@ -66,11 +68,15 @@ class Sessions:
     @contextmanager
     def passing(self, sessions: Sequence[Session]) -> Iterator[None]:
         """Mark a forward-backward pass of the models of `sessions` as open; with no sessions messages stay dense."""
-        self._passes.open.append(tuple(sessions))
+        entry = tuple(sessions)
+        self._passes.open.append(entry)
+        self._open.append(entry)
         try:
             yield
         finally:
             self._passes.open.pop()
+            # Threads end their passes in any order, and `remove` would take an equal entry of another thread as well.
+            del self._open[next(i for i, other in enumerate(self._open) if other is entry)]
 
     @property
     def passing_now(self) -> tuple[Session, ...]:
@@ -85,11 +91,22 @@ class Sessions:
         return None
 
     def with_experts_on(self, group: dist.ProcessGroup) -> Session | None:
-        """Return the session of the innermost open pass whose experts are dealt out over the ranks of `group`."""
-        for session in self._passes.open[-1]:
+        """Return the session of the innermost open pass whose experts are dealt out over the ranks of `group`.
+
+        On a GPU, autograd recomputes layers in a thread of its own, which belongs to the pass of another thread.
+        """
+        candidates: Iterable[Session] = self._passes.open[-1]
+        if len(self._passes.open) == 1 and _in_backward():
+            candidates = (session for entry in reversed(self._open) for session in entry)
+        for session in candidates:
             if session.grid is not None and session.grid.has_experts_on(group):
                 return session
         return None
+
+
+def _in_backward() -> bool:
+    """Return True if autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def layers_of(chunk: torch.nn.Module | None) -> Iterator[torch.nn.Module]:

@@ -8,7 +8,6 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PIPELINE_BACKWARD,
     TrafficClass,
 )
@@ -32,7 +31,7 @@ docs/study.md. All of them together cost +0.006 % (the parameter gather too litt
 
 BALANCED = ("--optimus-cc", "balanced")
 
-UNPRICED = {EXPERT_DISPATCH: "int8", EXPERT_GRADIENT: "int8"}
+UNPRICED = {EXPERT_DISPATCH: "int8"}
 """The format of each class whose price in loss the study could not bound by 0.05 %. The answer gives the seconds of the
 class and does not recommend it.
 """

@@ -157,7 +157,7 @@ class ExpertRows(Technique):
 
     def count(self, traffic: Traffic, tensor: torch.Tensor, group: dist.ProcessGroup, sent: Sequence[int]) -> None:
         """Count a transfer of `sent` rows of `tensor` to each rank of `group`; what stays on this rank is not sent."""
-        codec, dense = self.codec_of(tensor), tensor[:1].numel() * tensor.itemsize
+        codec, dense = self.codec_of(tensor), tensor.shape[1:].numel() * tensor.itemsize
         row = dense if codec is None else codec.row_bytes(tensor.shape[1])
         others = sum(sent) - sent[group.rank()]
         traffic.add(self.traffic, raw=others * dense, sent=others * row)

@@ -45,6 +45,36 @@ def test_a_pass_in_another_thread_hides_nothing() -> None:
         assert find("policy") is policy
 
 
+class _Recomputed(torch.autograd.Function):
+    """Looks for the session of the group "experts" in the backward pass, as a recomputed layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sessions: Sessions, found: list[Any]) -> torch.Tensor:
+        ctx.looked_for = sessions, found
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        sessions, found = ctx.looked_for
+        found.append(sessions.with_experts_on("experts"))
+        return *gradients, None, None
+
+
+def test_a_layer_recomputed_in_autograds_thread_belongs_to_the_open_pass() -> None:
+    sessions, policy, found = Sessions(), _session("policy"), list[Any]()
+    policy.grid.has_experts_on = lambda group: group == "experts"
+    find: Any = sessions.with_experts_on
+    loss = _Recomputed.apply(torch.ones(1, requires_grad=True), sessions, found).sum()
+    with ThreadPoolExecutor(1) as autograd, sessions.passing([policy]):
+        assert autograd.submit(find, "experts").result() is None, "generation in another thread"
+        autograd.submit(loss.backward, retain_graph=True).result()
+        with sessions.passing([]):
+            loss.backward(retain_graph=True)
+    with ThreadPoolExecutor(1) as autograd:
+        autograd.submit(loss.backward).result()
+    assert found == [policy, None, None], "in another thread, in a pass without compression, and outside of all passes"
+
+
 class _Stub:
     """Session of which only the attributes that a test sets are asked for."""
 

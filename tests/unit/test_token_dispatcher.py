@@ -94,6 +94,13 @@ def test_bytes_are_counted_by_destination_and_what_stays_on_the_rank_is_not_sent
     assert counted(session.traffic)[0] == (20 * (dense + 4), 20 * (coded + 4)), "probabilities belong to their tokens"
 
 
+def test_a_rank_whose_experts_got_no_token_counts_the_gradients_that_it_sends_back(taken: list[Any]) -> None:
+    for config, row in ((BOTH, 260), ({}, 1024)):
+        session = session_of(**config)
+        called(session, torch.empty(0, 256, requires_grad=True))
+        assert counted(session.traffic)[1] == (8 * 1024, 8 * row)
+
+
 def test_with_capacity_padding_all_parts_are_equal_and_without_gradients_nothing_travels_back(taken: list[Any]) -> None:
     session = session_of(**BOTH)
     with torch.no_grad():
