@@ -318,7 +318,10 @@ _CP2 = (4, f"{PP2_DP2[1]} --context-parallel-size 2")
 _AGAIN = "--recompute-granularity selective --recompute-modules moe"
 _TOKENS = "--expert-dispatch-format int8 --expert-gradient-format int4"
 OF_RECIPES = [
-    RunSpec(name=f"what doctor foresees of {what}", layout=layout, flags=f"{_ROPE} {flags}", ours=BLOCKS, before=before)
+    RunSpec(
+        name=f"what doctor foresees of {what}", layout=layout, flags=f"{_ROPE} {flags}", before=before,
+        ours=BLOCKS if layout[1] else BLOCKS.replace("--pipeline-forward-format fp8 ", ""),
+    )
     for what, layout, flags, before in (
         ("experts", PP2_DP2, _EXPERTS, ()),
         ("tokens", PP2_DP2, f"{_EXPERTS} --hidden-size 128 {_TOKENS}", ()),
