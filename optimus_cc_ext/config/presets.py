@@ -107,6 +107,7 @@ def experts_in(model: Any, ranks: int) -> dict[str, Any]:
         "row_width": values if values % BLOCK == 0 else 0,
         "rows_per_token": capacity * getattr(model, "moe_router_topk", 0) if ranks else 0,
         "recomputes_experts": recomputed == "full"
+        or bool(getattr(model, "moe_layer_recompute", False))
         or (recomputed == "selective" and "moe" in (getattr(model, "recompute_modules", None) or ())),
     }
 

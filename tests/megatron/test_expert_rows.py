@@ -4,9 +4,11 @@ The hidden size is one block of values: a token is one block.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from tests.megatron import interventions
 from tests.megatron.runs import MIXTURE
 from tests.megatron.specs import Layout, Run, RunSpec, full, uses
 
@@ -68,6 +70,16 @@ ONE_WAY = [
     VANILLA.but(f"tokens in int8, {way} pass alone", ours=f"--expert-{kind}-format int8")
     for way, kind in (("forward", "dispatch"), ("backward", "gradient"))
 ]
+PRESET = [
+    VANILLA.but(
+        f"tokens with the preset, {ranks} ranks on a node", ours="--optimus-cc balanced",
+        before=(partial(interventions.nodes_of, ranks),),
+    )
+    for ranks in (1, 2)
+]  # fmt: skip
+OTHER_DISPATCHER = PRESET[0].but(
+    "tokens that are gathered, with the preset", flags="--moe-token-dispatcher-type allgather"
+)
 _SAVED = "--train-iters 4 --lr-decay-iters 4 --ckpt-format torch"
 WHOLE = VANILLA.but("tokens dense, 4 iterations", flags=_SAVED)
 SAVED = WHOLE.but("tokens exact, saved", flags="--save {here} --save-interval 2 --exit-interval 2", ours=EXACT)
@@ -148,3 +160,18 @@ def test_each_direction_is_compressed_by_its_own_flag(runs):
         for rank in traffic:
             assert rank[coded][1] < 0.26 * rank[coded][0]
             assert rank[dense][1] == rank[dense][0] > 0
+
+
+@uses(full(*PRESET, OTHER_DISPATCHER))
+def test_the_preset_compresses_gradients_of_tokens_where_they_leave_a_node(runs):
+    across, inside, gathered = runs
+    for rank in across.ranks:
+        raw, sent = rank.ours.traffic["expert gradient"]
+        assert sent < 0.26 * raw
+        assert len(set(rank.ours.traffic["expert dispatch"])) == 1, "six seeds do not admit tokens of the forward pass"
+    for rank in inside.ranks:
+        raw, sent = rank.ours.traffic["expert gradient"]
+        assert sent == raw > 0
+    assert any("nothing of it leaves a node" in line and "expert gradients" in line for line in inside.said)
+    reason = "leaves out compressed expert gradients: only the tokens of the dispatcher alltoall can be compressed"
+    assert any(reason in line for line in gathered.said)

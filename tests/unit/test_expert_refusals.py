@@ -8,7 +8,8 @@ import pytest
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
-from optimus_cc_ext.config.presets import Layout, check_layout, experts_in
+from optimus_cc_ext.config.flags import Request
+from optimus_cc_ext.config.presets import Layout, check_layout, experts_in, resolve
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
 
@@ -55,6 +56,40 @@ def test_graphs_that_hold_the_moe_layer_conflict_with_tokens(name, implementatio
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        {"overlap_moe_expert_parallel_comm": True},
+        {"moe_permute_fusion": True},
+        {"moe_router_padding_for_quantization": True},
+        {"expert_tensor_parallel_size": 2},
+        {"moe_shared_expert_overlap": True},
+        {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.5},
+    ],
+)
+def test_options_beside_which_tokens_are_compressed_conflict_with_nothing(option) -> None:
+    assert conflicts(options(**option), TOKENS) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "given", "line"),
+    [
+        ({}, {}, None),
+        ({"expert_parallel": 0}, {}, None),
+        ({"expert_parallel": 1}, {}, None),
+        ({"row_width": 0}, {}, "a token's values do not divide into blocks of 128"),
+        ({}, {"moe_token_dispatcher_type": "flex"}, "only the tokens of the dispatcher alltoall can be compressed"),
+        ({}, {"cuda_graph_impl": "local"}, "a graph of the MoE layer would compress tokens in evaluation"),
+    ],
+)
+def test_the_preset_leaves_gradients_of_tokens_dense_with_one_line(facts, given, line) -> None:
+    found = resolve(Request({}, {}, preset="balanced"), Layout(**LAYOUT | facts), options(**given))
+    assert found.config.expert_dispatch_format == "dense"
+    assert (found.config.expert_gradient_format == "int8") is not bool(line or facts)
+    said = [note for note in found.notes if "compressed expert gradients" in note]
+    assert len(said) == bool(line) and all(line in note for note in said)
+
+
+@pytest.mark.parametrize(
     ("facts", "reason"),
     [
         ({}, None),
@@ -89,6 +124,7 @@ def test_a_token_is_as_wide_as_the_latent_size_if_there_is_one() -> None:
         ({"moe_expert_capacity_factor": 1.5}, 2, False),
         ({"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}, 3, False),
         ({"recompute_granularity": "full"}, 2, True),
+        ({"moe_layer_recompute": True}, 2, True),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 2, False),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}, 2, True),
     ],
