@@ -25,7 +25,8 @@ ADMITTED = {
     traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
 }
 """The format of each class in the preset `balanced`, whose price in loss has a 95 % bound of at most 0.05 % in
-docs/study.md. All of them together cost +0.006 % (the parameter gather too little to measure); gradients in int4 cost
+docs/study.md. All of them together cost +0.006 % (the parameter gather and
+gradients of tokens too little to measure); gradients in int4 cost
 +0.045 % on a GPT, with a bound of 0.06 %, and 0.1 % on a Llama-like model.
 """
 

@@ -17,9 +17,9 @@ __all__ = ["check_grid_file", "grid_picture", "write_grid"]
 
 LEAD = (
     "Planned, not measured: no training on several GPUs has been run yet. Computation and links were compared with "
-    "published runs. What compression costs is assumed from the bytes that it moves, so every gain has a band: lines at "
-    "3/4 to 4/3 of their rate, compression at half to twice its assumed cost, computation off by the error on published "
-    "runs."
+    "published runs. What compression costs is assumed from the bytes that it moves, so every gain has a band: lines "
+    "at 3/4 to 4/3 of their rate, compression at half to twice its assumed cost, computation off by the error on "
+    "published runs."
 )
 
 
