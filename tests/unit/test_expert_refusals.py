@@ -12,6 +12,7 @@ from optimus_cc_ext.config.flags import Request
 from optimus_cc_ext.config.presets import Layout, check_layout, experts_in, resolve
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.hooks import attaching
 
 TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
 LAYOUT = {"stages": 1, "data_parallel": 2, "tied_embeddings": False, "expert_parallel": 2, "row_width": 256}
@@ -87,6 +88,14 @@ def test_the_preset_leaves_gradients_of_tokens_dense_with_one_line(facts, given,
     assert (found.config.expert_gradient_format == "int8") is not bool(line or facts)
     said = [note for note in found.notes if "compressed expert gradients" in note]
     assert len(said) == bool(line) and all(line in note for note in said)
+
+
+def test_a_custom_loops_preset_leaves_tokens_of_another_dispatcher_dense(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(attaching.dist, "get_rank", lambda: 0)
+    config = attaching._preset("balanced", Layout(**LAYOUT), options(moe_token_dispatcher_type="allgather"))
+    assert config.expert_gradient_format == "dense" and config.dp_compression_format == "int8"
+    assert "leaves out compressed expert gradients" in caplog.text
 
 
 @pytest.mark.parametrize(
