@@ -3,21 +3,36 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
 
 __all__ = [
-    "Progress", "failure_reason", "parse_fallback", "parse_left_dense", "parse_progress", "parse_scalars",
-    "parse_techniques",
+    "Progress", "failure_reason", "log_files", "parse_fallback", "parse_left_dense", "parse_progress", "parse_scalars",
+    "parse_techniques", "without_prefix",
 ]  # fmt: skip
 
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+# What is written in front of a program's lines. torch's own "[rank0]: " stays, because it names the rank that failed.
+_PREFIX = re.compile(
+    "(?:"
+    r"\s*\d+:(?: |$)|"  # srun --label, padded to one width
+    r"\[(?!rank\d)[A-Za-z_][\w-]*\d+\]: ?|"  # torchrun --tee
+    r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?(?:\[[^][\s]*\d,\d+\])?<std(?:out|err)>: ?|"  # mpirun
+    rf"\[?{_STAMP}\]?(?: std(?:out|err) [FP])? |"  # kubectl logs --timestamps, containers' log files
+    r"\[(?:\d+|pod/[^]\s]+)\] |"  # mpiexec -prepend-rank, kubectl logs --prefix
+    r"\((?:\S+ )?pid=\d+[^()]*\) |"  # ray
+    r"[a-z][a-z0-9.-]*\d[a-z0-9.-]*(?:: | +\| )"  # pdsh, docker compose
+    ")+"
+)
 _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
     r"elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) \|.*?lm loss: (?P<loss>\S+) \|"
 )
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
-_TECHNIQUES = re.compile(r"^(?:\d+: )?optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
-_LEFT_DENSE = re.compile(r"^(?:\d+: )?optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
+_TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
+_LEFT_DENSE = re.compile(r"^optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
 _FALLBACK = re.compile(r"optimus-cc compressed by torch \| (?P<reason>.+)$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
@@ -58,6 +73,22 @@ class Progress:
     seconds: float | None = None
 
 
+def log_files(path: Path) -> list[Path]:
+    """Return the logs of a run: `path` itself, or the `*.txt`, `*.log` and `*.out` files of a folder, by name."""
+    if not path.is_dir():
+        return [path]
+    return [each for end in ("txt", "log", "out") for each in sorted(path.glob(f"*.{end}"))]
+
+
+def without_prefix(line: str) -> str:
+    """Return a line of a log as the program printed it: without what launchers and containers write in front, colours,
+    and the rest of a line's end.
+    """
+    plain = _COLOUR.sub("", line.lstrip("\ufeff").rstrip("\r\n"))
+    match = _PREFIX.match(plain)
+    return plain[match.end() :] if match else plain
+
+
 def parse_progress(line: str) -> Progress | None:
     """Read an iteration or a validation from one line of Megatron's log; None for any other line."""
     if match := _ITERATION.search(line):
@@ -69,13 +100,13 @@ def parse_progress(line: str) -> Progress | None:
 
 def parse_techniques(line: str) -> str | None:
     """Read the techniques that are on from the line in which the hooks list them; None for any other line."""
-    match = _TECHNIQUES.match(line)
+    match = _TECHNIQUES.match(without_prefix(line))
     return match["techniques"] if match else None
 
 
 def parse_left_dense(line: str) -> str | None:
     """Read the classes that are left dense because nothing of them leaves a node; None for any other line."""
-    match = _LEFT_DENSE.match(line)
+    match = _LEFT_DENSE.match(without_prefix(line))
     return match["classes"] if match else None
 
 

@@ -16,7 +16,14 @@ from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
 from optimus_cc_ext.report import ReportError, pictures
 from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
 from optimus_cc_ext.report.document import Box, Folded, Number, Picture, Points, ReportDocument
-from optimus_cc_ext.report.log_lines import Progress, failure_reason, parse_progress, parse_techniques
+from optimus_cc_ext.report.log_lines import (
+    Progress,
+    failure_reason,
+    parse_left_dense,
+    parse_progress,
+    parse_techniques,
+    without_prefix,
+)
 from optimus_cc_ext.report.record import Curve, read_events, read_logs, shares
 from optimus_cc_ext.report.table import Table
 
@@ -246,6 +253,41 @@ Root Cause (first observed failure):
   exitcode  : 1 (pid: 29687)
   traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
 """
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "3: ", "  0: ", "[default0]:", "[trainer12]:", "[1,31]<stdout>:", "[1,0]<stderr>: ",
+        "[prterun-node1-2761@1,0]<stdout>: ", "Mon Jan  5 10:00:00 2026[1,0]<stdout>:", "<stdout>:",
+        "2026-01-20T08:33:58.123456789Z ", "2026-01-20T08:33:58+01:00 stdout F ", "[2026-01-20 08:33:58,123] ",
+        "[0] ", "[pod/train-worker-0/pytorch] ", "(WorkerDict pid=123, ip=10.0.0.1) ", "(pid=7) ",
+        "node-01.cluster: ", "worker-0: ", "trainer-1  | ", "\x1b[36mtrainer-1  | \x1b[0m", "\ufeff",
+        "2026-01-20T08:33:58Z  0: [default0]:",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["", "\r\n"])
+def test_what_a_launcher_writes_in_front_of_a_line_is_stripped(prefix: str, end: str) -> None:
+    left = "optimus-cc: left dense, because nothing of it leaves a node: tokens"
+    for line in (
+        "  num_layers ...... 4",
+        "# Rank  0 Group  0",
+        "           8       2  float",
+        "[rank3]: Error: no",
+        left,
+    ):
+        assert without_prefix(prefix + line + end).strip() == line.strip()
+    assert parse_left_dense(prefix + left + end) == "tokens"
+    assert (
+        parse_techniques(f"{prefix}optimus-cc: everything is off on megatron-core 0.19.2{end}") == "everything is off"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["optimus-cc: on", "ValueError: no", "error: 1", "stage 3: cosine 0.1", "  12 3  float", "[rank12]: a"]
+)
+def test_what_a_program_printed_itself_stays(line: str) -> None:
+    assert without_prefix(line) == line
 
 
 def test_iterations_and_validations_are_recognised_in_megatrons_log() -> None:
