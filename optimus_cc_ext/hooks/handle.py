@@ -211,8 +211,9 @@ class Handle:
             embedding = tied_embedding(model)
             if self._session.embedding.left_out and embedding is not None:
                 # The embedding's bucket left it out. Megatron, which sums it over the stages, expects the sum over the
-                # replicas.
-                all_reduce_sum(embedding.main_grad, bucket_group.data_parallel_group, "the end of compression")
+                # replicas: those of this bucket, because experts have replicas of their own.
+                left = next(group for group in model.bucket_groups if embedding in group.params)
+                all_reduce_sum(embedding.main_grad, left.data_parallel_group, "the end of compression")
                 self._session.embedding.left_out = False
         self._detach()
 

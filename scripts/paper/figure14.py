@@ -140,7 +140,7 @@ def main() -> None:
                 measured.append(measure(model, shape, compression_rank, name, device, options.repeats))
             *_, compress, decompress = measured[-1]
             speeds = f"compress {compress:.1f} Gbit/s, decompress {decompress:.1f} Gbit/s"
-            print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {compression_rank}: {speeds}", flush=True)
+            print(f"{model}: {shape[0]} x {shape[1]}, {name}, rank {RANKS[-1]}: {speeds}", flush=True)
     path = results / "figure14" / "throughput.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     Table(COLUMNS, measured).write_csv(path)

@@ -19,14 +19,21 @@ MODEL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pipeline_dtype": torch.float32,
     "use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
+MIXTURE = {
+    "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 1, "moe_router_pre_softmax": True,
+    "moe_router_load_balancing_type": "none", "add_bias_linear": False,
+}  # fmt: skip
+"""Settings of a model whose experts are dealt out over the replicas."""
 
 
-def start(stages: int) -> None:
+def start(stages: int, expert_parallel: int = 1) -> None:
     """Join the ranks, and have Megatron make process groups of `stages` pipeline stages."""
     from megatron.core import parallel_state, tensor_parallel
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=stages, expert_model_parallel_size=expert_parallel
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
@@ -56,9 +63,13 @@ def build(
     hidden: int = 32,
     tied: bool = True,
     in_bf16: bool = False,
+    experts: int | None = None,
     **ddp: Any,
 ) -> Any:
-    """Make a GPT in DistributedDataParallel, equal on every call. Without `finalize` the test reduces its gradients."""
+    """Make a GPT in DistributedDataParallel, equal on every call. Without `finalize` the test reduces its gradients.
+
+    `experts` is the number of experts of a mixture.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -68,9 +79,14 @@ def build(
     torch.manual_seed(1)
     pipeline = parallel_state.get_pipeline_model_parallel_group() if groups is None else groups.pp
     dtypes = dict.fromkeys(("params_dtype", "pipeline_dtype"), torch.bfloat16) | {"bf16": True} if in_bf16 else {}
-    config = TransformerConfig(pipeline_model_parallel_size=stages, **MODEL | {"hidden_size": hidden} | dtypes)
+    mixture = {} if experts is None else MIXTURE | {"num_moe_experts": experts}
+    config = TransformerConfig(
+        pipeline_model_parallel_size=stages, **MODEL | {"hidden_size": hidden} | dtypes | mixture,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size() if experts else 1,
+    )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        config, get_gpt_layer_local_spec(experts, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
         pre_process=pipeline.rank() == 0, post_process=pipeline.rank() == stages - 1,
         share_embeddings_and_output_weights=tied, pg_collection=groups,
     )  # fmt: skip

@@ -321,13 +321,13 @@ def removed(ddp: dict[str, Any]) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def removed_before_gradients_are_final(overlapped: bool) -> float:
+def removed_before_gradients_are_final(overlapped: bool, experts: int | None) -> float:
     from megatron.core.distributed import finalize_model_grads
 
-    own_loops.start(2)
+    own_loops.start(2, expert_parallel=experts or 1)
     found = []
     for compressed in (False, True):
-        model = own_loops.build(2, finalize=False, overlap_grad_reduce=overlapped)
+        model = own_loops.build(2, finalize=False, overlap_grad_reduce=overlapped, experts=experts)
         for number in range(2):  # Megatron overlaps buckets from the second pass on
             if compressed:
                 handle = optimus_cc_ext.compress(model, None, EXACT[2])
@@ -344,9 +344,13 @@ def removed_before_gradients_are_final(overlapped: bool) -> float:
     return error(found[1], found[0])
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
-def test_reductions_that_are_under_way_are_finished_where_a_handle_is_removed(overlapped: bool) -> None:
-    for far in run_ranks(4, removed_before_gradients_are_final, overlapped, timeout=90):
+@pytest.mark.parametrize(
+    ("overlapped", "experts"), [(False, None), (True, None), (True, 2)], ids=["", "overlapped", "experts"]
+)
+def test_reductions_that_are_under_way_are_finished_where_a_handle_is_removed(
+    overlapped: bool, experts: int | None
+) -> None:
+    for far in run_ranks(4, removed_before_gradients_are_final, overlapped, experts, timeout=90):
         assert far < 1e-5  # the sums are added in another order, in fp32
 
 

@@ -278,3 +278,58 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def names_of(nodes: Iterable[ast.AST]) -> set[str]:
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield what belongs to a module or a function, but not to functions in it, nor names of its comprehensions."""
+    left: list[tuple[ast.AST, frozenset[str]]] = [(scope, frozenset())]
+    while left:
+        node, bound = left.pop()
+        if isinstance(node, COMPREHENSIONS):
+            bound |= names_of(each.target for each in node.generators)
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, SCOPES) and not (isinstance(child, ast.Name) and child.id in bound):
+                yield child
+                left.append((child, bound))
+
+
+def read_after_their_for(source: str) -> list[tuple[int, str]]:
+    """Return the names that a `for` binds and that something below it reads before anything else binds them."""
+    found = []
+    for scope in ast.walk(ast.parse(source)):
+        nodes = list(of_scope(scope)) if isinstance(scope, (ast.Module, *SCOPES)) else []
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        for loop in (node for node in nodes if isinstance(node, ast.For | ast.AsyncFor)):
+            for name in names_of([loop.target]):
+                below = [each for each in names if each.id == name and each.lineno > (loop.end_lineno or 0)]
+                # In one line, such as that of a second loop over the same name, what binds the name comes first.
+                first = min(below, key=lambda each: (each.lineno, isinstance(each.ctx, ast.Load)), default=None)
+                if first is not None and isinstance(first.ctx, ast.Load):
+                    found.append((first.lineno, name))
+    return sorted(found)
+
+
+def test_the_check_sees_names_that_are_read_after_their_for() -> None:
+    assert read_after_their_for("for a, b in c:\n    a\nprint(a)\nb = 1\nprint(b)") == [(3, "a")]
+    assert read_after_their_for("def f():\n    for a in b:\n        pass\n    return [a for a in b], a") == [(4, "a")]
+    assert read_after_their_for("for a in b:\n    pass\nfor a in b:\n    a\ndef f(a):\n    return a") == []
+
+
+def test_no_name_of_a_for_is_read_after_it() -> None:
+    """Such a name holds whatever the last turn of the loop left in it, which is hardly ever what the reader expects."""
+    folders = ("optimus_cc_ext", "scripts", "tests")
+    sources = {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+    found = {
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path, source in sources.items()
+        for line, name in read_after_their_for(source)
+    }
+    assert found == set()
