@@ -24,10 +24,9 @@ __all__ = ["Answer", "answer_lines", "answers", "class_of", "in_bf16", "recommen
 ADMITTED = {
     traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
 }
-"""The format of each class in the preset `balanced`, whose price in loss has a 95 % bound of at most 0.05 % in
-docs/study.md. All of them together cost +0.006 % (the parameter gather and
-gradients of tokens too little to measure); gradients in int4 cost
-+0.045 % on a GPT, with a bound of 0.06 %, and 0.1 % on a Llama-like model.
+"""The format of each class in the preset `balanced`. All of them together cost a GPT of 7.4 million parameters +0.006 %
+of loss; the gather and gradients of tokens cost too little to measure, and docs/study.md has the bounds. Gradients in
+int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.1 %.
 """
 
 BALANCED = ("--optimus-cc", "balanced")
@@ -38,7 +37,7 @@ class and does not recommend it.
 """
 
 NO_PRICE = "six seeds cannot rule out a price of 0.05 % of loss (docs/study.md)"
-PRICE = "together +0.006 % of loss (docs/study.md)"
+PRICE = "together +0.006 % of loss for a GPT of 7 million parameters (docs/study.md)"
 CLASS_WORTH = WORTH / 4
 """Smallest share of vanilla's seconds that a class must save to be recommended."""
 

@@ -17,7 +17,7 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.document import Picture, ReportDocument
 from optimus_cc_ext.report.table import Table
 from scripts.experiments.models import ExperimentError
-from scripts.study.cells import Cell, compared, pooled, upper_bound
+from scripts.study.cells import Cell, compared, upper_bound
 from scripts.study.grid import RUNS, read_rows
 from scripts.study.in_formats import ROWS
 
@@ -76,7 +76,7 @@ def prices(cells: Sequence[Cell]) -> Table:
     for cell in sorted(cells, key=lambda cell: list(FORMAT_OF).index(cell.variant)):
         error = {**FORMATS, **ROWS}[FORMAT_OF[cell.variant]].gaussian_error
         squared = 1e4 * error**2  # in squares of a percent, as the price is in percent
-        bound = upper_bound(cell, *pooled(cells, cell.variant))
+        bound = upper_bound(cell)
         rows.append((cell.variant, len(cell.differences), squared, cell.mean, bound, cell.mean / squared))
     columns = ("variant", "n", "squared error, %^2", "price, %", "95 % below, %", "price over squared error")
     return Table(columns, rows, "Price of a format", "Errors are of a message, prices of the loss.", name="screen")

@@ -12,7 +12,7 @@ from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.texts import Text
 from scripts.hosts.launch import RunFailed
 from scripts.study import grid
-from scripts.study.cells import Cell, behind, compared, pooled, student, upper_bound, verdicts
+from scripts.study.cells import Cell, behind, compared, losses, student, upper_bound, verdicts
 from scripts.study.grid import COLUMNS, add_row, main, read_rows
 from scripts.study.noise import block_noise, relative_noise
 
@@ -64,13 +64,20 @@ def test_pairs_never_mix_texts_kinds_of_cpu_or_settings() -> None:
 
 
 def test_a_variant_passes_if_every_bound_and_the_mean_of_all_cells_are_low_enough() -> None:
-    cells = [cell("a", 0.01, 0.02, 0.03), cell("a", 0.02, 0.03, 0.04, text="prose"), cell("b", 0.0, 0.1, 0.02)]
-    deviation, freedom = pooled(cells, "a")
-    assert deviation == pytest.approx(0.01) and freedom == 4
-    # The bound by hand is 0.03 + 2.132 x 0.01 / sqrt(3).
-    assert upper_bound(cells[1], deviation, freedom) == pytest.approx(0.0423, abs=1e-4)
+    cells = [cell("a", 0.01, 0.02, 0.03), cell("a", 0.01, 0.01, 0.02, text="prose"), cell("b", 0.0, 0.2, 0.1)]
+    # The bound by hand is 0.02 + 2.920 x 0.01 / sqrt(3).
+    assert upper_bound(cells[0]) == pytest.approx(0.0369, abs=1e-4)
     assert verdicts(cells).column("passes") == ["yes", "no"]
     assert verdicts([cell("a", 0.03, 0.031, 0.032)]).column("passes") == ["no"], "the mean is above 0.03 %"
+
+
+def test_the_bound_of_a_cell_comes_from_its_own_differences_alone() -> None:
+    quiet, noisy = cell("a", 0.0, 0.01, 0.02), cell("a", -0.1, 0.0, 0.1, text="prose")
+    column = losses([quiet, noisy]).column("95 % below, %")
+    assert column == pytest.approx([0.0269, 0.1686], abs=1e-4), "0.01 + 2.92 x 0.01 / sqrt(3); 2.92 x 0.1 / sqrt(3)"
+    assert column[:1] == losses([quiet]).column("95 % below, %")
+    table = verdicts([quiet, noisy])
+    assert table.column("passes") == ["undecided"] and table.column("undecided") == [1]
 
 
 def test_a_cell_of_less_than_three_seeds_is_neither_a_proof_nor_a_fault() -> None:

@@ -13,7 +13,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 PLACE = r"`(\w+/\w+\.py)`: `([\w.]+)`"
 """A file below `optimus_cc_ext/`, and the name of a definition in it."""
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LONG_FORMS = {
     "CB": "compressed backpropagation",
@@ -42,8 +42,9 @@ KNOWN = {
     "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT LM NCCL NGC SGD",
     "programming": "API BPE C CI CSV DEBUG INFO JSON PATH TOML WARNING",
     "Slurm's words": "FAILED QOS",
-    "names of models, tasks, papers, systems, files, GPUs (A100, B200, H100)": "A ACP AIS ASPLOS B BLOOM CC CHANGELOG "
-    "CITATION COCCL CONTRIBUTING EDGC H LAMBADA MT MXFP NLG PIQA QSDP RACE SNU TACO V ZFP",
+    "names of models, tasks, papers, systems, files, GPUs (A100, B200, H100)": "A ACP AIS AQ ASPLOS B BLOOM CC "
+    "CHANGELOG CITATION COCCL CONTRIBUTING EDGC GH GTP H LAMBADA MT MXFP NLG PIQA QSDP RACE SCAPE SNU "
+    "TACO TAH UCCL V ZFP",
     "Weights & Biases, as W&B": "W",
 }
 """Capitals that a Megatron engineer reads without a definition, by the reason."""
