@@ -275,11 +275,11 @@ class Codec:
         values: Tensor,
         layout: BlockLayout,
         messages: Tensor,
-        note: Callable[[Tensor, Tensor], None],
+        note: Callable[[Tensor, Tensor, Scratch], None],
         *,
         skipped: int | None = None,
     ) -> None:
-        """Call `note(values, error)`, both flat in fp32, for encoded values, some blocks at a time (for metrics).
+        """Call `note(values, error, scratch)`, flat in fp32, for encoded values, some blocks at a time (for metrics).
 
         Of more than `MEASURED_PARTS` such parts, a sample that depends on their number alone: each part takes about 25
         operators, which a GPU with hundreds of them would wait for in every measured iteration.
@@ -303,7 +303,8 @@ class Codec:
             sent = self._load(values, piece)
             # Errors leave out the zeros that fill up a short block: once rotated, these have errors that no rank
             # receives.
-            note(*(each.view(-1)[: piece.numel] for each in (sent, torch.sub(sent, decoded, out=decoded))))
+            error = torch.sub(sent, decoded, out=decoded)
+            note(sent.view(-1)[: piece.numel], error.view(-1)[: piece.numel], self._scratch)
 
     # -- rows: one message for each row of a matrix, from its shape alone ---------------------------------------
 

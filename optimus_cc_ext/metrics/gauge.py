@@ -64,10 +64,15 @@ class Gauge:
         if self.on:
             self._add(0, error, 1.0)
 
-    def note(self, values: torch.Tensor, error: torch.Tensor) -> None:
-        """Add the norms of `values`, which were compressed, and of their compression error."""
-        self.note_compressed(values)
-        self.note_error(error)
+    def note(self, values: torch.Tensor, error: torch.Tensor, scratch: Scratch | None = None) -> None:
+        """Add the norms of `values`, which were compressed, and of their compression error.
+
+        Args:
+            scratch: memory of the stream that measures; None: the gauge's own.
+        """
+        if self.on:
+            self._add(1, values, 1.0, scratch)
+            self._add(0, error, 1.0, scratch)
 
     def note_projection(self, matrix: torch.Tensor, kept: torch.Tensor) -> None:
         """Add the norm of `matrix` and the error of its projection onto orthonormal columns, |matrix|^2 - |kept|^2,
@@ -88,8 +93,8 @@ class Gauge:
         """Return the seconds spent on compressing and decompressing; waits for the device."""
         return self._stopwatch.total("compression")
 
-    def _add(self, index: int | slice, tensor: torch.Tensor, sign: float) -> None:
+    def _add(self, index: int | slice, tensor: torch.Tensor, sign: float, scratch: Scratch | None = None) -> None:
         if self._squares is None:
             self._squares = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-        length = norm(tensor, self._scratch)
+        length = norm(tensor, scratch or self._scratch)
         self._squares[index].addcmul_(length, length, value=sign)

@@ -195,7 +195,10 @@ class _BucketMessages(MessagePool):
         if not self.nbytes:
             self._memory = self._pool.take(nbytes, device)
         elif nbytes > self.nbytes:
-            # The memory grows in place, so that tensors that were given out before keep it, with its content.
+            # The memory grows in place, so that tensors that were given out before keep it, with its content. The old
+            # block returns to the current stream, while another one may still read or write it.
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             self._memory.untyped_storage().resize_(nbytes)
             self._memory.set_(self._memory.untyped_storage())
             self._memory[self.nbytes :].zero_()

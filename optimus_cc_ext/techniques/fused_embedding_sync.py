@@ -66,7 +66,8 @@ class FusedEmbeddingSync(Technique):
 
     Args:
         wanted: True if the technique is on.
-        codecs: codecs of the technique's format; None: dense.
+        codecs: codecs of the technique's format, for the sum that this technique makes; None: dense.
+        bucket_codecs: the same for the reducer of the embedding's bucket, which may run on another stream.
         dense_inside: True if the embedding stays dense on models that send none of it between nodes.
         two_levels: True if blocks may be added up in two levels.
     """
@@ -76,13 +77,14 @@ class FusedEmbeddingSync(Technique):
         *,
         wanted: bool = True,
         codecs: BlockCodecs | None = None,
+        bucket_codecs: BlockCodecs | None = None,
         dense_inside: bool = False,
         two_levels: bool = True,
     ) -> None:
         # An embedding's gradient is sent dense or in blocks, without error feedback, so the technique has no state.
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
         self._wanted, self._pool, self.codecs, self._dense_inside = wanted, MessagePool(), codecs, dense_inside
-        self._two_levels = two_levels
+        self._two_levels, self.bucket_codecs = two_levels, bucket_codecs
         self.group: dist.ProcessGroup | None = None
         """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
         part.

@@ -91,7 +91,8 @@ class LowRankReducer(Reducer):
         self._gauge = gauge or Gauge(self._scratch)
         self._compressor = compressor
         self.states = states or FactorStates(config.dp_compression_rank)
-        self.states.make_warm_starts(compressor, self._scratch)
+        # Warm starts are made on the stream of the optimizer's step, so with memory of their own.
+        self.states.make_warm_starts(type(compressor)(), Scratch())
         shape_groups = [
             ShapeGroup(
                 same, flat, shard, config, states=self.states, name=f"{name}: {same.name}", seed=seed,

@@ -27,7 +27,6 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.reducers import SideStream
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
@@ -104,27 +103,20 @@ class Shards:
 class Gather:
     """Gather of a group of buckets: it begins when it is made, and ends in `wait`, which `finish_param_sync` calls.
 
-    On a GPU the messages are decoded as soon as they have arrived, on the stream `side`, while the forward pass
-    computes with other buckets; `wait` lets the current stream wait for that.
+    Messages are decoded in `wait`, on the current stream. A GPU with one queue of work for all streams
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) starts kernels in the order in which the host launches them: a kernel that waits for
+    this gather must not be launched before the forward pass of the bucket before, or that pass waits, too.
     """
 
     @torch.no_grad()
-    def __init__(self, buckets: Sequence[Shards], side: SideStream) -> None:
-        self._buckets, self._side = buckets, side
-        with side.work():
-            for shards in buckets:
-                shards.start()
-            if side.beside:
-                self._finish()
+    def __init__(self, buckets: Sequence[Shards]) -> None:
+        self._buckets = buckets
+        for shards in buckets:
+            shards.start()
 
     @torch.no_grad()
     def wait(self) -> None:
         """Let later work on the current stream read the updated parameters."""
-        if not self._side.beside:
-            self._finish()
-        self._side.join()
-
-    def _finish(self) -> None:
         for shards in self._buckets:
             shards.finish()
 
@@ -149,14 +141,11 @@ class ParamGather(Technique):
 
         self._scratch, self._pool = Scratch(), pool or MessagePool()
         self._of: dict[int, Shards] = {}
-        self._side: SideStream | None = None
 
     def gather(self, buckets: Sequence[Shards]) -> Gather:
         """Begin the gather of these buckets. All replicas call this in the same order."""
         self.seen = True
-        if self._side is None:
-            self._side = SideStream(buckets[0].flat.device)
-        return Gather(buckets, self._side)
+        return Gather(buckets)
 
     def begin(self, this: Iteration) -> None:
         """Begin a pass. Any code may have changed parameters before it, so no shard counts as gathered."""

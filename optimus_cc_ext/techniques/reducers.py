@@ -52,6 +52,11 @@ class Reducer(ABC):
     """Number of gradients that were compressed so far; a gradient counts once in every reduction."""
 
     @property
+    def sends_later(self) -> bool:
+        """True if the second phase of the reduction that has begun sends something."""
+        return True
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory for messages."""
         return int(self.plan.wire_bytes)
@@ -152,6 +157,10 @@ class DenseReducer(Reducer):
         else:
             self._sums = [start_sum(run, self._groups.whole, self._purpose) for run in self._runs]
 
+    @property
+    def sends_later(self) -> bool:
+        return False
+
     def second_phase(self) -> None:
         """Do nothing: a dense sum has no second phase."""
 
@@ -202,6 +211,10 @@ class BlockReducer(Reducer):
         self.encoded += self.plan.matrices
         self._exchange.start(self._flat)
 
+    @property
+    def sends_later(self) -> bool:
+        return self._whole
+
     @torch.no_grad()
     def second_phase(self) -> None:
         """Wait for the exchange, add up the own shard, and start the gather of sums if it is needed."""
@@ -233,11 +246,6 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @property
-    def beside(self) -> bool:
-        """True if this stream, and not the host, waits for messages."""
-        return self._stream is not None
-
     @contextmanager
     def work(self) -> Iterator[None]:
         """Run the work in the context after everything that the current stream has been given so far."""
@@ -259,11 +267,12 @@ class Reduction:
 
     The reductions of a rank form a pipeline of two phases. A reduction that begins also begins the `second_phase` of
     the reduction before it, so that the second phase (factors Q, or the gather of sums) runs during the backward pass.
-    Only the last reduction's second phase begins in `wait`. Replicas begin reductions in the same order, and so their
-    collectives match.
+    Only the last reduction's second phase begins in `wait`, and each that sends nothing: the sums of a shard are added
+    up where they are waited for, as a kernel that waits for messages can hold up the backward pass (`param_gather`).
+    Replicas begin reductions in the same order, and so their collectives match.
 
     Args:
-        under_way: the reducers of this rank whose second phase has not begun; all its reductions share the list.
+        under_way: the reducers of this rank whose second phase has to begin; all its reductions share the list.
         side: the stream for the work, if the backward pass goes on meanwhile.
         whole: True if each replica needs whole gradients, also if its optimizer reads a shard.
     """
@@ -278,7 +287,7 @@ class Reduction:
             # Earlier reductions continue after this one's first phase is posted, so that it runs while they are waited
             # for.
             self._go_on()
-        under_way.extend(reducers)
+        under_way.extend(reducer for reducer in reducers if reducer.sends_later)
 
     def wait(self) -> None:
         """Finish the reduction; work that the current stream gets afterwards sees the sums in the buckets."""

@@ -348,7 +348,7 @@ class SelectiveStageCompression(Technique):
         if isinstance(plan, DensePlan):
             reducer = DenseReducer(plan, flat, groups)
         elif isinstance(plan, ExchangePlan | TwoLevelPlan):
-            codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.codecs, fused.gauge)
+            codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
             assert codecs is not None, "a plan in blocks of few bits needs codecs"
             reducer = block_reducer(plan, flat, groups, codecs, pool=pool or self.pool, gauge=gauge)
         elif isinstance(plan, LowRankPlan):

@@ -142,6 +142,7 @@ class Session:
         self.embedding = FusedEmbeddingSync(
             wanted=config.fused_embedding_sync,
             codecs=self.new_codecs(config.fused_embedding_sync_format),
+            bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
             dense_inside=config.is_dense_inside(EMBEDDING),
             two_levels=config.dp_compression_levels != "one",
         )

@@ -248,6 +248,10 @@ class TwoLevelReducer(Reducer):
             start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
         self._across.start()
 
+    @property
+    def sends_later(self) -> bool:
+        return self._across.sends_later
+
     def second_phase(self) -> None:
         """Add up the nodes' sums, and without the distributed optimizer send the results to the other nodes."""
         self._across.second_phase()

@@ -299,7 +299,7 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
         assert plan.wire_bytes < 1.15 * ends[-1]
 
 
-def _in_line(factors: bool) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+def _in_line(factors: bool, sharded: bool = False) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
     """Do three overlapping reductions, then one by one: return the order of starts and waits, and both sums."""
     dist.init_process_group("gloo")
     log: list[str] = []
@@ -321,7 +321,7 @@ def _in_line(factors: bool) -> tuple[list[str], list[torch.Tensor], list[torch.T
         reductions = []
         for bucket in buckets:
             log.append("hook")
-            reducer = bucket.reducer(FastLowRank(), 2) if factors else reducer_of(bucket, codecs("int8"), sharded=False)
+            reducer = bucket.reducer(FastLowRank(), 2) if factors else reducer_of(bucket, codecs("int8"), sharded)
             reductions.append(Reduction([reducer], under_way, None, whole=False))
             if not in_line:
                 reductions.pop().wait()
@@ -348,6 +348,11 @@ def test_later_phases_begin_with_the_hook_of_the_next_bucket_and_change_no_bit(f
             "finish", f"wait {second}",
         ]  # fmt: skip
         assert all(map(torch.equal, in_line, one_by_one))
+
+
+def test_sums_of_shards_that_nobody_else_needs_are_added_up_where_they_are_waited_for():
+    for log, *_ in run_ranks(2, _in_line, False, True):
+        assert log == ["hook", "start exchange)"] * 3 + ["finish", "wait exchange)"] * 3
 
 
 # -- the tied embedding -----------------------------------------------------------------------------------------------

@@ -375,13 +375,3 @@ def over_the_shared_gpus_backend() -> None:
     torch.distributed.init_process_group = lambda *args, **kwargs: original(
         *args, **kwargs | {"backend": staged_gloo.NAME}
     )
-
-
-def as_on_a_shared_gpu() -> None:
-    """Use the backend of ranks that share a GPU, and decode gathered parameters when their gather begins, as beside a
-    GPU's forward pass.
-    """
-    from optimus_cc_ext.techniques.reducers import SideStream
-
-    over_the_shared_gpus_backend()
-    SideStream.beside = property(lambda stream: True)  # type: ignore[assignment]
