@@ -143,9 +143,8 @@ class Session:
             wanted=config.fused_embedding_sync,
             codecs=self.new_codecs(config.fused_embedding_sync_format),
             bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
-            dense_inside=config.is_dense_inside(EMBEDDING),
-            two_levels=config.dp_compression_levels != "one",
-        )
+            dense_inside=config.is_dense_inside(EMBEDDING), two_levels=config.dp_compression_levels != "one",
+        )  # fmt: skip
         self.techniques: tuple[Technique, ...] = (
             self.forward, self.backprop, self.dispatch, self.expert_gradients, self.gradients, self.parameters,
             self.embedding,
