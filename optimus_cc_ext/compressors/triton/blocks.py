@@ -79,19 +79,17 @@ class TritonCodec(Codec):
         dense, scales, codes = (each[which] for each in self._sections(messages, layout, values))
         chunks, blocks = tables.chunks[which], tables.blocks[which]
         if chunks.numel():
-            block_kernels.copy_values[_grid(chunks, DENSE_ROWS)](
+            block_kernels.copy_values[_grid(chunks, chunks.shape[1], DENSE_ROWS)](
                 values, chunks, tables.slots[which], dense, dense.stride(0), chunks.shape[1], ROWS=DENSE_ROWS
             )
         if blocks.numel():
-            self._encode_in(_grid(blocks, ROWS), values, blocks, scales, codes, layout.blocks, tables.align)
+            self._encode_in(values, blocks, scales, codes, tables.align)
 
-    def _encode_in(
-        self, grid: tuple[int, int], values: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor,
-        blocks: int, align: int, per_row: int = 1,
-    ) -> None:  # fmt: skip
+    def _encode_in(self, values: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor, align: int) -> None:
         largest = self.format.largest
         assert largest is not None  # formats without a largest code have no kernels
-        block_kernels.encode_blocks[grid](
+        blocks, per_row = _lengths(values, table)
+        block_kernels.encode_blocks[_grid(table, blocks, ROWS)](
             values, table, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
             scales.stride(0), codes.stride(0), blocks, per_row,
             PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
@@ -133,23 +131,22 @@ class TritonCodec(Codec):
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
         if tables.chunks.numel():
             chunks = tables.chunks[which]
-            block_kernels.add_up_values[_grid(chunks, DENSE_ROWS)](
+            block_kernels.add_up_values[_grid(chunks, chunks.shape[1], DENSE_ROWS)](
                 dense, chunks, tables.slots[which], out, dense.stride(0), chunks.shape[1], senders,
                 WIDEN=INTERPRETED, ONTO=onto, ROWS=DENSE_ROWS,
             )  # fmt: skip
         if tables.blocks.numel():
             blocks = tables.blocks[which]
-            self._decode_in(
-                _grid(blocks, ROWS), out, blocks, scales, codes, layout.blocks, tables.align, senders=senders, onto=onto
-            )
+            self._decode_in(out, blocks, scales, codes, tables.align, senders, onto=onto)
 
     def _decode_in(
-        self, grid: tuple[int, int], out: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor,
-        blocks: int, align: int, per_row: int = 1, senders: int = 1, *, onto: bool = False,
+        self, out: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor, align: int, senders: int = 1,
+        *, onto: bool = False,
     ) -> None:  # fmt: skip
         # Sums of four codes are integers below 2^9, which 16 bits hold exactly; sums over senders are not integers.
         dtype = torch.float16 if senders == 1 else torch.float32
-        block_kernels.add_up_blocks[grid](
+        blocks, per_row = _lengths(out, table)
+        block_kernels.add_up_blocks[_grid(table, blocks, ROWS)](
             scales, codes, table, self._rotations_in(dtype, out.device, back=True), out,
             scales.stride(0), codes.stride(0), blocks, per_row, senders,
             PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
@@ -173,15 +170,10 @@ class TritonCodec(Codec):
         self._decode_in(*self._of_rows(out, message))
         return out
 
-    def _of_rows(
-        self, rows: Tensor, message: Tensor
-    ) -> tuple[tuple[int, int], Tensor, None, Tensor, Tensor, int, int, int]:
-        """Return a kernel's arguments for rows: grid, values, no table, scales, codes, blocks, align, blocks of a
-        row.
-        """
-        blocks, in_row = rows.numel() // BLOCK, rows.shape[1] // BLOCK
-        scales = message[:, in_row * self.code_bytes :].view(torch.int16)
-        return (triton.cdiv(blocks, ROWS), 1), rows, None, scales, message, blocks, WIDEST, in_row
+    def _of_rows(self, rows: Tensor, message: Tensor) -> tuple[Tensor, None, Tensor, Tensor, int]:
+        """Return a kernel's arguments for rows: values, no table, scales, codes, align."""
+        scales = message[:, rows.shape[1] // BLOCK * self.code_bytes :].view(torch.int16)
+        return rows, None, scales, message, WIDEST
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sections of all messages as 2-D views: dense values, scales as int16, codes."""
@@ -241,8 +233,15 @@ def _stacked(rows: list[list[Tensor]], device: torch.device) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True).to(device)
 
 
-def _grid(table: Tensor, rows: int) -> tuple[int, int]:
-    return triton.cdiv(table.shape[1], rows), table.shape[0]
+def _lengths(values: Tensor, table: Tensor | None) -> tuple[int, int]:
+    """Return the number of blocks of a message, from the table that kernels index with it, and 1; without a table, the
+    blocks of all rows of `values` and of one row.
+    """
+    return (values.numel() // BLOCK, values.shape[1] // BLOCK) if table is None else (table.shape[1], 1)
+
+
+def _grid(table: Tensor | None, blocks: int, rows: int) -> tuple[int, int]:
+    return triton.cdiv(blocks, rows), 1 if table is None else table.shape[0]
 
 
 def _taken(values: Tensor, messages: Tensor) -> bool:
