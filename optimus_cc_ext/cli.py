@@ -142,7 +142,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    # The report is imported here, because it needs the extra `report`, which the other commands do not.
     from optimus_cc_ext.report.comparison import write_report
 
     write_report(options.folders, options.output)

@@ -12,7 +12,7 @@ from pathlib import Path
 from optimus_cc_ext.config.flags import add_flags
 from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.plan import PlanError, validate
+from optimus_cc_ext.plan import PlanError, tables, validate
 from optimus_cc_ext.plan.answer import answer_lines, answers, class_of, recommended, why
 from optimus_cc_ext.plan.flags import job_of, layout_flags
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
@@ -23,6 +23,8 @@ from optimus_cc_ext.plan.recipes import configurations, judged
 from optimus_cc_ext.plan.shapes import MODELS
 from optimus_cc_ext.plan.validate import band_of
 from optimus_cc_ext.plan.variants import VARIANTS, Band, Sweep, layout_of, points, variants
+from optimus_cc_ext.report import require as require_report
+from optimus_cc_ext.report.table import printed
 
 __all__ = ["add_arguments", "run"]
 
@@ -95,9 +97,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from optimus_cc_ext.plan import tables  # imported here and below, because these modules need the extra `report`
-    from optimus_cc_ext.report.table import printed
-
     rows, left_out = [], []
     for path in [Path(options.validate)] if options.validate else validate.SHIPPED:
         more, without = validate.read_rows(path)
@@ -118,6 +117,8 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    if options.output or options.sweep:
+        require_report()
     cluster, job, others, measured = _basis(options)
     own, unread = _own(others, job)
     if options.output and options.output.suffix:
@@ -126,9 +127,6 @@ def _plan(options: argparse.Namespace) -> None:
     if options.sweep:
         _sweep(options, replace(cluster, error=0.0), job, own)  # a log's error holds for its own number of nodes
         return
-    from optimus_cc_ext.plan import tables
-    from optimus_cc_ext.report.table import printed
-
     band = Band(cluster, job)
     left, unread = left_out(cluster, job, unread, band.vanilla, band_of(cluster.gpu, job))
     found, said = variants(cluster, job, band, own), answers(band, job)
@@ -244,9 +242,6 @@ def _grid(options: argparse.Namespace, cluster: Cluster, job: Job, flags: Sequen
 
 def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequence[str]) -> None:
     from rich.progress import Progress
-
-    from optimus_cc_ext.plan import tables
-    from optimus_cc_ext.report.table import printed
 
     named = {"yours": " ".join(own)} if own else {name: VARIANTS[name] for name in SWEPT}
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:

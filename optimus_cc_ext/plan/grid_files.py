@@ -3,15 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from optimus_cc_ext.data.output import write_whole
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.grid import PlanGrid
 from optimus_cc_ext.report.document import Fragment, ReportDocument
 from optimus_cc_ext.report.pictures import INK, PALETTE, panels, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["check_grid_file", "grid_picture", "write_grid"]
 
@@ -23,7 +24,7 @@ LEAD = (
 )
 
 
-def grid_picture(grid: PlanGrid) -> Figure:
+def grid_picture(grid: PlanGrid) -> "Figure":
     """Draw the gain of the first format with the job's batch, over the networks and by replicas on a node."""
     _, _, batch, form = grid.start
     figure, ((axes,),) = panels(1, 1, 8.4, 3.9)
@@ -57,6 +58,8 @@ def _html(path: Path, grid: PlanGrid) -> None:
 
 
 def _picture(path: Path, grid: PlanGrid) -> None:
+    from matplotlib import rc_context
+
     # Without date and random names, the same grid gives the same file.
     with rc_context({"svg.hashsalt": "optimus-cc"}):
         grid_picture(grid).savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

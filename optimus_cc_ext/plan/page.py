@@ -3,9 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS
@@ -17,6 +15,9 @@ from optimus_cc_ext.report.document import Box, Folded, Number, Part, Picture, P
 from optimus_cc_ext.report.pictures import INK, PALETTE, colour, panels, tidy
 from optimus_cc_ext.report.table import Table
 from optimus_cc_ext.techniques.schedule import Pass
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["trace", "write_plan", "write_sweep"]
 
@@ -70,7 +71,7 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
     (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
 
 
-def _gains(found: Sequence[Variant]) -> Figure:
+def _gains(found: Sequence[Variant]) -> "Figure":
     others = found[1:]
     figure, ((axes,),) = panels(1, 1, 6.4, 0.9 + 0.28 * max(1, len(others)))
     for place, v in enumerate(others):
@@ -86,7 +87,7 @@ def _gains(found: Sequence[Variant]) -> Figure:
     return figure
 
 
-def _breakdowns(job: Job, found: Sequence[Variant]) -> Figure:
+def _breakdowns(job: Job, found: Sequence[Variant]) -> "Figure":
     figure, ((axes,),) = panels(1, 1, 6.4, 1.3 + 0.28 * len(found))
     left = [0.0] * len(found)
     parts = [breakdown(job, v.result) for v in found]

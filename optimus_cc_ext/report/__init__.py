@@ -7,10 +7,13 @@ which compares one or two runs; `record.py` and `log_lines.py` read, `table.py`,
 
 from optimus_cc_ext.errors import OptimusError, require_extra
 
-__all__ = ["ReportError"]
-
-require_extra("report", "matplotlib", "rich", "tensorboard")
+__all__ = ["ReportError", "require"]
 
 
 class ReportError(OptimusError):
     """Missing or unusable input of a report; the message names the file and the cure."""
+
+
+def require() -> None:
+    """Raise MissingExtra unless the extra `report` is installed."""
+    require_extra("report", "matplotlib", "rich", "tensorboard")

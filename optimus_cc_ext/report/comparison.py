@@ -13,7 +13,7 @@ from typing import Any
 from optimus_cc_ext.config.classes import CLASSES, EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.data.output import check_replaceable, locked, replace
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
-from optimus_cc_ext.report import ReportError
+from optimus_cc_ext.report import ReportError, require
 from optimus_cc_ext.report.document import Box, Part, Picture, Points, ReportDocument
 from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
 from optimus_cc_ext.report.table import Cell, Table, printed
@@ -285,7 +285,9 @@ def write_report(folders: list[Path], output: Path) -> None:
     Raises:
         ReportError: a folder has no run or more than one, or the two runs have no iteration in common.
         DataError: `output` contains files that a report does not write.
+        MissingExtra: the extra `report` is not installed.
     """
+    require()
     if len(folders) > 2:
         raise ReportError(f"{len(folders)} folders: a report shows one run, or two side by side. Give one or two")
     for folder in folders:

@@ -1,14 +1,14 @@
 """The palette and style of all pictures, and the pictures that several reports share."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc_ext.report.record import Curve, Share
 from optimus_cc_ext.report.table import Cell, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = [
     "GRID", "INK", "PALETTE", "colour", "curves", "gain", "lines", "loss_curves", "panels", "tidy",
@@ -32,15 +32,17 @@ def colour(name: Cell, place: int) -> str:
     return _COLOURS.get(str(name), PALETTE[place % len(PALETTE)])
 
 
-def panels(rows: int, columns: int, width: float, height: float, **further: Any) -> tuple[Figure, list[list[Axes]]]:
+def panels(rows: int, columns: int, width: float, height: float, **further: Any) -> "tuple[Figure, list[list[Axes]]]":
     """Return a figure and its `rows` x `columns` axes of the given size in inches; `further` goes to
     Figure.subplots.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **further).tolist()
 
 
-def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> None:
+def tidy(axes: "Axes", title: str = "", grid: Literal["x", "y", "both"] = "y") -> None:
     """Give `axes` a title at the left, a grid behind the data, and no box."""
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,7 +52,7 @@ def tidy(axes: Axes, title: str = "", grid: Literal["x", "y", "both"] = "y") -> 
     axes.set_axisbelow(True)
 
 
-def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", label: str = "{}") -> None:
+def lines(axes: "Axes", table: Table, x: str, y: str, by: str, style: str = "-", label: str = "{}") -> None:
     """Draw column `y` over column `x`, one line per value of column `by`, which `label` formats."""
     for place, name in enumerate(table.distinct(by)):
         mine = table.where(**{by: name})
@@ -60,7 +62,7 @@ def lines(axes: Axes, table: Table, x: str, y: str, by: str, style: str = "-", l
         )  # fmt: skip
 
 
-def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = None) -> Figure:
+def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = None) -> "Figure":
     """Draw one loss curve, or two with their relative difference below.
 
     Args:
@@ -78,7 +80,9 @@ def loss_curves(title: str, losses: Mapping[str, Curve], band: float | None = No
     return figure
 
 
-def _draw_losses(axes: Axes, losses: Mapping[str, Curve]) -> None:
+def _draw_losses(axes: "Axes", losses: Mapping[str, Curve]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     # The curve drawn first is wider, so that both are visible where they coincide.
     for place, (name, curve) in enumerate(losses.items()):
         width, alpha = ((3.2, 0.75), (1.4, 1.0))[place or len(losses) == 1]
@@ -92,7 +96,9 @@ def _draw_losses(axes: Axes, losses: Mapping[str, Curve]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> None:
+def _draw_gap(axes: "Axes", losses: Mapping[str, Curve], band: float | None) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
     (first, base), (_, curve) = losses.items()
     old, new = (dict(zip(c.iterations, c.values, strict=True)) for c in (base, curve))
     steps = sorted(old.keys() & new.keys())
@@ -109,8 +115,10 @@ def _draw_gap(axes: Axes, losses: Mapping[str, Curve], band: float | None) -> No
     axes.set_ylabel("difference")  # the legend names the runs, because a name can be longer than this axis
 
 
-def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:
+def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> "Figure":
     """Draw curves over the iterations, from 0 up."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, ((axes,),) = panels(1, 1, 7.2, 3.2)
     for place, (name, curve) in enumerate(drawn.items()):
         marker = "o" if len(curve.values) < 30 else ""
@@ -126,7 +134,7 @@ def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> Figure:
 def gain(
     seconds: Mapping[str, Mapping[str, tuple[float, float, float]]], losses: Mapping[str, Curve],
     traffic: Mapping[str, Sequence[Share]],
-) -> Figure:  # fmt: skip
+) -> "Figure":  # fmt: skip
     """Draw the gain in one picture: seconds, loss and bytes of two runs side by side.
 
     Args:
@@ -162,7 +170,7 @@ def gain(
     return figure
 
 
-def traffic_bars(name: str, shares: Sequence[Share]) -> Figure:
+def traffic_bars(name: str, shares: Sequence[Share]) -> "Figure":
     """Draw raw and sent bytes of run `name` by class; the last of `shares` is the sum, which the title states."""
     *classes, everything = shares
     figure, ((axes,),) = panels(1, 1, 7.2, 4.2)

@@ -55,9 +55,10 @@ def main(argv: list[str]) -> int:
     try:
         # Both modules are imported here, because --help needs neither, and so that a missing package is reported like
         # any other error.
-        import optimus_cc_ext.report  # noqa: F401
+        from optimus_cc_ext.report import require
         from scripts.quickstart.compare import compare
 
+        require()
         return compare(options, further)
     except (OptimusError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,8 +3,9 @@ nothing.
 """
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +41,19 @@ class Import:
     module: str
     line: int
     in_function: bool
+    checked_only: bool = False
+    """True below `if TYPE_CHECKING:`, which never runs."""
 
 
 def imports(source: str) -> list[Import]:
-    return list(_imports(ast.parse(source), in_function=False))
+    tree = ast.parse(source)
+    checked = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    lines = {
+        node.lineno for each in checked for branch in each.body for node in ast.walk(branch) if hasattr(node, "lineno")
+    }
+    return [replace(item, checked_only=item.line in lines) for item in _imports(tree, in_function=False)]
 
 
 def _imports(node: ast.AST, in_function: bool) -> Iterator[Import]:
@@ -121,6 +131,33 @@ def test_no_file_is_too_long() -> None:
     files = [*SOURCES.values(), *(ROOT / "tests").rglob("*.py")]
     lengths = {path.name: path.read_text().count("\n") for path in files}
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+REQUIRED = {"megatron", "numpy", "torch", "triton", "optimus_cc_ext"}
+"""Packages that are there without any extra; torch brings triton."""
+
+
+def extras_at_module_level(source: str) -> list[str]:
+    """Return the modules that importing a file needs, beside Python's own and `REQUIRED`."""
+    return [
+        item.module
+        for item in imports(source)
+        if not (item.in_function or item.checked_only)
+        and item.module.partition(".")[0] not in REQUIRED | sys.stdlib_module_names
+    ]
+
+
+def test_an_extra_is_imported_only_when_it_is_needed() -> None:
+    assert extras_at_module_level(
+        "import os\n"
+        "from matplotlib.figure import Figure\n"
+        "try:\n    import rich.table\nexcept ImportError:\n    pass\n"
+        "if TYPE_CHECKING:\n    from tensorboard import program\n"
+        "class Late:\n    import tqdm\n"
+        "def later():\n    import tokenizers\n"
+    ) == ["matplotlib.figure.Figure", "rich.table", "tqdm"]
+    found = {name: extras_at_module_level(path.read_text()) for name, path in SOURCES.items()}
+    assert {name: modules for name, modules in found.items() if modules} == {}
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -1,16 +1,24 @@
 """The wheel: its requirements, and scripts/ and patches/ inside it, which run from where they are installed."""
 
+import importlib.metadata
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
+from collections.abc import Iterable
+from email.parser import BytesParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from optimus_cc_ext.cli import shared_folder
 from optimus_cc_ext.data import __main__ as data
@@ -19,6 +27,11 @@ from scripts.eval import harness
 from tests.shell_scripts import ROOT
 
 SHARED = ("scripts", "patches")
+LINE = shlex.split(
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-4 --vocab-size 128 --mock-data "
+    "--tokenizer-type NullTokenizer --optimus-cc"
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -120,14 +133,84 @@ def test_what_an_extra_installs_is_named_with_the_way_to_get_it(
     with pytest.raises(MissingExtra, match=r"not installed: no_such_module\. .*pip install 'optimus_cc_ext\[data\]'"):
         require_extra("data", "json", "no_such_module")
     monkeypatch.setattr("optimus_cc_ext.errors.find_spec", lambda module: None)
-    monkeypatch.delitem(sys.modules, "optimus_cc_ext.report", raising=False)
-    with pytest.raises(
-        MissingExtra, match=r"not installed: matplotlib, rich, tensorboard\. .*pip install 'optimus_cc_ext\[report\]'"
-    ):
-        __import__("optimus_cc_ext.report")
     cure = "Install the extra that provides it: pip install 'optimus_cc_ext"
     assert data.main(["--input", str(ROOT / "docs"), "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == f"error: not installed: tokenizers, tqdm. {cure}[data]'\n"
     assert harness.main(["--model", str(tmp_path)]) == 2
     assert f"not installed: lm_eval, transformers. {cure}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def needed_by(requirements: Iterable[str], found: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return the installed distributions that requirements lead to, without any extra; Megatron's own pull in none."""
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found = needed_by(importlib.metadata.requires(name) or (), found | {name})
+    return found
+
+
+@pytest.fixture(scope="module")
+def without_extras(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of an environment that holds the wheel, and of this one's packages only those that the wheel
+    requires.
+    """
+    folder = tmp_path_factory.mktemp("without-extras")
+    venv.create(folder)
+    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    site_packages.joinpath("wheel.pth").write_text(str(installed.parent))
+    [metadata] = installed.parent.glob("*.dist-info/METADATA")
+    for name in needed_by(BytesParser().parsebytes(metadata.read_bytes()).get_all("Requires-Dist", [])):
+        files = importlib.metadata.files(name)
+        assert files is not None, name
+        for top in {path.parts[0] for path in files} - {"..", "__pycache__"}:
+            if not (site_packages / top).exists():
+                (site_packages / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
+    return folder / "bin/python"
+
+
+def answer_without_extras(python: Path, *words: str | Path) -> tuple[int, str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [python, "-m", "optimus_cc_ext.cli", *words], cwd=python.parent, env=variables, text=True, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert "Traceback" not in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+PLAN = ("plan", "--cluster", "h100-100gbe", "--nodes", "2", "--model", "2.5b")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--help",), "usage: optimus-cc"),
+        (("files",), "share"),
+        (("completion", "bash"), "complete -F"),
+        (PLAN, "Seconds per iteration"),
+        pytest.param(("plan", "--validate"), "not judged", marks=pytest.mark.ci),
+        pytest.param(("doctor",), "training would start", marks=pytest.mark.ci),
+        pytest.param(("doctor", "--", *LINE), "memory per rank", marks=pytest.mark.ci),
+    ],
+    ids=lambda words: " ".join(words[:2]) if isinstance(words, tuple) else "",
+)
+def test_a_command_that_needs_no_extra_runs_without_any(
+    without_extras: Path, words: tuple[str, ...], said: str
+) -> None:
+    code, text = answer_without_extras(without_extras, *words)
+    assert (code, said in text) == (0, True), text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("report", "."), (*PLAN, "--output", "page"), (*PLAN, "--output", "grid.html"), (*PLAN, "--sweep", "nodes=2..4")],
+    ids=lambda words: f"{words[0]} {words[-2]}",
+)
+def test_a_command_that_needs_an_extra_names_it_before_it_begins(without_extras: Path, words: tuple[str, ...]) -> None:
+    assert answer_without_extras(without_extras, *words) == (
+        2,
+        "error: not installed: matplotlib, rich, tensorboard. Install the extra that provides it: "
+        "pip install 'optimus_cc_ext[report]'\n",
+    )
+    assert not (without_extras.parent / words[-1]).is_dir() or words[-1] == "."
