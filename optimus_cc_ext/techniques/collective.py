@@ -149,11 +149,14 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str)
     start_sum(tensor, group, purpose).wait()
 
 
-def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make one small all-to-all of `group`. Collective over its ranks.
+def connect(group: dist.ProcessGroup, device: torch.device, *, pairs: bool) -> None:
+    """Make one small collective of `group`, an all-to-all if `pairs`. Collective over its ranks.
 
-    The first all-to-all makes NCCL allocate memory for the connections of all pairs. In the middle of training PyTorch
-    would hold nearly all memory.
+    NCCL makes a group's communicator at its first collective, and at its first all-to-all it allocates memory for the
+    connections of all pairs. In the middle of training PyTorch would hold nearly all memory.
     """
     out, tensor = torch.zeros(2, 16 * group.size(), dtype=torch.uint8, device=device)
-    start_all_to_all(out, tensor, group, "first all-to-all of gradients").wait()
+    if pairs:
+        start_all_to_all(out, tensor, group, "first all-to-all of gradients").wait()
+    else:
+        all_reduce_sum(tensor, group, "first sum of a process group")

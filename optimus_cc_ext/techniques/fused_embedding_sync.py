@@ -40,7 +40,7 @@ from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import BlockReducer
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
-from optimus_cc_ext.techniques.two_levels import TwoLevelReducer, block_plan, block_reducer, sent_alone
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer, block_plan, block_reducer, sent_alone
 
 __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
@@ -104,6 +104,9 @@ class FusedEmbeddingSync(Technique):
         """`group` with its levels; None: this rank takes no part."""
 
         self._union_reducer: BlockReducer | TwoLevelReducer | None = None
+        self._connected = False
+        """True once the union has made its first sum, if it sums dense gradients."""
+
         self._pair_sums: dict[int, GatheredSum] = {}
         """Sums over the pair, by number of values: a shard, or the whole embedding if Megatron needs that."""
 
@@ -179,22 +182,28 @@ class FusedEmbeddingSync(Technique):
         return self._pool.nbytes
 
     def make_room(self, gradient: torch.Tensor) -> None:
-        """Allocate the messages for the gradient that `reduce` will get, once."""
+        """Allocate the messages for the gradient that `reduce` will get, and connect the groups that sum it, once."""
+        groups, flat = self._joined, gradient.view(-1)
         if self.codecs is None:
-            return
-        groups = self._joined
-        flat = gradient.view(-1)
-        if self.sharded and flat.numel() not in self._pair_sums:
+            if not self.sharded and not self._connected:
+                connect(groups.whole, flat.device, pairs=False)
+                self._connected = True
+        elif self.sharded and flat.numel() not in self._pair_sums:
             self._pair_sums[flat.numel()] = GatheredSum(
                 flat.numel(), flat.dtype, flat.device, groups, self.codecs.gradients, gauge=self.gauge,
                 pool=self._pool, purpose=_PURPOSE,
             )  # fmt: skip
         elif not self.sharded and self._union_reducer is None:
-            connect(groups.rail or groups.whole, flat.device)
             plan = block_plan(
                 flat.numel(), [(0, flat.numel())], (), flat.dtype, groups.whole.size(), sharded=False,
                 formats=self.codecs.formats, levels=groups.levels, place=groups.place,
             )  # fmt: skip
+            connect(groups.rail or groups.whole, flat.device, pairs=True)
+            if isinstance(plan, TwoLevelPlan):
+                assert groups.node is not None, "groups of two levels have one of the node"
+                connect(groups.node, flat.device, pairs=False)
+                if plan.remainders:
+                    connect(groups.whole, flat.device, pairs=False)
             self._union_reducer = block_reducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
 
     @property

@@ -153,7 +153,9 @@ class Grid:
         times = store.add(_arrivals(self.place.rank), 1)
         give_up = time.monotonic() + _BEFORE_THE_WATCHDOG * (self.timeout or _LONGEST_WAIT).total_seconds()
         for group in self.groups:
-            arrived = dist.barrier(group=group, async_op=True)
+            # NCCL would take the device number "global rank modulo devices", which may be another rank's.
+            devices = [torch.cuda.current_device()] if "nccl" in dist.get_backend(group) else None
+            arrived = dist.barrier(group=group, async_op=True, device_ids=devices)
             while not arrived.is_completed():
                 if time.monotonic() > give_up:
                     ranks = dist.get_process_group_ranks(group)

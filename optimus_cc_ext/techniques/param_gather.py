@@ -24,6 +24,7 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.collective import connect
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
@@ -182,6 +183,8 @@ class ParamGather(Technique):
             record: the bucket's record, if its gradients may be reduced in blocks, with the same memory for messages.
         """
         assert self.codec is not None, "parameters are gathered dense"
+        if self.alone is not None and not self._of:
+            connect(self.alone, flat.device, pairs=False)
         shards = Shards(
             plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch,
             pool=self._pool if record is None else self._pool.of_bucket(record),

@@ -200,15 +200,17 @@ class SelectiveStageCompression(Technique):
         self._one_level = False
         self._stream: SideStream | None = None
         self._connected: list[dist.ProcessGroup] = []
-        """Groups that have made their first all-to-all (`connect`)."""
+        """Groups that have made their first collective (`connect`)."""
 
         self._single_rank: set[str] = set()
         """Kinds of gradients that stay dense because a group of one rank sends nothing."""
 
     def reduces(self, plan: GroupPlan) -> bool:
         """Return whether we reduce, or may later reduce, a group of this plan."""
-        may_compress = self.compresses_this_stage or self.stages_are_open
-        return plan.keeps_its_reducers or (may_compress and plan.compresses)
+        return plan.keeps_its_reducers or self._may_compress(plan)
+
+    def _may_compress(self, plan: GroupPlan) -> bool:
+        return plan.compresses and (self.compresses_this_stage or self.stages_are_open)
 
     def note_single_rank(self, kept_dense: str | None) -> str | None:
         """Return the log line about gradients of this kind that stay dense in a group of one rank; once for a kind."""
@@ -292,19 +294,28 @@ class SelectiveStageCompression(Technique):
         fused: FusedEmbeddingSync | None,
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
-        if (self.codecs or self.wire) is not None and self.reduces(plan) and plan.compresses:
-            # With several instances of the distributed optimizer, factors are summed over all replicas at once.
-            at_once = self.codecs is None and groups.levels.instances
-            group = groups.whole if at_once or groups.rail is None else groups.rail
-            if group not in self._connected:
-                self._connected.append(group)
-                connect(group, flats[0].device)
+        if self.reduces(plan):
+            self._connect(plan, groups, flats[0].device)
         side = self.side_stream(flats[0].device) if overlapped else None
         buckets = BucketGroup(self, plan, flats, groups, side=side, fused=fused if plan.tied_bytes else None)
         self.buckets.append(buckets)
         if self.compresses_this_stage:
             buckets.compress()
         return buckets
+
+    def _connect(self, plan: GroupPlan, groups: Groups, device: torch.device) -> None:
+        """Let the groups that reducers of this plan use make their first collective, each once."""
+        used: dict[dist.ProcessGroup | None, bool] = {self.alone: False}
+        if self._may_compress(plan) and (self.codecs or self.wire) is not None:
+            # With several instances of the distributed optimizer, factors are summed over all replicas at once.
+            at_once = self.codecs is None and groups.levels.instances
+            used[groups.whole if at_once or groups.rail is None else groups.rail] = True
+            if not groups.levels.instances:
+                used[groups.node] = plan.rules.in_fp32
+        for group, pairs in used.items():
+            if group is not None and group not in self._connected:
+                self._connected.append(group)
+                connect(group, device, pairs=pairs)
 
     @property
     def state_bytes(self) -> int:
