@@ -5,6 +5,7 @@ The default time limit of a test is in pytest.ini.
 
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         gpus = torch.cuda.device_count()
         os.environ[device.VARIABLE] = device.device_of(os.environ, gpus)
         config.stash[_SAID] = device.said_of(device.device_of(os.environ, gpus), gpus)
+
+
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")
+def sanitized() -> Iterator[list[str]]:
+    """Reports on the kernels that a test runs in Triton's interpreter; the test fails if any is left."""
+    from tests import sanitizer
+
+    with sanitizer.sanitized() as reports:
+        yield reports
+    assert not reports, "\n".join(reports[:5])
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
