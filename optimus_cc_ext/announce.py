@@ -22,9 +22,11 @@ COMMUNICATORS = "more NCCL communicators"
 _LOGGER = logging.getLogger("optimus_cc_ext")
 
 
-def say(line: str) -> None:
-    """Log a line of level INFO. A Python program gets the names of fields in place of flags."""
-    _LOGGER.info(line if _prints() else named_fields(line))
+def say(line: str, level: int = logging.INFO) -> None:
+    """Log a line. A Python program gets the names of fields in place of flags, and sees warnings unless it logs
+    otherwise.
+    """
+    _LOGGER.log(level, line if _prints() else named_fields(line))
 
 
 class _StandardOutput(logging.Handler):

@@ -17,7 +17,7 @@ from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_o
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
 from optimus_cc_ext.hooks.sessions import layers_of
-from optimus_cc_ext.hooks.steps import follow
+from optimus_cc_ext.hooks.steps import check_optimizer, follow
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.session import Session
 
@@ -66,10 +66,10 @@ def _attach(
     try:
         for model in models:
             handle._attach(model)
+        follow(handle._session, models, optimizer, measure_every, handle._patches)
     except BaseException:
         handle._detach()
         raise
-    follow(handle._session, models, optimizer, measure_every, handle._patches)
     return handle
 
 
@@ -81,6 +81,7 @@ def _settled(
     Raises:
         OptimusError: the model cannot be compressed in this way.
     """
+    check_optimizer(optimizer)
     layout = layout_of(
         models[0], grid, train_iters, tied=any(map(_is_tied, models)),
         precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),

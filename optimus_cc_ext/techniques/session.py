@@ -179,7 +179,7 @@ class Session:
 
         Args:
             device: the device of tensors in collectives of the default group.
-            iterations: number of iterations in the report; None: the applied steps since the last report.
+            iterations: number of iterations in the report; None: the steps since the last report that had a pass.
         """
         assert self.grid is not None, "the session has no place in the grid yet"
         techniques = {technique.name: technique for technique in self.techniques}
@@ -378,6 +378,7 @@ class Session:
             self._settle(applied=self._each_pass_counts)
         if not self.step.passes:
             self._rescale_residuals(loss_scale)
+            self._unreported_steps += 1
         this = Iteration(
             schedule=schedule, number=self.step.iteration,
             train_iters=self.layout.train_iters if self.layout else None, measured=self.step.measured,
@@ -406,7 +407,6 @@ class Session:
                 technique.commit(shrinkage)
             self.step.iteration += 1
             self.applied_steps += 1
-            self._unreported_steps += 1
         else:
             for technique in self.techniques:
                 technique.states.rollback()
