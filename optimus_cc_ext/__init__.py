@@ -2,7 +2,7 @@
 
 This folder holds the entry points and the Python API; each subfolder's docstring says what the folder is for.
 tests/unit/test_house.py checks which folder may import which. Start reading at `startup.py` for a launch, at `api.py`
-for a custom loop, and at docs/how-it-works.md for the way of a gradient through the code.
+for a custom loop, and at docs/develop/how-it-works.md for the way of a gradient through the code.
 """
 
 from typing import TYPE_CHECKING, Any

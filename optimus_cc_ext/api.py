@@ -6,7 +6,7 @@
         ...                                    # megatron-core's forward_backward_func
         optimizer.step()                       # ends the step
 
-docs/custom-loops.md shows a complete loop.
+docs/python.md shows a complete loop.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks a machine with a GPU, in 8 minutes at most: kernels, streams, graphs, NCCL, memory, and a benchmark.
-#   scripts/gpu_check.sh [--output DIR] [--only CHECK ...]      (--help shows all; docs/gpu.md explains)
+#   scripts/gpu_check.sh [--output DIR] [--only CHECK ...]      (--help shows all; docs/evidence.md explains)
 #   scripts/gpu_check.sh --dry-run-on-cpu                       all that runs without a GPU
 # Results: results/gpu_check/gpu_check.json and gpu_check.md. Exit code 0: all checks passed; 1: one failed; 2: this
 # machine cannot run them, and one sentence says why.

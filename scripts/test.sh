@@ -6,7 +6,7 @@
 # --full: also what takes long; CONTRIBUTING.md says what that needs.
 # --megatron VERSION: only the smoke test of that megatron-core (0.17.1, 0.18.2, 0.19.0 or 0.19.2), which is fetched into
 #   .megatron/VERSION, without its dependencies, and put before .venv's own; .venv stays as it is. On GPUs, where there
-#   are (docs/gpu.md).
+#   are (docs/evidence.md).
 # --torch VERSION: the same smoke test with that torch (2.9.0 or newer), which is fetched into .torch/VERSION with all that
 #   pip resolves for it (Triton, CUDA's libraries: 3 GB to download, 7 GB on disk). More tests: name them behind VERSION.
 # Tests are shared out to 2 workers; add -n0 for a debugger. Ends with the slowest tests and pytest's own closing line;

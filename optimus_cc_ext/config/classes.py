@@ -285,7 +285,7 @@ class DataParallelCompressionConfig(Options):
             raise FlagError(
                 "--dp-error-feedback",
                 f"the rounding errors of {self.dp_compression_format} average out without feedback; feeding them back "
-                "cost 0.09 % more loss with int4 (docs/study-prototypes.md), and as much memory as the gradients",
+                "cost 0.09 % more loss with int4 (docs/lab/study-prototypes.md), and as much memory as the gradients",
                 "Leave it out, or use --dp-compression-format low-rank",
             )
 

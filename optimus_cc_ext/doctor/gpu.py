@@ -85,12 +85,12 @@ def examine_gpu() -> Diagnosis:
         lost = _one_kernel()
     except Exception as error:  # compilers raise errors of many classes
         said = (str(error).splitlines() or [repr(error)])[-1]
-        reason = f"a Triton kernel cannot be compiled or run ({said}): see docs/gpu.md"
+        reason = f"a Triton kernel cannot be compiled or run ({said}): see docs/troubleshooting.md"
         return Diagnosis(Finding("this machine", reason, "FAIL"), REFUSED, [*findings, *packages()])
     seconds = time.monotonic() - started
     findings.append(Finding("first kernel", f"compiled and run in {seconds:.1f} s, relative error {lost:.1e}", "ok"))
     if not lost < 1e-5:
-        reason = f"a Triton kernel's product has a relative error of {lost:.1e}: see docs/gpu.md"
+        reason = f"a Triton kernel's product has a relative error of {lost:.1e}: see docs/troubleshooting.md"
         verdict = Finding("this machine", reason, "FAIL")
         return Diagnosis(verdict, REFUSED, [*findings, *packages()])
     return Diagnosis(Finding("this machine", "the GPU runs the Triton kernels", "ok"), 0, [*findings, *packages()])

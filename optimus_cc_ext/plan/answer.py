@@ -25,8 +25,8 @@ ADMITTED = {
     traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
 }
 """The format of each class in the preset `balanced`. All of them together cost a GPT of 7.4 million parameters +0.006 %
-of loss; the gather and gradients of tokens cost too little to measure, and docs/study.md has the bounds. Gradients in
-int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.1 %.
+of loss; the gather and gradients of tokens cost too little to measure, and docs/evidence.md has the bounds. Gradients
+in int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.1 %.
 """
 
 BALANCED = ("--optimus-cc", "balanced")
@@ -36,8 +36,8 @@ UNPRICED = {EXPERT_DISPATCH: "int8"}
 class and does not recommend it.
 """
 
-NO_PRICE = "six seeds cannot rule out a price of 0.05 % of loss (docs/study.md)"
-PRICE = "together +0.006 % of loss for a GPT of 7 million parameters (docs/study.md)"
+NO_PRICE = "six seeds cannot rule out a price of 0.05 % of loss (docs/evidence.md)"
+PRICE = "together +0.006 % of loss for a GPT of 7 million parameters (docs/evidence.md)"
 CLASS_WORTH = WORTH / 4
 """Smallest share of vanilla's seconds that a class must save to be recommended."""
 

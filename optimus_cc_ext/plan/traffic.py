@@ -34,11 +34,11 @@ __all__ = [
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
 
 FP32_PRODUCTS = Constant(
-    26e12, "measured", "H200, 18 layers at rank 128: P Q^T of 255 million values in 2.5 ms (docs/gpu.md)"
+    26e12, "measured", "H200, 18 layers at rank 128: P Q^T of 255 million values in 2.5 ms (docs/evidence.md)"
 )
 """Operations per second of low rank's products, which have fp32's precision."""
 
-ORTHOGONALIZE = Constant(8e-6, "measured", "H200: 0.08, 0.55 and 1.8 ms at ranks 16, 64 and 128 (docs/gpu.md)")
+ORTHOGONALIZE = Constant(8e-6, "measured", "H200: 0.08, 0.55 and 1.8 ms at ranks 16, 64 and 128 (docs/evidence.md)")
 """Seconds that a batched orthogonalisation takes for each column, one after the other."""
 
 DENSE = OptimusConfig()
@@ -64,8 +64,7 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
         small, coded = in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
-        # docs/how-it-works.md counts the same bytes: M = G + E (gradient plus residual) is written once in fp32 and
-        # read by both products; E is written last.
+        # M = G + E (gradient plus residual) is written once in fp32 and read by both products; E is written last.
         residual = kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
         compress = 2 * _product(gpu, n, m, r) + residual + _orthogonalized(r) + coded
         decompress = _product(gpu, n, m, r) + LAUNCH + coded

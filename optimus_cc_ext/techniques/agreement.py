@@ -26,7 +26,10 @@ from optimus_cc_ext.techniques.technique import Planned
 __all__ = ["Machine", "agree", "agree_on_messages"]
 
 
-_CURE = "Give every node a GPU, Triton, a C compiler, Python's headers and a folder for compiled kernels (docs/gpu.md)"
+_CURE = (
+    "Give every node a GPU, Triton, a C compiler, Python's headers and a folder for compiled kernels "
+    "(docs/troubleshooting.md)"
+)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ sum is divided by the number of tokens afterwards: a residual then counts per to
 `low_rank_plan` decides which matrices are one batch, and which P and Q share a collective.
 
 G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
-shard. In a bf16 bucket P and Q are sent in bf16, and the rounding error goes into the residual (docs/how-it-works.md).
-So does the error of int8 blocks (`--low-rank-wire int8`): a `BlockReducer` then sums P and Q.
+shard. In a bf16 bucket P and Q are sent in bf16, and the rounding error goes into the residual
+(docs/develop/how-it-works.md). So does the error of int8 blocks (`--low-rank-wire int8`): a `BlockReducer` then sums P
+and Q.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
 1F1B ends last on the first stages, so an iteration waits for their reduction. `bucket_plan` decides how a bucket is
-reduced; `low_rank_reducer` reduces it as P and Q, `reducers` in blocks of few bits or dense; docs/how-it-works.md has
-the order of the phases.
+reduced; `low_rank_reducer` reduces it as P and Q, `reducers` in blocks of few bits or dense;
+docs/develop/how-it-works.md has the order of the phases.
 """
 
 from collections.abc import Collection, Mapping, Sequence

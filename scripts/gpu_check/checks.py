@@ -110,7 +110,7 @@ def training(setting: Setting) -> Iterator[Row]:
 
 
 def study(setting: Setting) -> Iterator[Row]:
-    """Run the study of a GPT of 131 million parameters (docs/study.md); its page lies beside the check's."""
+    """Run the study of a GPT of 131 million parameters (docs/evidence.md); its page lies beside the check's."""
     from optimus_cc_ext.report.record import read_logs
 
     folder, variants = setting.output / "study-131m", ("vanilla", "balanced", "fp8-int4", "paper")

@@ -1,6 +1,6 @@
 """The callback for Megatron-Bridge, in the order and with the fields of Bridge 0.6.0, around the documented model.
 
-Bridge itself is not installed: its training loop imports packages for GPUs (docs/megatron-bridge.md).
+Bridge itself is not installed: its training loop imports packages for GPUs (docs/python.md).
 """
 
 import re
@@ -15,7 +15,7 @@ from optimus_cc_ext.bridge import Compression
 from optimus_cc_ext.errors import FlagError
 from tests.forked_ranks import run_ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "custom-loops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 RANKS = {"compressed_backprop_rank": 4, "dp_compression_rank": 8}
 
 
@@ -57,7 +57,7 @@ def run_like_bridge(save: str, load: str | None, steps: range, skipped: int | No
     import optimus_cc_ext
 
     torch.distributed.init_process_group("gloo")
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     config = configuration(save, load)

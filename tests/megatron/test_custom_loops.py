@@ -1,4 +1,4 @@
-"""Custom training loops: the loop of docs/custom-loops.md as the page has it, and variations that users make."""
+"""Custom training loops: the loop of docs/python.md as the page has it, and variations that users make."""
 
 import math
 import re
@@ -17,14 +17,14 @@ from tests.forked_ranks import run_ranks
 from tests.launches import call
 from tests.megatron import own_loops
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "custom-loops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 STEPS, WARMUP = 4, 1
 
 
 def the_documented_loop() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(torch.distributed.get_rank())
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     log, state = names["train"](STEPS)
@@ -45,7 +45,7 @@ def test_the_documented_loop_warms_up_compresses_and_measures() -> None:
 
 @pytest.mark.full
 def test_the_documented_loop_runs_as_written_on_a_laptop(tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "loop.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "loop.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -69,7 +69,7 @@ def test_the_answer_comes_first_then_the_flags_then_the_breakdown(capsys: pytest
     assert re.match(r"DP gradients: yes, int8 saves 0\.\d+ s an iteration beside the others \(", answer["DP gradients"])
     assert answer["parameter gather"].startswith("parameter gather: no, there is nothing to compress")
     use = lines[len(tags)]
-    assert use.startswith("use: ") and "of loss for a GPT of 7 million parameters (docs/study.md)" in use
+    assert use.startswith("use: ") and "of loss for a GPT of 7 million parameters (docs/evidence.md)" in use
     # All four classes pay, so the flags are the preset's. Low rank and int4 gradients cost more loss than is allowed.
     assert " --optimus-cc balanced  " in use and "int4" not in use
     assert lines[len(tags) + 1].startswith("left out for its loss, +0.045 %")
@@ -110,7 +110,7 @@ def test_only_gradients_of_tokens_have_a_price_in_loss_and_are_recommended(
         priced = traffic is EXPERT_GRADIENT
         said = f": {'yes' if priced else 'no'}, int8 saves [\\d.]+ s an iteration beside the others \\("
         assert re.search(said, sentence), sentence
-        without = "six seeds cannot rule out a price of 0.05 % of loss (docs/study.md)"
+        without = "six seeds cannot rule out a price of 0.05 % of loss (docs/evidence.md)"
         assert sentence.endswith(without) != priced
         flex = answer_of(traffic, [*words, "--moe-token-dispatcher-type", "flex"], capsys)
         assert "only the tokens of the dispatcher alltoall can be compressed" in flex

@@ -371,8 +371,8 @@ def test_more_ranks_of_a_sequence_compute_less_and_exchange_keys_and_values() ->
 
 
 def test_low_rank_costs_what_an_h200_measured() -> None:
-    """18 layers of 8.3B at tensor-parallel size 8 and rank 128: 12.2 ms to encode and 2.5 to decode (docs/gpu.md); the
-    planner also orthogonalises Q, and groups matrices in another way, so it may differ by a quarter.
+    """18 layers of 8.3B at tensor-parallel size 8 and rank 128: 12.2 ms to encode and 2.5 to decode (docs/evidence.md);
+    the planner also orthogonalises Q, and groups matrices in another way, so it may differ by a quarter.
     """
     shapes = ((1152, 3072), (3072, 384), (1536, 3072), (3072, 1536))
     products = sum(3 * traffic._product(GPUS["H100"], n, m, 128, 18) for n, m in shapes)

@@ -60,7 +60,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
     # Files that the page presupposes: a text, the results of training for the evaluation, and the reader's own data.
     (site / "corpus.jsonl").write_text('{"text": "It is a truth universally acknowledged."}\n' * 50)
     (site / "held_out.txt").write_text("It is a truth.\n")
-    checkpoint = site / "checkpoints/gpt-2.5b"
+    checkpoint = site / "checkpoints/gpt-2.5b-balanced"
     for folder in (checkpoint, site / "data", site / "shared"):
         folder.mkdir(parents=True)
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("10")

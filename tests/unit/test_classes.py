@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,19 +203,6 @@ def test_the_forecast_has_a_line_for_every_class_that_lengthens_a_pass_or_a_redu
     # The gather of parameters comes after the step: it has a line of its own in the forecast.
     assert {traffic.tag: traffic.flag for traffic in CLASSES if traffic.name != "param_gather"} == forecast._FLAGS
     assert (forecast.GATHER, forecast.EMBEDDING) == ("parameter gather", "embedding")
-
-
-def test_the_guide_to_the_flags_has_a_row_for_each_class_with_what_carries_it_and_its_formats() -> None:
-    table = FLAGS_MD.partition("## A format for each class of traffic")[2].partition("\n\n#")[0]
-    rows = [
-        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")
-    ]
-    by_flag = {row[1]: row for row in rows[1:]}
-    assert by_flag.keys() == {traffic.format_flag for traffic in CLASSES}
-    for traffic in CLASSES:
-        _, flag, carried, formats, _ = by_flag[traffic.format_flag]
-        assert carried == f"{traffic.collective} {traffic.group}", flag
-        assert set(re.split(", ", formats)) == set(traffic.formats) - {"dense"}, flag
 
 
 def test_every_format_of_a_class_has_a_record_unless_it_has_no_blocks() -> None:

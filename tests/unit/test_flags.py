@@ -53,13 +53,6 @@ def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_th
         assert all(flag.spelling in rows[0] for flag in ARTIFACT_FLAGS if field.name in flag.fields), rows[0]
 
 
-def test_the_guide_to_the_flags_states_their_defaults() -> None:
-    defaults = {flag_of(field.name): default_of(field) for field in FIELDS}
-    stated = dict(re.findall(r"`(--[a-z-]+)` \(([^)]+)\)", FLAGS_MD))
-    assert {flag: defaults[flag] for flag in stated} == stated
-    assert set(stated) >= set(re.findall(r"^- `(--[a-z-]+)`", FLAGS_MD, re.MULTILINE))
-
-
 def test_only_what_was_given_is_explicit_with_its_spelling() -> None:
     assert parse("") == Request(explicit={}, spelling={})
     assert parse("--optimus-cc") == parse("--optimus-cc paper") == Request(explicit={}, spelling={}, preset="paper")
