@@ -17,6 +17,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.messages import DenseMessages
@@ -100,13 +101,12 @@ def time_gradients(
         technique = SelectiveStageCompression(
             config, compressor, seed=0, state_dtype=state_dtype, codecs=codecs, wire=wire
         )  # fmt: skip
-        reducer = technique.make_reducer(plan, flat, Groups(alone))
+        reducer = technique.make_reducer(plan, flat.device, Groups(alone))
         seconds = []
         for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed
             stopwatch = Stopwatch(on=True)
             with stopwatch.timed("gradients", like.device):
-                reducer.start()
-                reducer.finish()
+                reducer.reduce(flat)
                 technique.states.commit({})
             seconds.append(stopwatch.total("gradients"))
         return flat.nbytes, min(seconds[1:])
@@ -127,13 +127,13 @@ def time_parameters(buckets: Sequence[Shards], *, alone: dist.ProcessGroup, code
     """
     if not buckets:
         return 0.0
-    like, numel = buckets[0].flat, sum(shards.flat.numel() for shards in buckets)
+    like, numel = buckets[0].bucket.parameters, sum(shards.plan.numel for shards in buckets)
     sample = _noise((min(numel, _SAMPLE_BYTES // like.element_size()),), like)
     plan = ExchangePlan(
         numel=sample.numel(), coded=[(0, sample.numel())], dtype=sample.dtype, ranks=1, sharded=True,
         formats=Formats(codec.format.name, codec.format.name),
     )  # fmt: skip
-    tried = Shards(plan, sample, Groups(alone), codec, gauge=Gauge(), scratch=Scratch(), pool=MessagePool())
+    tried = Shards(Bucket.of(sample), plan, Groups(alone), codec, gauge=Gauge(), scratch=Scratch(), pool=MessagePool())
     seconds = []
     for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed
         stopwatch = Stopwatch(on=True)

@@ -23,7 +23,7 @@ def copy_parameters(sessions: Sessions, original: Callable[..., None], optimizer
     parameters.
     """
     buckets = [bucket for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets]
-    gathers = [session.parameters for session in sessions if session.parameters.holds(buckets)]
+    gathers = [session.parameters for session in sessions if session.parameters.of(buckets)]
     if gathers and optimizer.config.use_precision_aware_optimizer:
         # Only a custom training loop gets here: the configuration of its optimizer was not known before.
         reason = "a precision-aware optimizer writes parameters by itself, so that their change is unknown"

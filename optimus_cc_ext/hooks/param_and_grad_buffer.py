@@ -10,7 +10,7 @@ the division to the collective, and with --calculate-per-token-loss divides by t
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
@@ -72,24 +73,23 @@ def attach(
             "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
             "Leave it out",
         )
-    flats = [bucket.grad_data for bucket in bucket_group.buckets]
-    buckets = gradients.add_group(
-        plan, flats, groups, overlapped=config.overlap_grad_reduce, fused=fused
-    )  # fmt: skip
+    found = [
+        Bucket(bucket_group, index, record, bucket_group.buckets[index].grad_data.device)
+        for index, record in enumerate(records)
+    ]
+    buckets = gradients.add_group(plan, found, groups, overlapped=config.overlap_grad_reduce, fused=fused)
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
         say(f"optimus-cc: {line}")
-    patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets))
+    shards = [
+        session.parameters.add_bucket(bucket, bucket_plan.gather, Groups(owners))
+        for bucket, bucket_plan in zip(found, plan.buckets, strict=True)
+        if bucket_plan.gather is not None
+    ]
+    patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets, shards))
     if instances > 1 and config.overlap_grad_reduce:
         patches.wrap(bucket_group, "finish_grad_sync", partial(_finish_grad_sync, bucket_group))
     if plan.gather_bytes:
-        shards = [
-            session.parameters.add_bucket(
-                bucket, bucket_plan.gather, bucket.param_data.view(-1), Groups(owners), bucket_plan.record
-            )
-            for bucket, bucket_plan in zip(bucket_group.buckets, plan.buckets, strict=True)
-            if bucket_plan.gather is not None
-        ]
         session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
 
@@ -118,15 +118,15 @@ def finish(session: Session, bucket_group: Any) -> None:
         bucket_group.grad_reduce_handle.wait()
         # With several instances Megatron waits for its stream, and never for a handle.
         bucket_group.grad_reduce_handle = _Done() if _instances(bucket_group) == 1 else None
-    finish_gather(session, bucket_group)
+    finish_gather(bucket_group, session.parameters.of(bucket_group.buckets))
 
 
-def finish_gather(session: Session, bucket_group: Any) -> None:
+def finish_gather(bucket_group: Any, shards: Sequence[Shards]) -> None:
     """Finish a gather of parameters that has been encoded and not decoded; its messages are then no longer needed.
 
     The forward pass has done so, unless it used no parameter of the bucket. Collective over the replicas.
     """
-    if session.parameters.owes_gather(bucket_group.buckets) or isinstance(bucket_group.param_gather_handle, Gather):
+    if any(each.updated for each in shards) or isinstance(bucket_group.param_gather_handle, Gather):
         bucket_group.start_param_sync(force_sync=True)
 
 
@@ -196,6 +196,7 @@ def _start_grad_sync(
     session: Session,
     bucket_group: Any,
     buckets: BucketGroup,
+    shards: Sequence[Shards],
     original: Callable[..., None],
     force_all_reduce: bool | None = False,
 ) -> None:
@@ -215,14 +216,15 @@ def _start_grad_sync(
             session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
             _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.plan.dense_leaving_bytes)
         return
+    flats = buckets.gradients
     with _single_rank_group(session, bucket_group, buckets.plan):
         original(force_all_reduce)
     if bucket_group.grad_reduce_handle is not None:
         # Even over one rank, Megatron's collective may still write the buffer; our reduction must not run beside it.
         bucket_group.grad_reduce_handle.wait()
     whole = bool(force_all_reduce)
-    finish_gather(session, bucket_group)
-    handle = buckets.start(reducers, whole=whole)
+    finish_gather(bucket_group, shards)
+    handle = buckets.start(reducers, flats, whole=whole)
     if buckets.overlapping:
         bucket_group.grad_reduce_handle = handle
     else:
@@ -246,7 +248,7 @@ def _start_param_sync(
     session: Session,
     bucket_group: Any,
     plan: GroupPlan,
-    shards: list[Shards],
+    shards: Sequence[Shards],
     original: Callable[..., None],
     force_sync: bool = False,
 ) -> None:

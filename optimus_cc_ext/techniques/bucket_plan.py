@@ -297,7 +297,7 @@ def _reduction(
         )  # fmt: skip
     if format == "low-rank":
         return LowRankPlan(
-            low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
+            numel=record.numel, low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
             rank=rules.rank, sharded=rules.sharded, wire=rules.wire,
             levels=ONE_LEVEL if rules.levels.instances else rules.levels, place=rules.place,
         )  # fmt: skip

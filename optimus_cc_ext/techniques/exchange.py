@@ -148,10 +148,10 @@ class Groups:
         """The ranks among which the distributed optimizer's shards are dealt: one instance of it, or all replicas."""
         return self.node if self.levels.instances and self.node is not None else self.whole
 
-    def own_shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of a flat bucket that this rank's distributed optimizer reads."""
-        shard: torch.Tensor = flat.view(self.owners.size(), -1)[self.owners.rank()]
-        return shard
+    def own_range(self, numel: int) -> Range:
+        """Return the range of a flat bucket of `numel` elements that this rank's distributed optimizer reads."""
+        length = numel // self.owners.size()
+        return self.owners.rank() * length, length
 
 
 class MessagePool:

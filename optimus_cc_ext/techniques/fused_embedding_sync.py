@@ -37,7 +37,7 @@ from optimus_cc_ext.techniques.exchange import (
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.techniques.reducers import BlockReducer
+from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer, block_plan, block_reducer, sent_alone
@@ -103,12 +103,13 @@ class FusedEmbeddingSync(Technique):
         self.groups: Groups | None = None
         """`group` with its levels; None: this rank takes no part."""
 
-        self._union_reducer: BlockReducer | TwoLevelReducer | None = None
         self._connected = False
         """True once the union has made its first sum, if it sums dense gradients."""
 
-        self._pair_sums: dict[int, GatheredSum] = {}
-        """Sums over the pair, by number of values: a shard, or the whole embedding if Megatron needs that."""
+        self._sums: dict[tuple[int, torch.dtype, torch.device], BlockReducer | TwoLevelReducer | GatheredSum] = {}
+        """Sums in blocks, by length, dtype and device of the gradient: over the union, or over the pair, of a shard or
+        of the whole embedding if Megatron needs that.
+        """
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Make or take the group of the embedding. The stages between have no group, but take part in naming the
@@ -168,8 +169,9 @@ class FusedEmbeddingSync(Technique):
                 shard = message_bytes(BlockLayout.of_one(shard // dtype.itemsize), formats.gradients, dtype)
             return self.pair_leaving_bytes(shard)
         beside = self._joined.beside
-        if self._union_reducer is not None:
-            return float(self._union_reducer.plan.leaving_bytes(beside))
+        for union in self._sums.values():
+            if isinstance(union, Reducer):
+                return float(union.plan.leaving_bytes(beside))
         return leaving_ring(all_reduce_bytes(nbytes, 2 * replicas), 2 * replicas, beside)
 
     @property
@@ -181,30 +183,31 @@ class FusedEmbeddingSync(Technique):
     def message_bytes(self) -> int:
         return self._pool.nbytes
 
-    def make_room(self, gradient: torch.Tensor) -> None:
-        """Allocate the messages for the gradient that `reduce` will get, and connect the groups that sum it, once."""
-        groups, flat = self._joined, gradient.view(-1)
-        if self.codecs is None:
+    def make_room(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the messages for the gradient of this length that `reduce` will get, and connect the groups that
+        sum it, once.
+        """
+        groups, codecs, key = self._joined, self.codecs, (numel, dtype, device)
+        if codecs is None:
             if not self.sharded and not self._connected:
-                connect(groups.whole, flat.device, pairs=False)
+                connect(groups.whole, device, pairs=False)
                 self._connected = True
-        elif self.sharded and flat.numel() not in self._pair_sums:
-            self._pair_sums[flat.numel()] = GatheredSum(
-                flat.numel(), flat.dtype, flat.device, groups, self.codecs.gradients, gauge=self.gauge,
-                pool=self._pool, purpose=_PURPOSE,
-            )  # fmt: skip
-        elif not self.sharded and self._union_reducer is None:
+        elif key not in self._sums and self.sharded:
+            self._sums[key] = GatheredSum(
+                numel, dtype, device, groups, codecs.gradients, gauge=self.gauge, pool=self._pool, purpose=_PURPOSE
+            )
+        elif key not in self._sums:
             plan = block_plan(
-                flat.numel(), [(0, flat.numel())], (), flat.dtype, groups.whole.size(), sharded=False,
-                formats=self.codecs.formats, levels=groups.levels, place=groups.place,
+                numel, [(0, numel)], (), dtype, groups.whole.size(), sharded=False,
+                formats=codecs.formats, levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            connect(groups.rail or groups.whole, flat.device, pairs=True)
+            connect(groups.rail or groups.whole, device, pairs=True)
             if isinstance(plan, TwoLevelPlan):
                 assert groups.node is not None, "groups of two levels have one of the node"
-                connect(groups.node, flat.device, pairs=False)
+                connect(groups.node, device, pairs=False)
                 if plan.remainders:
-                    connect(groups.whole, flat.device, pairs=False)
-            self._union_reducer = block_reducer(plan, flat, groups, self.codecs, pool=self._pool, gauge=self.gauge)
+                    connect(groups.whole, device, pairs=False)
+            self._sums[key] = block_reducer(plan, device, groups, codecs, pool=self._pool, gauge=self.gauge)
 
     @property
     def _joined(self) -> Groups:
@@ -217,16 +220,15 @@ class FusedEmbeddingSync(Technique):
         Args:
             gradient: (vocabulary / T, hidden), the `main_grad` of the tied weight on one of T tensor-parallel ranks,
                 not yet reduced over the D replicas; with the distributed optimizer its flat local shard, reduced over
-                D. The same memory each time.
+                D.
         """
         self.left_out = False
-        self.make_room(gradient)
-        if self._union_reducer is not None:
-            self._union_reducer.reduce()
-        elif self._pair_sums:
-            self._pair_sums[gradient.numel()].reduce(gradient.view(-1))
-        else:
+        if self.codecs is None:
             all_reduce_sum(gradient, self._joined.whole, _PURPOSE)
+            return
+        kind = gradient.numel(), gradient.dtype, gradient.device
+        self.make_room(*kind)
+        self._sums[kind].reduce(gradient.view(-1))
 
 
 def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False, instances: int = 1) -> int:

@@ -95,6 +95,7 @@ class LowRankPlan:
     """Plan of one bucket's reduction as P and Q.
 
     Args:
+        numel: elements of the bucket.
         low_rank: the parameters that are factored, with two dimensions or more; at least one.
         dense: the ranges that are summed uncompressed.
         dtype: dtype of the bucket.
@@ -104,6 +105,7 @@ class LowRankPlan:
         levels, place: the levels in which P and Q in blocks are summed, and the place of this rank in its node.
     """
 
+    numel: int
     low_rank: Sequence[ParameterRecord]
     dense: Sequence[Range]
     dtype: torch.dtype

@@ -32,8 +32,8 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
-from optimus_cc_ext.techniques.low_rank_plan import DenseRuns, LowRankPlan, PackPlan
+from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool, Range
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan, PackPlan
 from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
 from optimus_cc_ext.techniques.state import FactorStates
@@ -47,9 +47,13 @@ class _Pack:
     """Memory and reducers of a `PackPlan`."""
 
     groups: list[ShapeGroup]
-    sum_of_p: Reducer
-    """Reducer that sums all P, and in the first pack the small dense runs, in place."""
+    first: torch.Tensor
+    """Message of all P, and in the first pack of the small dense runs, which `sum_of_p` sums in place."""
 
+    second: torch.Tensor
+    """Message of all Q."""
+
+    sum_of_p: Reducer
     sum_of_q: Reducer
 
 
@@ -57,8 +61,8 @@ class LowRankReducer(Reducer):
     """Reducer that sums matrices as P and Q, and other gradients dense.
 
     Args:
-        flat: the bucket, one dimension, fp32 or bf16.
-        shard: the view into `flat` that this replica's optimizer reads; None: the whole bucket.
+        device: the device of the bucket, which is in fp32 or bf16.
+        shard: the range of the bucket that this replica's optimizer reads; None: the whole bucket.
         salt: makes this bucket's random start different from others of the run; equal on all replicas, and on all
             tensor-parallel ranks, whose replicated parameters must stay equal.
         states, name: the container of residuals and warm starts, and the prefix of their names.
@@ -71,10 +75,10 @@ class LowRankReducer(Reducer):
     def __init__(
         self,
         plan: LowRankPlan,
-        flat: torch.Tensor,
+        device: torch.device,
         groups: Groups,
         *,
-        shard: torch.Tensor | None = None,
+        shard: Range | None = None,
         compressor: LowRank,
         config: DataParallelCompressionConfig,
         seed: int,
@@ -87,7 +91,7 @@ class LowRankReducer(Reducer):
         wire: Codec | None = None,
         pool: MessagePool | None = None,
     ) -> None:
-        self.plan, self._groups, self._codec = plan, groups, wire
+        self.plan, self._device, self._groups, self._codec = plan, device, groups, wire
         self._scratch, self._pool = scratch or Scratch(), pool or MessagePool()
         self._gauge = gauge or Gauge(self._scratch)
         self._compressor = compressor
@@ -96,59 +100,62 @@ class LowRankReducer(Reducer):
         self.states.make_warm_starts(type(compressor)(), Scratch())
         shape_groups = [
             ShapeGroup(
-                same, flat, shard, config, states=self.states, name=f"{name}: {same.name}", seed=seed,
+                same, device, shard, config, states=self.states, name=f"{name}: {same.name}", seed=seed,
                 salt=f"{salt}/{same.rows}x{same.columns}", state_dtype=state_dtype,
             )
             for same in plan.shapes
         ]  # fmt: skip
-        self._in_place = [flat[start : start + length] for start, length in plan.runs]
-        self._runs: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
-        """Slots of the small dense runs in the first message; `_runs` has the runs themselves."""
+        """Slots of the small dense runs in the first message."""
+
+        self._runs: list[torch.Tensor] = []
+        """Between `start` and `finish`, the small dense runs themselves."""
 
         left = iter(shape_groups)
-        self._packs = [self._allocate(pack, [next(left) for _ in pack.shapes], flat) for pack in plan.packs]
+        self._packs = [self._allocate(pack, [next(left) for _ in pack.shapes]) for pack in plan.packs]
         self._whole = False
         self._outstanding: Sequence[_Pack] = ()  # packs whose P are being summed
         self._dense_sums: list[PendingCollective] = []
 
-    def _allocate(self, plan: PackPlan, groups: list[ShapeGroup], flat: torch.Tensor) -> _Pack:
+    def _allocate(self, plan: PackPlan, groups: list[ShapeGroup]) -> _Pack:
         """Allocate the messages of a pack, one for its P and dense runs, and one for its Q; both are flat."""
-        dtype, device = self.plan.wire_dtype, flat.device
-        first, second = (torch.empty(each.numel, dtype=dtype, device=device) for each in (plan.sum_of_p, plan.sum_of_q))
+        first, second = (
+            torch.empty(each.numel, dtype=self.plan.wire_dtype, device=self._device)
+            for each in (plan.sum_of_p, plan.sum_of_q)
+        )
         slots = first.split([*(same.p_numel for same in plan.shapes), *(runs.numel for runs in plan.dense)])
         for same, p, q in zip(groups, slots, second.split([same.q_numel for same in plan.shapes]), strict=False):
             same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
-        for dense, slot in zip(plan.dense, slots[len(groups) :], strict=True):
-            self._runs.append(_batch(dense, flat))
-            self._slots.append(slot.view(self._runs[-1].shape))
-        return _Pack(groups, self._sum_of(plan.sum_of_p, first, "P"), self._sum_of(plan.sum_of_q, second, "Q"))
+        dense = zip(plan.dense, slots[len(groups) :], strict=True)
+        self._slots += [slot.view(runs.where.count, runs.length) for runs, slot in dense]
+        return _Pack(groups, first, second, self._sum_of(plan.sum_of_p, "P"), self._sum_of(plan.sum_of_q, "Q"))
 
-    def _sum_of(self, plan: DensePlan | ExchangePlan | TwoLevelPlan, message: torch.Tensor, name: str) -> Reducer:
+    def _sum_of(self, plan: DensePlan | ExchangePlan | TwoLevelPlan, name: str) -> Reducer:
         if isinstance(plan, DensePlan):
-            return DenseReducer(plan, message, self._groups, f"compressed gradient reduction ({name})")
+            return DenseReducer(plan, self._groups, f"compressed gradient reduction ({name})")
         assert self._codec is not None, "the plan encodes P and Q"
         codecs = BlockCodecs(self._codec, self._codec)
-        return block_reducer(plan, message, self._groups, codecs, pool=self._pool, gauge=Gauge())
+        return block_reducer(plan, self._device, self._groups, codecs, pool=self._pool, gauge=Gauge())
 
     @torch.no_grad()
-    def start(self, whole: bool = False) -> None:
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Project each pack and start the sums of P. With a shard, matrices outside of it are written only if
         `whole`.
         """
         self._whole, self._outstanding = whole, self._packs
         self.encoded += self.plan.matrices
+        self._runs = [runs.where.batch(flat, (runs.length,)) for pack in self.plan.packs for runs in pack.dense]
         if self._runs:
             torch._foreach_copy_(self._slots, self._runs)
         for pack in self._packs:
-            with self._gauge.timed(pack.groups[0].p.device):
+            with self._gauge.timed(self._device):
                 for same in pack.groups:
-                    same.project(self._compressor, self._scratch)
+                    same.project(flat, self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
-            pack.sum_of_p.start()
+            pack.sum_of_p.start(pack.first)
         # Dense sums start after those of P, which are waited for first, and so run while Q is computed.
-        group = self._groups.whole
-        self._dense_sums = [start_sum(run, group, "dense gradient reduction") for run in self._in_place]
+        in_place = (flat[start : start + length] for start, length in self.plan.runs)
+        self._dense_sums = [start_sum(run, self._groups.whole, "dense gradient reduction") for run in in_place]
 
     @torch.no_grad()
     def second_phase(self) -> None:
@@ -156,7 +163,7 @@ class LowRankReducer(Reducer):
         packs, self._outstanding = self._outstanding, ()
         for pack in packs:
             pack.sum_of_p.finish()
-            with self._gauge.timed(pack.groups[0].p.device):
+            with self._gauge.timed(self._device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
                 # All shapes are factorised at once: on a GPU many factorisations take as long as one.
@@ -166,7 +173,7 @@ class LowRankReducer(Reducer):
                     self._compressor.back_project(matrices, same.p, out=same.q)
                     self._gauge.note_projection(matrices, same.q)
                     copy_if_cast(same.q, same.q_wire)
-            pack.sum_of_q.start()
+            pack.sum_of_q.start(pack.second)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -174,16 +181,11 @@ class LowRankReducer(Reducer):
         self.second_phase()
         for pack in self._packs:
             pack.sum_of_q.finish()
-            with self._gauge.timed(pack.groups[0].p.device):
+            with self._gauge.timed(self._device):
                 for same in pack.groups:
                     same.rebuild(self._compressor, self.plan.ranks, self._scratch, self._whole)
         if self._runs:
             torch._foreach_copy_(self._runs, self._slots)
         for dense_sum in self._dense_sums:
             dense_sum.wait()
-        self._dense_sums = []
-
-
-def _batch(dense: DenseRuns, flat: torch.Tensor) -> torch.Tensor:
-    """Return the runs as one batch (runs, length), a view into `flat`."""
-    return dense.where.batch(flat, (dense.length,))
+        self._runs, self._dense_sums = [], []

@@ -24,6 +24,7 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.collective import connect
 from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import Grid
@@ -38,15 +39,15 @@ class Shards:
     """Parameters of one bucket, of which each replica owns a shard.
 
     Args:
+        bucket: the bucket, whose parameters are as long as D equal shards; each use reads them anew.
         plan: the plan of the gather, made by `bucket_plan.gather_plan`.
-        flat: the bucket, one dimension, as long as D equal shards.
         scratch: memory for intermediate results, which all buckets on one stream can share.
     """
 
     def __init__(
         self,
+        bucket: Bucket,
         plan: ExchangePlan,
-        flat: torch.Tensor,
         groups: Groups,
         codec: Codec,
         *,
@@ -54,15 +55,14 @@ class Shards:
         scratch: Scratch,
         pool: MessagePool,
     ) -> None:
-        self.plan, self.flat = plan, flat.detach()
+        self.bucket, self.plan = bucket, plan
         self._codec, self._gauge, self._scratch, self._layout = codec, gauge, scratch, plan.layout
-        rank = groups.whole.rank()
-        shards = self.flat.view(plan.ranks, -1)
-        self._own = shards[rank]
-        self._before = torch.empty_like(self._own)
+        rank, length = groups.whole.rank(), plan.numel // plan.ranks
+        self._shard = slice(rank * length, (rank + 1) * length)
+        self._before = torch.empty(length, dtype=plan.dtype, device=bucket.device)
         nbytes, _ = plan.message_bytes
-        messages = pool.take(plan.ranks * nbytes, flat.device).view(plan.ranks, nbytes)
-        own = plan.layout_of(rank, rank * shards.shape[1])
+        messages = pool.take(plan.ranks * nbytes, bucket.device).view(plan.ranks, nbytes)
+        own = plan.layout_of(rank, rank * length)
         self._gather = AllGather(own, groups, codec, messages, "compressed parameter gather")
         self.sent_bytes = plan.gathered_bytes()
         self.nbytes = self._before.nbytes + messages.nbytes
@@ -75,14 +75,15 @@ class Shards:
     def keep(self) -> None:
         """Keep a copy of the own shard before the optimizer writes it."""
         self.gathered = False
-        self._before.copy_(self._own)
+        self._before.copy_(self.bucket.parameters[self._shard])
 
     def encode(self) -> None:
         """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have."""
-        with self._gauge.timed(self._own.device):
-            difference = self._scratch.take("difference", tuple(self._own.shape), self._own.dtype, self._own.device)
-            self._gather.encode(torch.sub(self._own, self._before, out=difference))
-            self._own.copy_(self._before)
+        own, before = self.bucket.parameters[self._shard], self._before
+        with self._gauge.timed(own.device):
+            difference = self._scratch.take("difference", tuple(own.shape), own.dtype, own.device)
+            self._gather.encode(torch.sub(own, before, out=difference))
+            own.copy_(before)
         self._gather.note_errors(difference, self._gauge)
         self.updated = True
 
@@ -96,8 +97,8 @@ class Shards:
         started = self._gather.wait()
         assert started, "nothing was started"
         # The padding of a bucket is in no message, and keeps its values.
-        with self._gauge.timed(self.flat.device):
-            self._codec.decode_onto(self._gather.messages, self._layout, self.flat, self._scratch)
+        with self._gauge.timed(self.bucket.device):
+            self._codec.decode_onto(self._gather.messages, self._layout, self.bucket.parameters, self._scratch)
         self.gathered = True
 
 
@@ -141,7 +142,8 @@ class ParamGather(Technique):
         """True once a step's changes were gathered."""
 
         self._scratch, self._pool = Scratch(), pool or MessagePool()
-        self._of: dict[int, Shards] = {}
+        self.buckets: list[Shards] = []
+        """Buckets that we gather, in the order in which Megatron made them."""
 
     def gather(self, buckets: Sequence[Shards]) -> Gather:
         """Begin the gather of these buckets. All replicas call this in the same order."""
@@ -153,11 +155,6 @@ class ParamGather(Technique):
         super().begin(this)
         for shards in self.buckets:
             shards.gathered = False
-
-    @property
-    def buckets(self) -> list[Shards]:
-        """Buckets that we gather, in the order in which Megatron made them."""
-        return list(self._of.values())
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Get the single-rank group, if the gather is compressed."""
@@ -174,37 +171,29 @@ class ParamGather(Technique):
         """Bytes that this rank sends in a gather of all parameters."""
         return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
-    def add_bucket(
-        self, bucket: object, plan: ExchangePlan, flat: torch.Tensor, groups: Groups, record: object = None
-    ) -> Shards:
-        """Take over the gather of one more of Megatron's buckets; for the other arguments see `Shards`.
+    def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups) -> Shards:
+        """Take over the gather of one more bucket; `Shards` has the arguments.
 
-        Args:
-            record: the bucket's record, if its gradients may be reduced in blocks, with the same memory for messages.
+        Gradients of the bucket may be reduced in blocks, with the same memory for messages.
         """
         assert self.codec is not None, "parameters are gathered dense"
-        if self.alone is not None and not self._of:
-            connect(self.alone, flat.device, pairs=False)
-        shards = Shards(
-            plan, flat, groups, self.codec, gauge=self.gauge, scratch=self._scratch,
-            pool=self._pool if record is None else self._pool.of_bucket(record),
-        )  # fmt: skip
-        self._of[id(bucket)] = shards
+        if self.alone is not None and not self.buckets:
+            connect(self.alone, bucket.device, pairs=False)
+        pool = self._pool.of_bucket(bucket.record)
+        shards = Shards(bucket, plan, groups, self.codec, gauge=self.gauge, scratch=self._scratch, pool=pool)
+        self.buckets.append(shards)
         return shards
 
-    def holds(self, buckets: Sequence[object]) -> bool:
-        """Return whether we gather one of these buckets of Megatron's."""
-        return any(id(bucket) in self._of for bucket in buckets)
-
-    def owes_gather(self, buckets: Sequence[object]) -> bool:
-        """Return whether one of these buckets of Megatron's has a message that has not been sent."""
-        return any(shards.updated for bucket in buckets if (shards := self._of.get(id(bucket))) is not None)
+    def of(self, buckets: Sequence[object]) -> list[Shards]:
+        """Return those of these buckets of Megatron's that we gather."""
+        asked = set(map(id, buckets))
+        return [shards for shards in self.buckets if id(shards.bucket.of_megatron) in asked]
 
     @contextmanager
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:
-        """Encode the changes that the code in the context makes to the own shards of these buckets."""
-        written = [shards for bucket in buckets if (shards := self._of.get(id(bucket))) is not None]
+        """Encode the changes that the code in the context makes to the own shards of these buckets of Megatron's."""
+        written = self.of(buckets)
         for shards in written:
             shards.keep()
         yield

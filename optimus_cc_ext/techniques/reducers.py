@@ -42,7 +42,8 @@ __all__ = ["BlockReducer", "DensePlan", "DenseReducer", "Reducer", "Reduction", 
 class Reducer(ABC):
     """Interface of the objects that replace gradients in a bucket by their sums over the replicas, in three phases.
 
-    All replicas call the phases of all their reducers in the same order.
+    All replicas call the phases of all their reducers in the same order. A reducer knows the bucket from `start` to
+    `finish`, and neither before nor afterwards, because a training loop may move it (module `bucket`).
     """
 
     plan: Any
@@ -61,16 +62,17 @@ class Reducer(ABC):
         """Bytes of memory for messages."""
         return int(self.plan.wire_bytes)
 
-    def reduce(self, whole: bool = False) -> None:
+    def reduce(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Replace the gradients by their sums, with all three phases at once."""
-        self.start(whole)
+        self.start(flat, whole)
         self.finish()
 
     @abstractmethod
-    def start(self, whole: bool = False) -> None:
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Begin: the gradients are complete, and must not change until `finish`.
 
         Args:
+            flat: the bucket, one dimension, as its plan has it.
             whole: with a shard, True if gradients outside of it are needed as well; otherwise they are undefined.
         """
 
@@ -82,8 +84,8 @@ class Reducer(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the remaining collectives, after `second_phase` if nobody has called it. The bucket then holds the
-        sums.
+        """Wait for the remaining collectives, after `second_phase` if nobody has called it. The bucket, which then
+        holds the sums, is dropped.
         """
 
 
@@ -133,29 +135,26 @@ class DenseReducer(Reducer):
     """Reducer that sums gradients uncompressed, in place.
 
     Args:
-        flat: the bucket, one dimension.
         purpose: name of the collective in errors.
     """
 
-    def __init__(
-        self, plan: DensePlan, flat: torch.Tensor, groups: Groups, purpose: str = "dense gradient reduction"
-    ) -> None:
-        self.plan, self._flat, self._groups, self._purpose = plan, flat, groups, purpose
-        self._sharded = plan.sharded
-        self._runs = [flat[start : start + length] for start, length in plan.runs]
+    def __init__(self, plan: DensePlan, groups: Groups, purpose: str = "dense gradient reduction") -> None:
+        self.plan, self._groups, self._purpose = plan, groups, purpose
         self._sums: list[PendingCollective] = []
 
     @torch.no_grad()
-    def start(self, whole: bool = False) -> None:
-        if self._sharded and not whole:
-            shard, groups = self._groups.own_shard(self._flat), self._groups
-            self._sums = [start_reduce_scatter(shard, self._flat, groups.owners, self._purpose)]
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
+        if self.plan.sharded and not whole:
+            (first, length), groups = self._groups.own_range(flat.numel()), self._groups
+            shard = flat[first : first + length]
+            self._sums = [start_reduce_scatter(shard, flat, groups.owners, self._purpose)]
             if groups.levels.instances:
                 assert groups.rail is not None, "instances have a group between them"
                 self.finish()
                 self._sums = [start_sum(shard, groups.rail, self._purpose)]
         else:
-            self._sums = [start_sum(run, self._groups.whole, self._purpose) for run in self._runs]
+            runs = (flat[start : start + length] for start, length in self.plan.runs)
+            self._sums = [start_sum(run, self._groups.whole, self._purpose) for run in runs]
 
     @property
     def sends_later(self) -> bool:
@@ -174,7 +173,7 @@ class BlockReducer(Reducer):
     """Reducer that sums matrices in blocks of few bits, and vectors dense, in fp32.
 
     Args:
-        flat: the bucket, one dimension, fp32 or bf16.
+        device: the device of the bucket, which is in fp32 or bf16.
         codecs: codecs of the plan's formats.
         gauge: measures the compression error of gradients, and the seconds of encoding and decoding.
     """
@@ -182,16 +181,15 @@ class BlockReducer(Reducer):
     def __init__(
         self,
         plan: ExchangePlan,
-        flat: torch.Tensor,
+        device: torch.device,
         groups: Groups,
         codecs: BlockCodecs,
         *,
         pool: MessagePool | None = None,
         gauge: Gauge | None = None,
     ) -> None:
-        self.plan, self._flat, self._gauge = plan, flat, gauge or Gauge()
-        self._sharded, self._layout, self._sums_codec = plan.sharded, plan.layout, codecs.sums
-        wire = (pool or MessagePool()).take(plan.wire_bytes, flat.device)
+        self.plan, self._gauge, self._sums_codec = plan, gauge or Gauge(), codecs.sums
+        wire = (pool or MessagePool()).take(plan.wire_bytes, device)
         ranks, (gradients, sums) = plan.ranks, plan.message_bytes
         self._exchange = ReduceScatter(
             plan, groups, codecs.gradients, wire[: 2 * ranks * gradients].view(2, ranks, gradients), self._gauge,
@@ -202,14 +200,15 @@ class BlockReducer(Reducer):
             plan.layout_of(groups.whole.rank()), groups, codecs.sums, wire[: ranks * sums].view(ranks, sums),
             "compressed gradient reduction (sums)",
         )  # fmt: skip
+        self._flat: torch.Tensor | None = None
         self._whole = False
 
     @torch.no_grad()
-    def start(self, whole: bool = False) -> None:
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Encode and start the exchange."""
-        self._whole = whole or not self._sharded
+        self._flat, self._whole = flat, whole or not self.plan.sharded
         self.encoded += self.plan.matrices
-        self._exchange.start(self._flat)
+        self._exchange.start(flat)
 
     @property
     def sends_later(self) -> bool:
@@ -218,7 +217,7 @@ class BlockReducer(Reducer):
     @torch.no_grad()
     def second_phase(self) -> None:
         """Wait for the exchange, add up the own shard, and start the gather of sums if it is needed."""
-        if not self._exchange.wait():
+        if self._flat is None or not self._exchange.wait():
             return
         with self._gauge.timed(self._flat.device):
             self._exchange.add_up(self._flat)
@@ -231,9 +230,10 @@ class BlockReducer(Reducer):
     def finish(self) -> None:
         """Wait for the gather, and decode all sums."""
         self.second_phase()
-        if self._gather.wait():
+        if self._flat is not None and self._gather.wait():
             with self._gauge.timed(self._flat.device):
-                self._sums_codec.decode(self._gather.messages, self._layout, self._flat)
+                self._sums_codec.decode(self._gather.messages, self.plan.layout, self._flat)
+        self._flat = None
 
 
 class SideStream:
@@ -272,18 +272,25 @@ class Reduction:
     Replicas begin reductions in the same order, and so their collectives match.
 
     Args:
+        flats: the bucket of each reducer.
         under_way: the reducers of this rank whose second phase has to begin; all its reductions share the list.
         side: the stream for the work, if the backward pass goes on meanwhile.
         whole: True if each replica needs whole gradients, also if its optimizer reads a shard.
     """
 
     def __init__(
-        self, reducers: Sequence[Reducer], under_way: list[Reducer], side: SideStream | None, *, whole: bool
+        self,
+        reducers: Sequence[Reducer],
+        flats: Sequence[torch.Tensor],
+        under_way: list[Reducer],
+        side: SideStream | None,
+        *,
+        whole: bool,
     ) -> None:
         self._reducers, self._under_way, self._side = reducers, under_way, side
         with self._beside():
-            for reducer in reducers:
-                reducer.start(whole)
+            for reducer, flat in zip(reducers, flats, strict=True):
+                reducer.start(flat, whole)
             # Earlier reductions continue after this one's first phase is posted, so that it runs while they are waited
             # for.
             self._go_on()

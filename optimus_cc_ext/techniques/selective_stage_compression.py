@@ -17,6 +17,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.collective import connect
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
@@ -48,7 +49,6 @@ class BucketGroup:
     """Group of gradient buckets that Megatron reduces together, with the reducers of its plan.
 
     Args:
-        flats: the buckets, one dimension each.
         groups: the process groups of the replicas over which the buckets are reduced.
         side: the stream that reductions run on while the backward pass goes on; None: it waits for them.
         fused: reduces the tied embedding that the group holds; None: Megatron does, or there is none.
@@ -58,15 +58,15 @@ class BucketGroup:
         self,
         technique: "SelectiveStageCompression",
         plan: GroupPlan,
-        flats: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
         groups: Groups,
         *,
         side: SideStream | None,
         fused: FusedEmbeddingSync | None,
     ) -> None:
-        self.plan, self.groups, self._flats = plan, groups, flats
+        self.plan, self.groups, self._buckets = plan, groups, buckets
         self._technique, self._side, self._fused = technique, side, fused
-        self.overlapping = len(flats) if side is not None else 0
+        self.overlapping = len(buckets) if side is not None else 0
         """Number of buckets that are reduced while the backward pass goes on."""
 
         self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
@@ -77,7 +77,7 @@ class BucketGroup:
         """
 
         if fused is not None:
-            fused.make_room(self._tied_gradient())
+            fused.make_room(self._tied_numel, buckets[0].record.dtype, buckets[0].device)
         self._made: dict[ReductionPlan, Reducer] = {}
         self._warmup = self._reducers([bucket.warmup for bucket in plan.buckets])
         self._compressed: list[Reducer] = []
@@ -93,11 +93,16 @@ class BucketGroup:
     @property
     def matrices(self) -> list[torch.Tensor]:
         """Gradients that can be compressed, as views into the buckets."""
-        found = []
+        flats, found = self.gradients, []
         for index, record in self.plan.matrices:
             start, length = record.range
-            found.append(self._flats[index][start : start + length].view(record.shape))
+            found.append(flats[index][start : start + length].view(record.shape))
         return found
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Gradients of all buckets as they are now, one dimension each."""
+        return [bucket.gradients for bucket in self._buckets]
 
     def compress(self) -> None:
         """Compress the gradients that can be compressed, from now on, after the warm-up of compression."""
@@ -108,9 +113,9 @@ class BucketGroup:
         """Reducers of all buckets in this iteration; empty if Megatron reduces them."""
         return self._compressed if self._compressed and not self._technique.in_warmup else self._warmup
 
-    def start(self, reducers: Sequence[Reducer], *, whole: bool) -> Reduction:
-        """Begin to reduce all buckets by `reducers`; `whole` is the argument of `Reducer.start`."""
-        return Reduction(reducers, self._technique.under_way, self._side, whole=whole)
+    def start(self, reducers: Sequence[Reducer], flats: Sequence[torch.Tensor], *, whole: bool) -> Reduction:
+        """Begin to reduce `flats`, all `gradients`, by `reducers`; `whole` is the argument of `Reducer.start`."""
+        return Reduction(reducers, flats, self._technique.under_way, self._side, whole=whole)
 
     def sent_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> int:
         """Return the bytes of a reduction without a tied embedding; keep the bytes saved on the embedding in
@@ -129,24 +134,24 @@ class BucketGroup:
             self._leaving[way] = self.plan.leaving_bytes(compressing=way[0], whole=whole)
         return self._leaving[way]
 
-    def _tied_gradient(self) -> torch.Tensor:
-        """Return the gradient that fused embedding synchronisation sums: the tied embedding's, or this rank's
+    @property
+    def _tied_numel(self) -> int:
+        """Length of the gradient that fused embedding synchronisation sums: the tied embedding's, or of this rank's
         shard of it.
         """
-        holders = zip(self.plan.buckets, self._flats, strict=True)
-        bucket, flat = next((bucket, flat) for bucket, flat in holders if bucket.record.tied_numel)
-        if self.plan.rules.sharded and bucket.record.is_all_tied:
-            return self.groups.own_shard(flat)
-        start, length = next(parameter.range for parameter in bucket.record.parameters if parameter.tied)
-        return flat[start : start + length]
+        record = next(bucket.record for bucket in self.plan.buckets if bucket.record.tied_numel)
+        if self.plan.rules.sharded and record.is_all_tied:
+            return self.groups.own_range(record.numel)[1]
+        return record.tied_numel
 
     def _reducers(self, plans: Sequence[ReductionPlan | None]) -> list[Reducer]:
         """Make the reducers of all buckets, unless Megatron reduces them. The warm-up may have made some of them."""
-        for bucket, plan, flat in zip(self.plan.buckets, plans, self._flats, strict=True):
+        for bucket, plan, of_megatron in zip(self.plan.buckets, plans, self._buckets, strict=True):
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
                 pool = self._technique.pool.of_bucket(bucket.record)
-                self._made[plan] = self._technique.make_reducer(plan, flat, self.groups, fused=fused, pool=pool)
+                device = of_megatron.device
+                self._made[plan] = self._technique.make_reducer(plan, device, self.groups, fused=fused, pool=pool)
         return [self._made[plan] for plan in plans if plan is not None]
 
 
@@ -287,7 +292,7 @@ class SelectiveStageCompression(Technique):
     def add_group(
         self,
         plan: GroupPlan,
-        flats: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
         groups: Groups,
         *,
         overlapped: bool,
@@ -295,13 +300,13 @@ class SelectiveStageCompression(Technique):
     ) -> BucketGroup:
         """Take over one more bucket group that Megatron made on this rank; `BucketGroup` has the arguments."""
         if self.reduces(plan):
-            self._connect(plan, groups, flats[0].device)
-        side = self.side_stream(flats[0].device) if overlapped else None
-        buckets = BucketGroup(self, plan, flats, groups, side=side, fused=fused if plan.tied_bytes else None)
-        self.buckets.append(buckets)
+            self._connect(plan, groups, buckets[0].device)
+        side = self.side_stream(buckets[0].device) if overlapped else None
+        made = BucketGroup(self, plan, buckets, groups, side=side, fused=fused if plan.tied_bytes else None)
+        self.buckets.append(made)
         if self.compresses_this_stage:
-            buckets.compress()
-        return buckets
+            made.compress()
+        return made
 
     def _connect(self, plan: GroupPlan, groups: Groups, device: torch.device) -> None:
         """Let the groups that reducers of this plan use make their first collective, each once."""
@@ -342,7 +347,7 @@ class SelectiveStageCompression(Technique):
     def make_reducer(
         self,
         plan: ReductionPlan,
-        flat: torch.Tensor,
+        device: torch.device,
         groups: Groups,
         *,
         fused: FusedEmbeddingSync | None = None,
@@ -351,21 +356,21 @@ class SelectiveStageCompression(Technique):
         """Make the reducer of one more bucket.
 
         Args:
-            flat: the bucket, one dimension.
+            device: the device of the bucket.
             fused: fused embedding synchronisation with its codecs and gauge, if the bucket is a tied embedding's own.
             pool: memory for its messages, if they are of blocks.
         """
         reducer: Reducer
         if isinstance(plan, DensePlan):
-            reducer = DenseReducer(plan, flat, groups)
+            reducer = DenseReducer(plan, groups)
         elif isinstance(plan, ExchangePlan | TwoLevelPlan):
             codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
             assert codecs is not None, "a plan in blocks of few bits needs codecs"
-            reducer = block_reducer(plan, flat, groups, codecs, pool=pool or self.pool, gauge=gauge)
+            reducer = block_reducer(plan, device, groups, codecs, pool=pool or self.pool, gauge=gauge)
         elif isinstance(plan, LowRankPlan):
             number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
             reducer = LowRankReducer(
-                plan, flat, groups, shard=groups.own_shard(flat) if plan.sharded else None,
+                plan, device, groups, shard=groups.own_range(plan.numel) if plan.sharded else None,
                 compressor=self.compressor, config=self._config, seed=self._seed,
                 salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
                 # All buckets share the scratch memory, and so one stream.

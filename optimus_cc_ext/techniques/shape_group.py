@@ -17,8 +17,9 @@ from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.low_rank_plan import EqualMatrices
+from optimus_cc_ext.techniques.ranges import Range
 from optimus_cc_ext.techniques.state import FactorState, FactorStates
-from optimus_cc_ext.techniques.strided import progressions
+from optimus_cc_ext.techniques.strided import Progression, progressions
 
 __all__ = ["ShapeGroup", "copy_if_cast"]
 
@@ -27,8 +28,11 @@ __all__ = ["ShapeGroup", "copy_if_cast"]
 class _Part:
     """Part of the batch: some rows of some matrices, and their place in the bucket."""
 
-    gradients: torch.Tensor
-    """View of the part's gradients in the bucket, (matrices, rows, columns), strided."""
+    where: Progression
+    """Places of the part's first rows in the bucket, matrix by matrix."""
+
+    shape: tuple[int, int]
+    """Rows and columns of the part, of each matrix."""
 
     matrices: slice
     rows: slice
@@ -41,6 +45,10 @@ class _Part:
     boundary cuts through a matrix.
     """
 
+    def gradients(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part's gradients, (matrices, rows, columns), a strided view into the bucket `flat`."""
+        return self.where.batch(flat, self.shape)
+
     def matrices_of(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the matrices of a batch (matrices, ...) in which this part lies, with all their rows."""
         return batch if self.everything else batch[self.matrices]
@@ -50,7 +58,7 @@ class _Part:
         return batch if self.everything else batch[self.matrices, self.rows]
 
     def asked(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the values of `rows`, a tensor like `gradients`, that the optimizer's shard covers."""
+        """Return the values of `rows`, a tensor like the part's gradients, that the optimizer's shard covers."""
         return rows if self.high - self.low == rows.numel() else rows.view(-1)[self.low : self.high]
 
 
@@ -59,8 +67,8 @@ class ShapeGroup:
     (`strided`).
 
     Args:
-        same: the matrices, which lie in `flat`, the bucket.
-        shard: the view into `flat` that this replica's optimizer reads; None: the whole bucket.
+        device: the device of the bucket.
+        shard: the range of the bucket that this replica's optimizer reads; None: the whole bucket.
         states: the container of its state, by `name`.
         salt: makes its first Q different from others of the run.
     """
@@ -68,8 +76,8 @@ class ShapeGroup:
     def __init__(
         self,
         same: EqualMatrices,
-        flat: torch.Tensor,
-        shard: torch.Tensor | None,
+        device: torch.device,
+        shard: Range | None,
         config: DataParallelCompressionConfig,
         *,
         states: FactorStates,
@@ -78,10 +86,14 @@ class ShapeGroup:
         salt: str,
         state_dtype: torch.dtype,
     ) -> None:
-        self._whole, self._own = _parts(same, flat, shard)
+        self._whole, self._own = _parts(same, shard)
+        self._flat: torch.Tensor | None = None
+        self._gradients: list[torch.Tensor] = []
+        """Between `project` and `rebuild`, the bucket, and the gradients of all parts, which are views into it."""
+
         self._sharded = shard is not None
         self._feedback = config.dp_error_feedback
-        shape, device = (len(same.starts), same.rows, same.columns), flat.device
+        shape = (len(same.starts), same.rows, same.columns)
 
         def make() -> FactorState:
             generator = private_generator(seed, "dp-compression", salt, device=device)
@@ -101,17 +113,18 @@ class ShapeGroup:
         self.p_wire, self.q_wire = p_wire, q_wire
         self.p, self.q = p_wire.float(), q_wire.float()
 
-    def project(self, compressor: LowRank, scratch: Scratch) -> None:
-        """Compute P = M Q with M = G + E, which `matrices` returns afterwards."""
+    def project(self, flat: torch.Tensor, compressor: LowRank, scratch: Scratch) -> None:
+        """Compute P = M Q with M = G + E, which `matrices` returns afterwards; G lies in the bucket `flat`."""
+        self._flat, self._gradients = flat, [part.gradients(flat) for part in self._whole]
         q = self.state.warm_start.value
         if self._is_the_bucket:
-            compressor.project(self._whole[0].gradients, q, out=self.p)
+            compressor.project(self._gradients[0], q, out=self.p)
             return
         total, residual = self.state.residual.workspace(scratch), self.state.residual.value
-        for part in self._whole:
+        for part, gradients in zip(self._whole, self._gradients, strict=True):
             carried = part.matrices_of(residual) if self._feedback else None
             compressor.project_sum(
-                part.gradients,
+                gradients,
                 carried,
                 part.matrices_of(q),
                 total=part.matrices_of(total),
@@ -124,11 +137,11 @@ class ShapeGroup:
         Without a residual, M is the bucket itself if that can be viewed as one batch.
         """
         if self._is_the_bucket:
-            return self._whole[0].gradients
+            return self._gradients[0]
         total, residual = self.state.residual.workspace(scratch), self.state.residual.value
         if not self.state.residual.is_wide:
-            for part in self._whole:
-                part.matrices_of(total).copy_(part.gradients)
+            for part, gradients in zip(self._whole, self._gradients, strict=True):
+                part.matrices_of(total).copy_(gradients)
                 if self._feedback:
                     part.matrices_of(total).add_(part.matrices_of(residual))
         return total
@@ -151,35 +164,45 @@ class ShapeGroup:
             lacking = self.matrices(scratch)  # M may be computed from the bucket, which changes below
             if not everywhere:
                 compressor.subtract_reconstruction(lacking, self.p, self.q, share=1.0 / ranks)
-        for part in self._whole if everywhere else self._own:
-            exact = self._write(part, compressor, scratch)
+        for part, gradients in self._written(everywhere):
+            exact = self._write(part, gradients, compressor, scratch)
             if lacking is None:
                 continue
             if everywhere:
                 # All replicas apply the values in the bucket, so the residual needs neither a second product nor a
                 # separate account of rounding errors.
-                written = part.gradients if exact is None else exact.copy_(part.gradients)
+                written = gradients if exact is None else exact.copy_(gradients)
                 part.matrices_of(lacking).sub_(written, alpha=1.0 / ranks)
             elif exact is not None:
                 # The rounding error goes to the residual of the only replica that reads these values.
-                lost = part.asked(exact.sub_(part.gradients))
+                lost = part.asked(exact.sub_(gradients))
                 part.asked(part.rows_of(lacking)).add_(lost)
         if lacking is not None:
             self.state.residual.write(lacking)
         self.state.next_q = self.q
+        self._flat, self._gradients = None, []
 
-    def _write(self, part: _Part, compressor: LowRank, scratch: Scratch) -> torch.Tensor | None:
+    def _written(self, everywhere: bool) -> list[tuple[_Part, torch.Tensor]]:
+        """Return the parts that this rank's optimizer reads, or all parts, with their gradients."""
+        if everywhere:
+            return list(zip(self._whole, self._gradients, strict=True))
+        assert self._flat is not None, "`project` comes before `rebuild`"
+        return [(part, part.gradients(self._flat)) for part in self._own]
+
+    def _write(
+        self, part: _Part, gradients: torch.Tensor, compressor: LowRank, scratch: Scratch
+    ) -> torch.Tensor | None:
         """Write a part of the reduced gradients into the bucket; whole rows if the bucket is fp32.
 
         Returns the values before rounding to the bucket's dtype, in scratch memory; None if they are not rounded.
         """
         p, q = part.rows_of(self.p), part.matrices_of(self.q)
-        if part.gradients.dtype == p.dtype:
-            compressor.reconstruct(p, q, out=part.gradients)
+        if gradients.dtype == p.dtype:
+            compressor.reconstruct(p, q, out=gradients)
             return None
-        exact = scratch.take("rebuilt", part.gradients.shape, torch.float32, p.device)
+        exact = scratch.take("rebuilt", gradients.shape, torch.float32, p.device)
         compressor.reconstruct(p, q, out=exact)
-        part.asked(part.gradients).copy_(part.asked(exact))
+        part.asked(gradients).copy_(part.asked(exact))
         return exact
 
 
@@ -189,26 +212,23 @@ def copy_if_cast(values: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(values)
 
 
-def _parts(same: EqualMatrices, flat: torch.Tensor, shard: torch.Tensor | None) -> tuple[list[_Part], list[_Part]]:
+def _parts(same: EqualMatrices, shard: Range | None) -> tuple[list[_Part], list[_Part]]:
     """Return the parts of the whole batch, and those in the shard: a few each, however many matrices there are."""
     rows, columns, count = same.rows, same.columns, len(same.starts)
+    start, length = shard or (0, 0)
     whole: list[_Part] = []
     own: list[_Part] = []
     first = 0
-    for progression in progressions(same.starts):
-        gradients = progression.batch(flat, (rows, columns))
-        matrices = slice(first, first + progression.count)
-        everything = progression.count == count
-        whole.append(_Part(gradients, matrices, slice(0, rows), everything, 0, gradients.numel()))
-        if shard is not None:
-            start = int(shard.storage_offset() - flat.storage_offset())
-            for piece in progression.shared_with(start, start + shard.numel(), rows * columns):
-                top, bottom = piece.low // columns, -(-piece.high // columns)
-                cut = gradients[piece.index : piece.index + piece.count, top:bottom]
-                cut_matrices = slice(first + piece.index, first + piece.index + piece.count)
-                all_of_it = cut.shape == (count, rows, columns)
-                low = piece.low - top * columns
-                high = low + (piece.high - piece.low) * piece.count
-                own.append(_Part(cut, cut_matrices, slice(top, bottom), all_of_it, low, high))
-        first += progression.count
+    for there in progressions(same.starts):
+        matrices, numel = slice(first, first + there.count), there.count * rows * columns
+        whole.append(_Part(there, (rows, columns), matrices, slice(0, rows), there.count == count, 0, numel))
+        for piece in there.shared_with(start, start + length, rows * columns):
+            top, bottom = piece.low // columns, -(-piece.high // columns)
+            where = Progression(there.first + piece.index * there.stride + top * columns, there.stride, piece.count)
+            matrices = slice(first + piece.index, first + piece.index + piece.count)
+            all_of_it = (piece.count, top, bottom) == (count, 0, rows)
+            low = piece.low - top * columns
+            high = low + (piece.high - piece.low) * piece.count
+            own.append(_Part(where, (bottom - top, columns), matrices, slice(top, bottom), all_of_it, low, high))
+        first += there.count
     return whole, own

@@ -4,9 +4,11 @@ Megatron lays a bucket's parameters out one after the other, so that tensors of 
 from those of the next: `as_strided` makes one batch of them, which one kernel reads or writes.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -30,9 +32,8 @@ class Progression:
 
     def batch(self, flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return (count, *shape), a view into `flat`, in which each tensor is contiguous."""
-        inner = torch.empty(shape, device="meta").stride()
-        at = int(flat.storage_offset()) + self.first
-        return flat.as_strided((self.count, *shape), (self.stride, *inner), at)
+        sizes, strides = (self.count, *shape), (self.stride, *_inside(shape))
+        return flat.as_strided(sizes, strides, int(flat.storage_offset()) + self.first)
 
     def shared_with(self, start: int, stop: int, numel: int) -> list["Shared"]:
         """Return the parts of these tensors, of `numel` elements each, that lie between `start` and `stop` in the
@@ -62,6 +63,12 @@ class Shared:
     count: int
     low: int
     high: int
+
+
+@cache
+def _inside(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[place:]) for place in range(1, len(shape) + 1))
 
 
 def progressions(offsets: Iterable[int]) -> list[Progression]:

@@ -205,7 +205,7 @@ class TwoLevelReducer(Reducer):
     """Reducer of a bucket in two levels: exact sums inside each node, and sums of nodes in blocks of few bits.
 
     Args:
-        flat: the bucket, one dimension, fp32 or bf16.
+        device: the device of the bucket, which is in fp32 or bf16.
         groups: groups of two levels.
         codecs, pool, gauge: the arguments of `BlockReducer`, for sums of nodes.
     """
@@ -213,7 +213,7 @@ class TwoLevelReducer(Reducer):
     def __init__(
         self,
         plan: TwoLevelPlan,
-        flat: torch.Tensor,
+        device: torch.device,
         groups: Groups,
         codecs: BlockCodecs,
         *,
@@ -221,32 +221,35 @@ class TwoLevelReducer(Reducer):
         gauge: Gauge | None = None,
     ) -> None:
         assert groups.node is not None and groups.rail is not None, "these groups have one level"
-        self.plan, self._flat, self._whole_group, self._node = plan, flat, groups.whole, groups.node
-        self._across = BlockReducer(plan.across, flat, Groups(groups.rail), codecs, pool=pool, gauge=gauge)
-        self._inside = [
-            (_view(flat, part), _view(flat, slab)) for part, slab in zip(plan.parts, plan.slabs, strict=True)
-        ]
+        self.plan, self._whole_group, self._node = plan, groups.whole, groups.node
+        self._across = BlockReducer(plan.across, device, Groups(groups.rail), codecs, pool=pool, gauge=gauge)
         pool, sizes = pool or MessagePool(), plan.summed_in_fp32
         self._received, self._total = (
-            pool.take(size * dtype.itemsize, flat.device).view(dtype)
-            for size, dtype in zip(sizes, (flat.dtype, torch.float32), strict=True)
+            pool.take(size * dtype.itemsize, device).view(dtype)
+            for size, dtype in zip(sizes, (plan.dtype, torch.float32), strict=True)
         )
-        self._remainders = [_view(flat, rest) for rest in plan.remainders]
+        self._flat: torch.Tensor | None = None
+        self._inside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Between `start` and `finish`, this rank's part of each slab, and the slab."""
+
         self._sums: list[PendingCollective] = []
-        self._whole = self._started = False
+        self._whole = False
 
     @torch.no_grad()
-    def start(self, whole: bool = False) -> None:
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Add up inside the node, and start the exchange of the sums between nodes."""
-        self._whole, self._started = whole and self.plan.sharded, True
-        self.encoded += self.plan.matrices
-        self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in self._remainders]
+        plan = self.plan
+        self._flat, self._whole = flat, whole and plan.sharded
+        self._inside = list(zip(_views(flat, plan.parts), _views(flat, plan.slabs), strict=True))
+        self.encoded += plan.matrices
+        remainders = _views(flat, plan.remainders)
+        self._sums = [start_sum(rest, self._whole_group, "dense gradient reduction") for rest in remainders]
         if self._received.numel():
             parts, memory = self._inside, (self._received, self._total)
             start_reduce_scatters_in_fp32(parts, *memory, self._node, _INSIDE).wait()
         else:
             start_reduce_scatters(self._inside, self._node, _INSIDE).wait()
-        self._across.start()
+        self._across.start(flat)
 
     @property
     def sends_later(self) -> bool:
@@ -259,9 +262,8 @@ class TwoLevelReducer(Reducer):
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the exchange between nodes; gather the results inside the node, or whole gradients if asked to."""
-        if not self._started:
+        if self._flat is None:
             return
-        self._started = False
         self._across.finish()
         if not self.plan.sharded:
             self._sums += [start_all_gather(slab, part, self._node, _INSIDE) for part, slab in self._inside]
@@ -270,27 +272,26 @@ class TwoLevelReducer(Reducer):
             self._sums.append(start_all_gather(self._flat, own, self._whole_group, "gather of whole gradients"))
         for pending in self._sums:
             pending.wait()
-        self._sums = []
+        self._flat, self._inside, self._sums = None, [], []
 
 
 def block_reducer(
     plan: ExchangePlan | TwoLevelPlan,
-    flat: torch.Tensor,
+    device: torch.device,
     groups: Groups,
     codecs: BlockCodecs,
     *,
     pool: MessagePool,
     gauge: Gauge,
 ) -> BlockReducer | TwoLevelReducer:
-    """Make the reducer of the bucket `flat`, in one level or in two, as `plan` has it."""
+    """Make the reducer of a bucket on `device`, in one level or in two, as `plan` has it."""
     if isinstance(plan, TwoLevelPlan):
-        return TwoLevelReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
-    return BlockReducer(plan, flat, groups, codecs, pool=pool, gauge=gauge)
+        return TwoLevelReducer(plan, device, groups, codecs, pool=pool, gauge=gauge)
+    return BlockReducer(plan, device, groups, codecs, pool=pool, gauge=gauge)
 
 
-def _view(flat: torch.Tensor, chosen: Range) -> torch.Tensor:
-    start, length = chosen
-    return flat[start : start + length]
+def _views(flat: torch.Tensor, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    return [flat[start : start + length] for start, length in ranges]
 
 
 def _within(ranges: Sequence[Range], parts: Sequence[Range]) -> list[Range]:

@@ -35,10 +35,10 @@ def reduction(device: torch.device) -> Iterator[dict[str, Any]]:
             _keep_busy(device)
             for bucket in (beside, in_line):
                 bucket.flat.copy_(Bucket.random(layers, shapes, hidden, device, seed=step).flat)
-            handle = Reduction([ours], [ours], side, whole=False)
+            handle = Reduction([ours], [beside.flat], [ours], side, whole=False)
             _keep_busy(device)
             handle.wait()
-            theirs.reduce()
+            theirs.reduce(in_line.flat)
             for each in (ours, theirs):
                 each.states.commit({})
         if not ours.encoded == theirs.encoded == STEPS * layers * len(shapes):

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors import formats
 from optimus_cc_ext.compressors.formats import Format
@@ -63,10 +65,10 @@ class PartsReducer(Reducer):
     def __init__(self, plan: PartsPlan, parts: Sequence[Reducer]) -> None:
         self.plan, self._parts = plan, parts
 
-    def start(self, whole: bool = False) -> None:
+    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Start the exchanges of all parts."""
         for part in self._parts:
-            part.start(whole)
+            part.start(flat, whole)
         self.encoded = sum(part.encoded for part in self._parts)
 
     def second_phase(self) -> None:
@@ -105,17 +107,17 @@ def use(matrices: str, vocabulary: str) -> None:
         return PartsPlan(parts)
 
     def made(
-        original: Callable[..., Reducer], technique: SelectiveStageCompression, plan: Any, flat: Any, groups: Any,
+        original: Callable[..., Reducer], technique: SelectiveStageCompression, plan: Any, device: Any, groups: Any,
         **rest: Any,
     ) -> Reducer:  # fmt: skip
         if not isinstance(plan, PartsPlan):
-            return original(technique, plan, flat, groups, **rest)
+            return original(technique, plan, device, groups, **rest)
         assert technique.codecs is not None, "--dp-compression-format names no block format"
         sums = technique.codecs.sums
         # The parts are under way at the same time, so each has memory and scratch tensors of its own.
         reducer = PartsReducer(plan, [
             block_reducer(
-                part, flat, groups, BlockCodecs(type(sums)(_format_of(part), signs=sums._signs), sums),
+                part, device, groups, BlockCodecs(type(sums)(_format_of(part), signs=sums._signs), sums),
                 pool=technique.pool, gauge=technique.gauge,
             )
             for part in plan.parts

@@ -99,7 +99,7 @@ def _reduce(rank: int, members: int, ranks: int, numel: int, folder: str) -> Non
                 numel, [(0, numel)], (), flat.dtype, ranks, sharded=True, formats=codecs.formats,
                 levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            block_reducer(plan, flat, groups, codecs, pool=MessagePool(), gauge=Gauge()).reduce()
+            block_reducer(plan, flat.device, groups, codecs, pool=MessagePool(), gauge=Gauge()).reduce(flat)
             lost = (flat[own].double() - exact).square().sum()
             found[share, levels, format] = (float(lost), float(torch.as_tensor(exact).square().sum()))
     torch.save(found, Path(folder) / str(rank))

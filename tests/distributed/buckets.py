@@ -46,6 +46,7 @@ class Bucket:
     ) -> LowRankReducer:  # fmt: skip
         groups_of = dict(zip((matrix.storage_offset() for matrix in self.matrices), norm_groups or (), strict=False))
         plan = LowRankPlan(
+            numel=self.flat.numel(),
             low_rank=[
                 ParameterRecord(
                     shape=tuple(matrix.shape), start=start, norm_group=groups_of.get(start, MAIN_NORM_GROUP)
@@ -58,9 +59,9 @@ class Bucket:
         )  # fmt: skip
         return LowRankReducer(
             plan,
-            self.flat,
+            self.flat.device,
             Groups(dist.group.WORLD),
-            shard=shard,
+            shard=None if shard is None else (int(shard.storage_offset()), shard.numel()),
             compressor=compressor,
             config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
             seed=1,
@@ -88,10 +89,10 @@ class Bucket:
     def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> BlockReducer:
         """Return the reducer of this bucket in blocks of few bits, over all ranks; `exchange` is its plan."""
         plan = self.exchange(codecs, dist.get_world_size(), sharded)
-        return BlockReducer(plan, self.flat, Groups(dist.group.WORLD), codecs, **how)
+        return BlockReducer(plan, self.flat.device, Groups(dist.group.WORLD), codecs, **how)
 
 
-def reduce(reducer: LowRankReducer, **how: bool) -> None:
-    """Reduce once, and commit the state as after an applied step."""
-    reducer.reduce(**how)
+def reduce(reducer: LowRankReducer, bucket: Bucket, **how: bool) -> None:
+    """Reduce a bucket once, and commit the state as after an applied step."""
+    reducer.reduce(bucket.flat, **how)
     reducer.states.commit({})

@@ -60,15 +60,7 @@ def _measure(hosts: list[str], members: int) -> dict[str, int]:
             NUMEL, [(0, NUMEL)], (), torch.float32, ranks, sharded=True, formats=codecs.formats, levels=groups.levels,
             place=groups.place,
         )  # fmt: skip
-        flat = torch.empty(NUMEL)
-        reducer = block_reducer(plan, flat, groups, codecs, pool=MessagePool(), gauge=Gauge())
-
-        def reduce(values: torch.Tensor) -> None:
-            flat.copy_(values)
-            reducer.reduce()
-            values.copy_(flat)
-
-        return reduce
+        return block_reducer(plan, torch.device("cpu"), groups, codecs, pool=MessagePool(), gauge=Gauge()).reduce
 
     ways: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], None]]] = {
         "ring, fp32": (torch.float32, _ring),

@@ -98,7 +98,7 @@ def _reduce(format: str, sharded: bool, whole: bool, dtype: torch.dtype, how: di
     reducer, found = reducer_of(bucket, codecs(format, **how), sharded), []
     for step in range(2):
         bucket.flat.copy_(gradients(dist.get_rank(), step, dtype).flat)
-        reducer.start(whole)
+        reducer.start(bucket.flat, whole)
         reducer.second_phase()  # the bucket group that Megatron waits for first begins the second phase of all groups
         reducer.finish()
         found.append(bucket.flat.clone() if whole or not sharded else mine(bucket.flat).clone())
@@ -158,7 +158,7 @@ def _poisoned(sharded: bool) -> list[bool]:
         bucket.flat.copy_(gradients(dist.get_rank(), 0).flat)
         if dist.get_rank() == 1:
             bucket.flat[place] = float("nan")
-        reducer.reduce(whole=True)
+        reducer.reduce(bucket.flat, whole=True)
         found.append(bool(bucket.flat[place].isnan()))
     return found
 
@@ -200,12 +200,12 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
     bucket, gauge = gradients(dist.get_rank(), 0), Gauge()
     reducer = reducer_of(bucket, codecs("int4"), sharded, gauge)
     gauge.begin(True)
-    reducer.reduce(whole)
+    reducer.reduce(bucket.flat, whole)
     measured = gauge.squares()
     gauge.begin(False)
     counted, sent[0] = sent[0], 0
     with Watch() as watch:
-        reducer.reduce(whole)
+        reducer.reduce(bucket.flat, whole)
     assert sent[0] == counted and gauge.squares() == measured
     assert measured == pytest.approx(
         lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded, dist.get_rank()), rel=1e-5
@@ -229,7 +229,7 @@ def _alone() -> bool:
     bucket = gradients(0, 0)
     before = bucket.flat.clone()
     reducer = reducer_of(bucket, codecs("int4"), sharded=False)
-    reducer.reduce()
+    reducer.reduce(bucket.flat)
     return reducer.plan.sent_bytes() == 0 and 0 < float((bucket.flat - before).norm()) < 2 * INT4 * float(before.norm())
 
 
@@ -242,9 +242,10 @@ def _late() -> str:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
-        reducer = reducer_of(gradients(0, 0), codecs("int4"), sharded=True)
+        bucket = gradients(0, 0)
+        reducer = reducer_of(bucket, codecs("int4"), sharded=True)
         with pytest.raises(OptimusError) as raised:
-            reducer.reduce()
+            reducer.reduce(bucket.flat)
         return str(raised.value)
     return ""
 
@@ -322,7 +323,7 @@ def _in_line(factors: bool, sharded: bool = False) -> tuple[list[str], list[torc
         for bucket in buckets:
             log.append("hook")
             reducer = bucket.reducer(FastLowRank(), 2) if factors else reducer_of(bucket, codecs("int8"), sharded)
-            reductions.append(Reduction([reducer], under_way, None, whole=False))
+            reductions.append(Reduction([reducer], [bucket.flat], under_way, None, whole=False))
             if not in_line:
                 reductions.pop().wait()
         for reduction in reductions:
@@ -371,7 +372,7 @@ def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     dist.all_to_all_single = lambda out, tensor, *parts, **how: (
         sent.append(tensor.nbytes) or all_to_all(out, tensor, *parts, **how)
     )
-    technique.make_room(gradient)
+    technique.make_room(gradient.numel(), gradient.dtype, gradient.device)
     # `make_room` makes one small all-to-all over the union, so that NCCL allocates memory for its connections then. The
     # pair of stages needs no all-to-all.
     assert sent == ([] if sharded else [16 * dist.get_world_size()])
@@ -416,8 +417,8 @@ def _dense(sharded: bool, whole: bool) -> tuple[torch.Tensor, int]:
     plan = DensePlan(
         numel=bucket.flat.numel(), dense=ranges, dtype=bucket.flat.dtype, ranks=dist.get_world_size(), sharded=sharded
     )
-    reducer = DenseReducer(plan, bucket.flat, Groups(dist.group.WORLD))
-    reducer.start(whole)
+    reducer = DenseReducer(plan, Groups(dist.group.WORLD))
+    reducer.start(bucket.flat, whole)
     reducer.finish()
     return (bucket.flat if whole or not sharded else mine(bucket.flat)).clone(), plan.sent_bytes(whole)
 

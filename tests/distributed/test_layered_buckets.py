@@ -28,9 +28,9 @@ def _calls(dtype: torch.dtype, sharded: bool, error_feedback: bool) -> list[int]
         shard = bucket.flat.view(2, -1)[0] if sharded else None
         reducer = bucket.reducer(FastLowRank(), RANK, shard, dp_error_feedback=error_feedback)
         fill(bucket, 1)
-        reducer.reduce()
+        reducer.reduce(bucket.flat)
         with Watch() as watch:
-            reducer.reduce()
+            reducer.reduce(bucket.flat)
         calls.append(watch.calls)
     return calls
 
@@ -78,7 +78,7 @@ def _in_packs() -> list[Any]:
         for step in range(3):
             log.clear()
             fill(bucket, 10 * step + dist.get_rank())
-            reduce(reducer)
+            reduce(reducer, bucket)
         results.append([bucket.flat.clone(), *(r.clone() for r in reducer.states.residuals())])
         logs.append(list(log))
     equal = all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -1,6 +1,7 @@
 """Memory for messages: gradients and parameters of a bucket share it."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.param_gather import ParamGather
@@ -25,6 +27,13 @@ class Shared(NamedTuple):
     needed: tuple[int, int]
     announced: int
     apart: int
+
+
+class _Bucket(NamedTuple):
+    """A bucket, with Megatron's names."""
+
+    grad_data: torch.Tensor
+    param_data: torch.Tensor
 
 
 def _one_memory(*, shared: bool) -> Shared:
@@ -56,17 +65,19 @@ def _one_memory(*, shared: bool) -> Shared:
     seeded = torch.Generator().manual_seed(dist.get_rank())
     gradients, weights = torch.randn(4096, generator=seeded), torch.ones(4096, dtype=torch.bfloat16)
     groups = Groups(dist.group.WORLD)
-    group = technique.add_group(plan, [gradients], groups, overlapped=False, fused=None)
-    shards = gathers.add_bucket("bucket", bucket.gather, weights, groups, record)
+    of_megatron = SimpleNamespace(buckets=[_Bucket(gradients, weights)])
+    found = Bucket(of_megatron, 0, record, gradients.device)
+    group = technique.add_group(plan, [found], groups, overlapped=False, fused=None)
+    shards = gathers.add_bucket(found, bucket.gather, groups)
     gathered, before = pools[1].nbytes, technique.needed_bytes
     own = weights.view(2, -1)[dist.get_rank()]
-    with gathers.updating(["bucket"]):
+    with gathers.updating(of_megatron.buckets):
         own.add_(0.5)
     # The stage's messages need more memory, while the old memory holds a message of parameters.
     technique.choose_stages({0})
     gathers.gather([shards]).wait()
-    group.start(group.reducers, whole=False).wait()
-    with gathers.updating(["bucket"]):
+    group.start(group.reducers, group.gradients, whole=False).wait()
+    with gathers.updating(of_megatron.buckets):
         own.add_(gradients.view(2, -1)[dist.get_rank()])
     gathers.gather([shards]).wait()
     apart = technique.message_bytes + gathers.message_bytes

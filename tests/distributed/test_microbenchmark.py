@@ -21,6 +21,7 @@ from optimus_cc_ext.forecast.probe import Collective
 from optimus_cc_ext.forecast.timeline import Link, Rate, When
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
@@ -48,12 +49,13 @@ def _measure() -> list[float]:
     plan = ExchangePlan(
         numel=4096, coded=[(0, 4096)], dtype=torch.bfloat16, ranks=1, sharded=True, formats=Formats("int8", "int8")
     )
+    weights = torch.ones(4096, dtype=torch.bfloat16)
     shards = Shards(
-        plan, torch.ones(4096, dtype=torch.bfloat16), Groups(dist.group.WORLD), int8, gauge=Gauge(),
+        Bucket.of(weights), plan, Groups(dist.group.WORLD), int8, gauge=Gauge(),
         scratch=Scratch(), pool=MessagePool(),
     )  # fmt: skip
     seconds.append(microbenchmark.time_parameters([shards], alone=dist.group.WORLD, codec=int8))
-    assert bool((shards.flat == 1).all())
+    assert bool((weights == 1).all())
     microbenchmark._SAMPLE_BYTES = 1  # the benchmark times a single matrix, and extrapolates to all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
     for wire in (None, int8):
@@ -98,7 +100,9 @@ def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
     )  # fmt: skip
     rules = BucketRules.of(config, ranks=2, sharded=sharded, fused=False)
     flat = torch.ones(record.numel)
-    session.gradients.add_group(GroupPlan.of([record], rules), [flat], Groups(world), overlapped=False, fused=None)
+    session.gradients.add_group(
+        GroupPlan.of([record], rules), [Bucket.of(flat)], Groups(world), overlapped=False, fused=None
+    )
     measuring.probe_collective = lambda *_: Rate(0.0, 1e5 * (fraction if _[-1] is Collective.ALL_TO_ALL else 1.0))
     measured = measure(session, _passes(), None, torch.device("cpu"))
     found = forecast(session.grid.gather(measured), NonInterleaved(1, 4), config, None)
@@ -127,7 +131,7 @@ def _scratch_after_measuring() -> list[int]:
     rules = BucketRules.of(CONFIG, ranks=1, sharded=False, fused=False)
     assert session.alone is not None
     session.gradients.add_group(
-        GroupPlan.of([record], replace(rules, force=True)), [torch.ones(sum(sizes))], Groups(session.alone),
+        GroupPlan.of([record], replace(rules, force=True)), [Bucket.of(torch.ones(sum(sizes)))], Groups(session.alone),
         overlapped=False, fused=None,
     )  # fmt: skip
     measured = measure(session, _passes(), torch.empty(64, 2, 32), torch.device("cpu"))

@@ -10,6 +10,7 @@ from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import reduce_scatter_bytes
+from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Groups, MessagePool, ParameterRecord, Range
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards
@@ -84,11 +85,12 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
     flat, found = weights(dtype).flat, []
     technique = ParamGather(codec(format))
     plan = plan_of(weights(dtype).views, flat.numel(), dtype, codec(format))
-    shards = technique.add_bucket("bucket", plan, flat, Groups(dist.group.WORLD))
+    bucket = MegatronBucket.of(flat)
+    shards = technique.add_bucket(bucket, plan, Groups(dist.group.WORLD))
     own = flat.view(RANKS, -1)[dist.get_rank()]
     for step in steps:
         assert not shards.updated
-        with technique.updating(["bucket", "another's"]):
+        with technique.updating([bucket.of_megatron, "another's"]):
             own.copy_(wanted(step, dtype).view(RANKS, -1)[dist.get_rank()])
         assert shards.updated
         before = flat.clone()
@@ -141,7 +143,8 @@ def _allocations() -> list[str]:
     bucket = weights(torch.bfloat16)
     flat, plan = bucket.flat, plan_of(bucket.views, bucket.flat.numel(), torch.bfloat16, codec("int4"))
     shards = Shards(
-        plan, flat, Groups(dist.group.WORLD), codec("int4"), gauge=Gauge(), scratch=Scratch(), pool=MessagePool()
+        MegatronBucket.of(flat), plan, Groups(dist.group.WORLD), codec("int4"), gauge=Gauge(), scratch=Scratch(),
+        pool=MessagePool(),
     )  # fmt: skip
     asked: list[str] = []
     for step in range(2):

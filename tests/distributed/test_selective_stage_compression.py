@@ -14,6 +14,7 @@ from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques import collective
+from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
@@ -80,7 +81,7 @@ def _against_the_hook(compressor, shapes: Shapes) -> float:
             # start with the result.
             for warm_start, factor in zip(warm_starts(reducer), drawn, strict=False):
                 warm_start.copy_(factor)
-        reduce(reducer)
+        reduce(reducer, ours)
         for view, expected in zip(ours.views, theirs.views, strict=True):
             worst = max(worst, float((view - expected).norm() / expected.norm()))
     return worst
@@ -120,7 +121,7 @@ def _in_shards(steps: int, error_feedback: bool, compressor) -> list[float]:
         offered.flat.div_(ranks)
         for bucket, reducer in zip(buckets, reducers, strict=True):
             bucket.flat.copy_(offered.flat)
-            reduce(reducer, whole=bucket is asked)
+            reduce(reducer, bucket, whole=bucket is asked)
         scale = float(everything.flat.abs().max())
         gap = max(gap, float((_own_shard(part.flat) - _own_shard(everything.flat)).abs().max()) / scale)
         whole_gap = max(whole_gap, float((asked.flat - everything.flat).abs().max()) / scale)
@@ -159,7 +160,7 @@ def _conserves(steps: int, dtype: torch.dtype, sharded: bool, wire: str | None) 
         missing.flat.add_(flat)
         # With shards, step 2 reduces whole gradients, which every replica reads: sent and missing values have to add up
         # there, too.
-        reduce(reducer, whole=sharded and step == 2)
+        reduce(reducer, bucket, whole=sharded and step == 2)
         if sharded and step != 2:
             _own_shard(missing.flat).sub_(_own_shard(flat))
         else:
@@ -220,7 +221,7 @@ def _errors_by_wire() -> list[tuple[float, int]]:
         reducer = bucket.reducer(FastLowRank(), 16, wire=wire)
         bucket.flat.copy_(gradients(rank, 0, LARGE).flat)
         counted[0] = 0
-        reduce(reducer)
+        reduce(reducer, bucket)
         assert reducer.plan.sent_bytes() == pytest.approx(counted[0], abs=8), "as the plan said before it was made"
         found.append((float((bucket.flat - exact).norm() / exact.norm()), reducer.plan.sent_bytes()))
     return found
@@ -242,12 +243,12 @@ def _nan_on_one_rank() -> list[bool]:
     flat, reducer = bucket.flat, bucket.reducer(FastLowRank(), RANK)
     for step in range(2):
         flat.copy_(gradients(rank, step).flat / ranks)
-        reduce(reducer)
+        reduce(reducer, bucket)
     before = [t.clone() for t in (*reducer.states.residuals(), *warm_starts(reducer))]
     flat.copy_(gradients(rank, 2).flat / ranks)
     if rank == 1:
         flat[5] = torch.nan
-    reduce(reducer)
+    reduce(reducer, bucket)
     seen = bool(torch.isnan(flat).any())
     after = (*reducer.states.residuals(), *warm_starts(reducer))
     # Only the shape group of the poisoned matrix is held back; no kept tensor has a NaN.
@@ -262,15 +263,16 @@ def test_nan_on_one_replica_is_seen_by_all_and_kept_by_none():
 
 def _factorisations() -> list[int]:
     dist.init_process_group("gloo")
-    reducer = gradients(0, 0).reducer(FastLowRank(), RANK)
-    reduce(reducer)
+    bucket = gradients(0, 0)
+    reducer = bucket.reducer(FastLowRank(), RANK)
+    reduce(reducer, bucket)
     before = [start.clone() for start in warm_starts(reducer)]
-    reducer.reduce()
+    reducer.reduce(bucket.flat)
     reducer.states.rollback()
     reducer.states.commit({})
     assert all(map(torch.equal, warm_starts(reducer), before)), "of a step that was skipped"
     with Watch() as reducing:
-        reducer.reduce()
+        reducer.reduce(bucket.flat)
     assert all(map(torch.equal, warm_starts(reducer), before))
     with Watch() as committing:
         reducer.states.commit({})
@@ -289,8 +291,9 @@ def _two_norm_groups() -> dict[str, float]:
     dist.init_process_group("gloo")
     norms = []
     for shrinkage in ({}, {"mtp": 0.25}):
-        reducer = gradients(0, 0).reducer(FastLowRank(), RANK, norm_groups=["main", "main", "mtp", "main"])
-        reducer.reduce()
+        bucket = gradients(0, 0)
+        reducer = bucket.reducer(FastLowRank(), RANK, norm_groups=["main", "main", "mtp", "main"])
+        reducer.reduce(bucket.flat)
         reducer.states.commit(shrinkage)
         norms.append({name: float(saved["residual"].norm()) for name, saved in reducer.states.state_dict().items()})
     return {name: norms[1][name] / norm for name, norm in norms[0].items()}
@@ -324,10 +327,10 @@ def _beside_the_backward_pass(store: str) -> None:
             # gradient
             flat.copy_(gradient)
             if side is None:
-                reducer.reduce()
+                reducer.reduce(bucket.flat)
             else:
                 with side.work():
-                    reducer.start()
+                    reducer.start(flat)
                 with side.work():
                     reducer.finish()
                 side.join()
@@ -363,7 +366,9 @@ def _connected_before_training() -> tuple[list[int], int, int, int]:
     )  # fmt: skip
     for _ in range(2):
         plan = GroupPlan.of([record], BucketRules(ranks=2, format="int4"))
-        technique.add_group(plan, [torch.zeros(1024)], Groups(dist.group.WORLD), overlapped=False, fused=None)
+        technique.add_group(
+            plan, [MegatronBucket.of(torch.zeros(1024))], Groups(dist.group.WORLD), overlapped=False, fused=None
+        )
     open_stages = technique.needed_bytes
     technique.choose_stages({0})
     return sent, open_stages, technique.needed_bytes, technique.message_bytes

@@ -61,7 +61,7 @@ def plan_of(bucket: Bucket, used: BlockCodecs, levels: Levels, place: int, shard
 
 def reducer_of(bucket: Bucket, used: BlockCodecs, groups: Groups, sharded: bool) -> TwoLevelReducer:
     plan = plan_of(bucket, used, groups.levels, groups.place, sharded)
-    return TwoLevelReducer(plan, bucket.flat, groups, used)
+    return TwoLevelReducer(plan, bucket.flat.device, groups, used)
 
 
 def _reduce(members: int, format: str, sharded: bool, whole: bool, dtype: torch.dtype, shapes: Shapes) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _reduce(members: int, format: str, sharded: bool, whole: bool, dtype: torch.
     reducer = reducer_of(bucket, codecs(format), groups, sharded)
     for _ in range(2):
         bucket.flat.copy_(gradients(rank, ranks, dtype, shapes).flat)
-        reducer.start(whole)
+        reducer.start(bucket.flat, whole)
         reducer.second_phase()  # the bucket group that Megatron waits for first begins the second phase of all groups
         reducer.finish()
     return bucket.flat if whole or not sharded else bucket.flat.view(ranks, -1)[rank].clone()
@@ -157,7 +157,7 @@ def _left_out() -> tuple[torch.Tensor, float]:
     plan = plan_of(bucket, used, groups.levels, groups.place, False)
     plan = replace(plan, coded=[plan.coded[0], plan.coded[2]])
     before = bucket.views[1].clone()
-    TwoLevelReducer(plan, bucket.flat, groups, used).reduce()
+    TwoLevelReducer(plan, bucket.flat.device, groups, used).reduce(bucket.flat)
     assert torch.equal(bucket.views[1], before)
     return bucket.views[0].clone(), float(bucket.views[2].sum())
 
@@ -187,10 +187,10 @@ def _bytes_and_memory(members: int, sharded: bool, whole: bool) -> tuple[int, in
     counting("all_gather_into_tensor", lambda _, part, ranks: part.nbytes * (ranks - 1))
     bucket = gradients(dist.get_rank(), dist.get_world_size())
     reducer = reducer_of(bucket, codecs("int4"), groups, sharded)
-    reducer.reduce(whole)
+    reducer.reduce(bucket.flat, whole)
     counted, sent[0] = sent[0], 0
     with Watch() as watch:
-        reducer.reduce(whole)
+        reducer.reduce(bucket.flat, whole)
     assert sent[0] == counted
     return counted, reducer.plan.sent_bytes(whole), watch.allocated + watch.read_by_host
 
@@ -208,10 +208,10 @@ def _in_fp32() -> float:
     value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
     bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("exact")
     plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
-    reducer = TwoLevelReducer(plan, bucket.flat, groups, used)
+    reducer = TwoLevelReducer(plan, bucket.flat.device, groups, used)
     for _ in range(2):
         bucket.flat.fill_(value)
-        reducer.reduce()
+        reducer.reduce(bucket.flat)
     (found,) = bucket.flat.view(dist.get_world_size(), -1)[dist.get_rank()].unique().tolist()
     return found
 
@@ -231,15 +231,16 @@ def _between_instances(members: int, format: str | None) -> torch.Tensor:
             numel=bucket.flat.numel(), dense=(), dtype=bucket.flat.dtype, ranks=ranks, sharded=True,
             instances=ranks // members,
         )  # fmt: skip
-        reducer: Reducer = DenseReducer(plan, bucket.flat, groups)
+        reducer: Reducer = DenseReducer(plan, groups)
     else:
         reducer = reducer_of(bucket, codecs(format), groups, True)
     for _ in range(2):
         bucket.flat.copy_(gradients(rank, ranks).flat)
-        reducer.start()
+        reducer.start(bucket.flat)
         reducer.second_phase()
         reducer.finish()
-    return groups.own_shard(bucket.flat).clone()
+    start, length = groups.own_range(bucket.flat.numel())
+    return bucket.flat[start : start + length].clone()
 
 
 def two_levels_of_instances(members: int) -> Groups:

@@ -102,17 +102,18 @@ def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: 
 def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
     flat = gaussian(1, 1, 4 * 64 * 128).flatten().to(dtype)
     plan = LowRankPlan(
+        numel=flat.numel(),
         low_rank=[ParameterRecord(shape=(64, 128), start=start) for start in range(0, flat.numel(), 64 * 128)],
         dense=(), dtype=dtype, ranks=1, rank=16,
     )  # fmt: skip
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_error_feedback=feedback)
-    for shard in (None, flat[: 64 * 128]):
+    for shard in (None, (0, 64 * 128)):
         reducer = LowRankReducer(
-            plan, flat, Groups(group), shard=shard, compressor=TritonLowRank(), config=config, seed=18, salt="",
+            plan, flat.device, Groups(group), shard=shard, compressor=TritonLowRank(), config=config, seed=18, salt="",
             state_dtype=state_dtype,
         )  # fmt: skip
         for whole in (False, True):
-            reducer.reduce(whole)
+            reducer.reduce(flat, whole)
         reducer.states.commit({})
 
 

@@ -95,14 +95,14 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
     assert isinstance(plan, LowRankPlan)
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
     return LowRankReducer(
-        plan, bucket.flat, Groups(group), compressor=compressor, config=config, seed=1, salt="bench"
+        plan, bucket.flat.device, Groups(group), compressor=compressor, config=config, seed=1, salt="bench"
     )  # fmt: skip
 
 
-def step(reducer: LowRankReducer) -> None:
-    """Reduce once, and commit the state as after an applied step."""
+def step(reducer: LowRankReducer, bucket: Bucket) -> None:
+    """Reduce a bucket once, and commit the state as after an applied step."""
     before = reducer.encoded
-    reducer.reduce()
+    reducer.reduce(bucket.flat)
     assert reducer.encoded == before + reducer.plan.matrices > before, "a group of one rank was not coded"
     reducer.states.commit({})
 

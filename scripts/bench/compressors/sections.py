@@ -188,7 +188,7 @@ def bucket(setting: Setting) -> Iterator[Row]:
     with one_process(setting.device) as group:
         check_bucket(fast_compressor(), gradients.shapes, setting.device, r, group)
         works: dict[str, Work] = {
-            "ours": partial(step, reducer(gradients, r, fast_compressor(), group)),
+            "ours": partial(step, reducer(gradients, r, fast_compressor(), group), gradients),
             "hook, batched": hook(gradients.copy(), r, batched=True),
             "hook, as by default": hook(gradients.copy(), r, batched=False),
         }
@@ -212,7 +212,7 @@ def check_bucket(
     ours = reducer(mine, compression_rank, compressor, group)
     other = hook(theirs, compression_rank, batched=True, starts=[state.warm_start.value for state in ours.states])
     for _ in range(2):
-        step(ours)
+        step(ours, mine)
         other()
     for shape, kept in zip(shapes, ours.states.residuals(), strict=True):
         was, sent, expected = (each.stacked(shape) for each in (original, mine, theirs))
