@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.data.prepare import prepare
+from optimus_cc_ext.data.prepare import SKIPPED, prepare
 from optimus_cc_ext.errors import run_command
 
 __all__ = ["main"]
@@ -20,13 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
         description="Make a byte-level BPE tokenizer and Megatron's indexed dataset from text.",
     )
     add = parser.add_argument
-    add("--input", type=Path, required=True, help="a directory of text files, a .jsonl file, or a text file")
+    add("--input", type=Path, required=True, help="a directory, a .jsonl file, or a text file; also .gz")
     add("--output", type=Path, help="folder to write (default: optimus-cc-data/<name of the input>)")
     add("--vocab-size", type=int, default=8192, help="largest size of the vocabulary (default: %(default)s)")
     add("--workers", type=int, help="number of tokenizing threads (default: one per core)")
     add("--pattern", default="*.txt", help="pattern of the file names to read in a directory (default: %(default)s)")
     add("--max-mb", type=float, help="read whole documents up to this size in MB (default: all)")
     add("--json-key", default="text", help="key of the text in each line of a .jsonl file (default: %(default)s)")
+    add("--skip-bad", action="store_true", help="leave out records that are cut, null or without text, and name them")
     settings = vars(parser.parse_args(arguments))
     return run_command(lambda: _prepare(settings))
 
@@ -42,6 +43,16 @@ def _prepare(settings: dict[str, object]) -> None:
         f"  --data-path {prepared.data_prefix}\n"
         f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {prepared.tokenizer_dir}"
     )
+    if prepared.left_out:
+        print(f"  left out: {prepared.left_out}")
+    if prepared.skipped:
+        names = prepared.tokenizer_dir.with_name(SKIPPED)
+        with names.open(encoding="utf-8") as lines:
+            print(
+                f"warning: {prepared.skipped:,} bad records skipped ({names}); first: {next(lines)}",
+                end="",
+                file=sys.stderr,
+            )
     if prepared.documents < _FEW_DOCUMENTS:
         print(
             f"warning: only {prepared.documents} documents. Megatron's --split cuts between documents, so its"

@@ -2,6 +2,7 @@
 
 OUTPUT/corpus.bin, corpus.idx   Megatron's indexed dataset, one sequence per document
 OUTPUT/tokenizer/               for --tokenizer-type HuggingFaceTokenizer --tokenizer-model
+OUTPUT/skipped.txt              records that --skip-bad left out, each with its reason, if there were any
 OUTPUT/manifest.json            the inputs and settings; the same ones again are not processed twice
 """
 
@@ -21,10 +22,13 @@ from optimus_cc_ext.errors import require_extra
 
 __all__ = ["PreparedData", "prepare"]
 
-_MANIFEST = "manifest.json"
+_MANIFEST, SKIPPED = "manifest.json", "skipped.txt"
 _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
 # By default Megatron writes its index beside the dataset, into a folder of the dataset's name.
-_REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, "corpus", "cache"}
+_REPLACEABLE = {"corpus.bin", "corpus.idx", "tokenizer", _MANIFEST, SKIPPED, "corpus", "cache"}
+# Longest run of letters, digits, other signs or white space that is one word for the tokenizer, whose time is quadratic
+# in the length of a word. Chinese, DNA and base64 have no white space.
+_LONGEST_RUN = 1000
 # Bytes of text that are tokenized at once: enough to keep all threads busy, little enough for the progress bar to move.
 _BATCH_BYTES = 4 * 1024 * 1024
 
@@ -39,7 +43,8 @@ class PreparedData:
     --tokenizer-model.
 
     `documents` and `tokens` count the contents of the dataset, end-of-document tokens included; `text_bytes` is the
-    length of the text in UTF-8; `up_to_date` is True if nothing had to be made.
+    length of the text in UTF-8; `skipped` counts the bad records that were left out, and `left_out` names the files;
+    `up_to_date` is True if nothing had to be made.
     """
 
     data_prefix: Path
@@ -48,6 +53,8 @@ class PreparedData:
     documents: int
     tokens: int
     text_bytes: int
+    skipped: int
+    left_out: str
     up_to_date: bool
 
 
@@ -60,12 +67,14 @@ def prepare(
     pattern: str = "*.txt",
     max_mb: float | None = None,
     json_key: str = "text",
+    skip_bad: bool = False,
     progress: bool = True,
 ) -> PreparedData:
     """Train a tokenizer on `input` and write `input` as Megatron's indexed dataset into the folder `output`.
 
     `input` is a directory (files that match `pattern`, recursively), a `.jsonl` file (the text under `json_key`) or a
     text file; documents.find_corpus defines order and cuts. `max_mb` (10**6 bytes) keeps a prefix of whole documents.
+    `skip_bad` leaves out records that cannot be used, such as a line that is cut or has no text.
     `workers` is the number of tokenizing threads, which a process starts once; the bytes written do not depend on it.
     `output` appears when it is complete; a second call with the same settings and unchanged files returns at once.
     `progress` draws bars on a terminal.
@@ -90,10 +99,11 @@ def prepare(
     max_bytes = None if max_mb is None else int(max_mb * 1e6)
     corpus = find_corpus(source, pattern=pattern, json_key=json_key, max_bytes=max_bytes, exclude=target)
     made_from = {
-        "format": 2,
+        "format": 3,
         "input": str(source),
         "json_key": json_key,
         "max_bytes": max_bytes,
+        "skip_bad": skip_bad,
         "requested_vocab_size": vocab_size,
         "tokenizers": version("tokenizers"),
         "files": len(corpus.files),
@@ -104,12 +114,14 @@ def prepare(
         up_to_date = counts is not None
         if counts is None:
             partial.mkdir()
-            counts = _build(corpus, partial, vocab_size, progress)
+            counts = _build(corpus, partial, vocab_size, skip_bad, progress)
             sizes = {name: (partial / name).stat().st_size for name in _DATASET_FILES}
             manifest = {"made_from": made_from, "counts": counts, "sizes": sizes}
             (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             replace(partial, target)
-    return PreparedData(target / "corpus", target / "tokenizer", up_to_date=up_to_date, **counts)
+    return PreparedData(
+        target / "corpus", target / "tokenizer", left_out=corpus.left_out, up_to_date=up_to_date, **counts
+    )
 
 
 def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] | None:
@@ -122,7 +134,7 @@ def _read_up_to_date(target: Path, made_from: dict[str, Any]) -> dict[str, int] 
         return None  # a folder that is absent or damaged is made again
 
 
-def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dict[str, int]:
+def _build(corpus: Corpus, folder: Path, vocab_size: int, skip_bad: bool, progress: bool) -> dict[str, int]:
     from tqdm import tqdm
 
     def bar(label: str, total: int) -> Any:
@@ -130,11 +142,12 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
         return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 
     text_bytes = 0
+    skipped: list[str] = []
     with bar("training the tokenizer", sum(size for size, _ in corpus.files.values())) as training:
 
         def texts() -> Iterator[str]:
             nonlocal text_bytes
-            for text, size in corpus.documents():
+            for text, size in corpus.documents((lambda error: skipped.append(f"{error}\n")) if skip_bad else None):
                 text_bytes += size
                 training.update(size)
                 yield text
@@ -143,9 +156,11 @@ def _build(corpus: Corpus, folder: Path, vocab_size: int, progress: bool) -> dic
         tokenizer = _train_tokenizer(texts(), vocab_size, folder / "tokenizer")
     if text_bytes == 0:
         raise DataError(f"{corpus.root}: the input contains only white space. Give --input a file with text")
+    if skipped:
+        (folder / SKIPPED).write_text("".join(skipped), encoding="utf-8")
     with bar("tokenizing", text_bytes) as tokenizing:
-        counts = _write_indexed(corpus.documents(), tokenizer, folder / "corpus", tokenizing.update)
-    return {"vocab_size": tokenizer.get_vocab_size(), "text_bytes": text_bytes, **counts}
+        counts = _write_indexed(corpus.documents(lambda _: None), tokenizer, folder / "corpus", tokenizing.update)
+    return {"vocab_size": tokenizer.get_vocab_size(), "text_bytes": text_bytes, "skipped": len(skipped), **counts}
 
 
 def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any:
@@ -155,10 +170,12 @@ def _train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Any
     network, and returns the tokenizers.Tokenizer. A short text may give fewer tokens than `vocab_size`;
     get_vocab_size() returns their number. _END_OF_DOCUMENT is token 0, the config's eos.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    runs = "|".join(f"{kind}{{{_LONGEST_RUN}}}" for kind in (r"\p{L}", r"\p{N}", r"\s", r"[^\s\p{L}\p{N}]"))
+    cut = pre_tokenizers.Split(Regex(runs), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

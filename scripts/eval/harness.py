@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.data.documents import find_corpus
+from optimus_cc_ext.data.documents import find_corpus, json_lines
 from optimus_cc_ext.errors import FlagError, require_extra, run_command
 from scripts.eval.convert import load_tokenizer
 
@@ -81,6 +81,8 @@ def _positions(folder: Path) -> int:
 def _check_text(path: Path, json_key: str) -> None:
     if not path.is_file():
         raise FlagError("--text", f"{path} is no file", "Give a text file or a .jsonl")
+    if (json_lines(path) and path.suffix != ".jsonl") or path.suffix in (".gz", ".bz2", ".xz"):
+        raise FlagError("--text", f"{path} is not named .jsonl", "Decompress it, and name JSON lines .jsonl")
     # Reading the text once raises DataError for anything that is wrong with it.
     corpus = find_corpus(path, pattern="*", json_key=json_key, max_bytes=None, exclude=path)
     if sum(1 for _ in corpus.documents()) == 0:

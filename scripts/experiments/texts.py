@@ -15,7 +15,7 @@ class Text:
     """Source of real text."""
 
     source: Path
-    """Directory, .jsonl file, text file, or text file that gzip has compressed (.gz, .dz)."""
+    """Directory, .jsonl file, or text file; also compressed by gzip (.gz, or .dz as Debian's dictionaries)."""
 
     pattern: str
     """Pattern of the names of the files to read in a directory."""
@@ -39,7 +39,7 @@ class Text:
                 f" {self.package}, or give the text with --input"
             )
         source = self.source
-        if source.suffix in (".gz", ".dz"):
+        if source.suffix == ".dz":
             source = folder.with_name(f"{folder.name}.txt")
             if not source.exists():
                 # A few bytes of old packages are not UTF-8.

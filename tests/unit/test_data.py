@@ -1,7 +1,6 @@
 """Text -> tokenizer -> indexed dataset: the written data are the whole text, or nothing is written."""
 
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from optimus_cc_ext.data import DataError, prepare
 from optimus_cc_ext.data.__main__ import main
 from optimus_cc_ext.data.documents import find_corpus
+from tests.prepared_data import load_documents, write_jsonl
 
 WORDS = ["quick", "brown", "", "two\tcolumns\r\n", "naïve", "café", "—", "東京", "🙂", "a", "lazy", "dog"]
 
@@ -46,24 +46,10 @@ def folder(tmp_path: Path, texts: list[str]) -> Path:
     return root
 
 
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 def read(source: Path, max_bytes: int | None = None) -> list[str]:
     """Return the documents of a corpus before they are tokenized."""
     corpus = find_corpus(source, pattern="*.txt", json_key="text", max_bytes=max_bytes, exclude=source.parent / "out")
     return [document.text for document in corpus.documents()]
-
-
-def load_documents(prefix: Path) -> list[list[int]]:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(str(prefix))
-    # Megatron shuffles and splits documents, so there must be one document per text, with one sequence.
-    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
-    return [dataset[index].tolist() for index in range(len(dataset))]
 
 
 def build_megatron_tokenizer(folder: Path) -> Any:
@@ -200,10 +186,11 @@ BAD_INPUTS = {
     ),
     "bad UTF-8 in jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', [], ["line 2, byte offset 24: the text is not UTF-8"]),
     "malformed JSON": (b'{"text": "a"}\n\n{"text": \n', [], ["line 3: malformed JSON", "column"]),
-    "deeply nested JSON": (b"[" * 200_000 + b"\n", [], ["line 1: JSON that Python cannot read"]),
+    "deeply nested JSON": (b'{"text":' + b"[" * 200_000 + b"\n", [], ["line 1: JSON that Python cannot read"]),
     "JSON that is no object": (b'{"text": "a"}\n[1]\n', [], ["line 2: a JSON list, not an object"]),
     "missing key": (b'{"text": "a"}\n{"body": "b"}\n', [], ["line 2: no key 'text'", "'body'", "--json-key"]),
     "key of another type": (b'{"text": 3}\n', [], ["line 1", "a int, not a string"]),
+    "no good record": (b'{"text": null}\n' * 3, ["--skip-bad"], ["line 1", "a NoneType, not a string"]),
     "half a surrogate pair": (b'{"text": "a\\ud800"}\n', [], ["line 1", "surrogate", "character 1"]),
     "empty jsonl": (b"\n", [], ["only white space"]),
     "vocabulary too small": (b'{"text": "a"}\n', ["--vocab-size", "256"], ["--vocab-size 256", "257"]),

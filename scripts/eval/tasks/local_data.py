@@ -20,7 +20,7 @@ def questions(
     A `text_file` that is no .jsonl is one document.
     """
     path = HERE / file if text_file is None else Path(text_file)
-    text = path.read_bytes().decode("utf-8")
+    text = path.read_bytes().decode("utf-8-sig")
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         rows = rows if text_file is None else [{"text": row[json_key]} for row in rows]
