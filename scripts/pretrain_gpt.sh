@@ -32,8 +32,8 @@
 #   PROCESSES_PER_NODE  (the GPUs of this machine; without any, as many as one replica of the model takes)
 #   NODES               (the length of NODE_LIST, else 1)
 # several nodes: start the same script on each of them, with
-#   NODE_LIST           "host1 host2 ...", or with commas: gives NODES, MASTER_ADDR (the first) and NODE_RANK (the place
-#                       of this host's name); or
+#   NODE_LIST           "host1 host2 ...", or with commas, or in Slurm's short form: gives NODES, MASTER_ADDR (the first)
+#                       and NODE_RANK (the place of this host's name); or
 #   MASTER_ADDR  MASTER_PORT    the first node, and a free port there (6000)
 #   NODE_RANK           this node's number from 0; left out, torchrun's rendezvous gives the numbers out
 #   RUN_ID              the rendezvous's name, the same on all nodes (optimus-cc; in Slurm job and restart)
@@ -52,6 +52,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 source "$root/scripts/find_python.sh"
 # shellcheck source=scripts/help.sh
 source "$root/scripts/help.sh"
+# shellcheck source=scripts/other_names.sh
+source "$root/scripts/other_names.sh"
 
 refuse() { # VARIABLE REASON CURE
   printf 'pretrain_gpt.sh: error: %s: %s. %s.\n' "$1" "$2" "$3" >&2
@@ -105,6 +107,15 @@ given() { # FLAG...: succeeds if one of these is among the user's flags
 }
 
 arguments=()
+value_of() { # FLAG: its value on the command line; the last one counts
+  local place all=("${arguments[@]}" "${flags[@]}") value=1
+  for place in "${!all[@]}"; do
+    [[ "${all[place]}" != "$1" ]] || value="${all[place + 1]:-1}"
+    [[ "${all[place]}" != "$1="* ]] || value="${all[place]#*=}"
+  done
+  echo "$value"
+}
+
 default() { # FLAG VALUE...: adds the flag unless the user gave it
   given "$1" || arguments+=("$@")
 }
@@ -161,7 +172,21 @@ whole_number PROCESSES_PER_NODE 1
 
 # --- nodes
 NODE_LIST="${NODE_LIST:-}"
+asked_nodes="${NODES:-}$NODE_LIST"
+if [[ "$NODE_LIST" == *"["* ]]; then # Slurm's short form
+  compact="$(tr -s ' \n' ',' <<<"$NODE_LIST")" compact="${compact%,}"
+  expanded="$(scontrol show hostnames "$compact" 2>/dev/null)" ||
+    refuse NODE_LIST "'$NODE_LIST' is Slurm's short form, and scontrol does not expand it here" \
+      "Give what \`scontrol show hostnames '$compact'\` prints where Slurm is"
+  NODE_LIST="$expanded"
+fi
 read -r -a nodes <<<"${NODE_LIST//[,$'\n']/ }"
+for name in "${nodes[@]}"; do
+  [[ "$name" =~ ^[A-Za-z0-9._-]+$ ]] ||
+    refuse NODE_LIST "'$name' is not the name of a host" "Give names alone; PROCESSES_PER_NODE is for all nodes"
+done
+twice="$(printf '%s\n' "${nodes[@]}" | sort | uniq -d | head -n 1)"
+[[ -z "$twice" ]] || refuse NODE_LIST "it names '$twice' more than once" "Give each node once"
 NODES="${NODES:-${#nodes[@]}}"
 [[ "$NODES" != 0 || ${#nodes[@]} -ne 0 ]] || NODES=1
 whole_number NODES 1
@@ -181,6 +206,9 @@ if [[ ${#nodes[@]} -gt 0 ]]; then
 fi
 MASTER_PORT="${MASTER_PORT:-6000}"
 whole_number MASTER_PORT 1 65535
+((NODES > 1)) || NODE_RANK="${NODE_RANK:-0}"
+check_other_names "$asked_nodes"
+if [[ -n "${PROFILED_RANK:-}" ]]; then whole_number PROFILED_RANK 0 $((NODES * PROCESSES_PER_NODE - 1)); fi
 if ((NODES == 1)); then
   [[ "${NODE_RANK:-0}" == 0 ]] || refuse NODE_RANK "it is '$NODE_RANK', but there is one node" "Set NODES or NODE_LIST"
   # The rendezvous has a free port of this machine, so that several runs can share the machine.
@@ -321,14 +349,6 @@ if [[ -n "${PROFILER:-}" ]]; then
 fi
 command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
 
-value_of() { # FLAG: its value on the command line; the last one counts
-  local place all=("${arguments[@]}" "${flags[@]}") value=1
-  for place in "${!all[@]}"; do
-    [[ "${all[place]}" != "$1" ]] || value="${all[place + 1]:-1}"
-    [[ "${all[place]}" != "$1="* ]] || value="${all[place]#*=}"
-  done
-  echo "$value"
-}
 # The placement of ranks on nodes decides which traffic leaves a node.
 if ! $check && ((NODES * PROCESSES_PER_NODE > 1)); then
   mapping=()

@@ -1,6 +1,8 @@
 """scripts/pretrain_gpt.sh: the command that it would run. These tests start nothing."""
 
 import platform
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -124,6 +126,19 @@ BAD = {
     "MEGATRON_LM=/nowhere": "MEGATRON_LM: there is no pretrain_gpt.py in '/nowhere'. Give a Megatron-LM checkout,",
     "DATA_PATH=/data/a": "TOKENIZER_MODEL: DATA_PATH is set, but no tokenizer. Give it, or VOCAB_FILE and MERGE_FILE",
     "CHECKPOINT_DIR=setup.py": "CHECKPOINT_DIR: 'setup.py' is not a folder.",
+    "NODE_LIST=a:8,b:8": "NODE_LIST: 'a:8' is not the name of a host. Give names alone;",
+    "NODE_LIST=a b a": "NODE_LIST: it names 'a' more than once. Give each node once.",
+    "NODE_LIST=gpu[01-04]": "NODE_LIST: 'gpu[01-04]' is Slurm's short form, and scontrol does not expand it here. "
+    "Give what `scontrol show hostnames 'gpu[01-04]'` prints",
+    "PROFILER=nsys;PROFILED_RANK=1": "PROFILED_RANK: 1 is too large. Give at most 0.",
+    "WORLD_SIZE=16": "WORLD_SIZE: it is '16', but NODES is not set. Set NODES (1: this machine alone)",
+    "NODES=2;MASTER_ADDR=a;WORLD_SIZE=3": "WORLD_SIZE: it is '3', but 2 x 1 processes are started. Set NODES",
+    "MASTER_ADDR=10.0.0.1": "MASTER_ADDR: it is '10.0.0.1', but NODES is not set.",
+    "SLURM_NNODES=2": "SLURM_NNODES: it is '2', but NODES is not set.",
+    "SLURM_STEP_NUM_TASKS=8": "SLURM_STEP_NUM_TASKS: this script was started 8 times, but NODES is 1",
+    "OMPI_COMM_WORLD_SIZE=16": "OMPI_COMM_WORLD_SIZE: this script was started 16 times, but NODES is 1",
+    "LOCAL_RANK=0": "LOCAL_RANK: a launcher of ranks started this script",
+    "DP=4": "DP: it is '4', but the layout leaves 1 replicas. Change the layout, or unset DP.",
     "SAVE_INTERVAL=1.5": "SAVE_INTERVAL: '1.5' is not a whole number.",
 }
 
@@ -136,6 +151,57 @@ def test_a_bad_value_is_refused_with_the_variable_the_reason_and_the_cure(given:
         return
     assert ended.code == 2 and ended.output == ""
     assert message in ended.errors and ended.errors.count("error: ") == 1
+
+
+OTHER_NAMES = [
+    line.split()
+    for line in re.findall(r"^other_names='(.*?)'", (ROOT / "scripts/other_names.sh").read_text(), re.S | re.M)[
+        0
+    ].splitlines()
+]
+
+
+@pytest.mark.parametrize(
+    ("ours", "others"), [(row[0], row[1:]) for row in OTHER_NAMES], ids=[r[1] for r in OTHER_NAMES]
+)
+def test_a_name_that_other_launchers_use_is_refused_with_ours_unless_it_says_the_same(
+    ours: str, others: list[str]
+) -> None:
+    name, variable = others[0], ours.split("/")[0]
+    ended = dry_run(**{name: "77"})
+    assert ended.code == 2 and ended.output == ""
+    assert f"error: {name}: it is '77', but {variable} is " in ended.errors
+    assert f"Give {variable}=77, or unset {name}." in ended.errors
+
+
+def test_names_of_other_launchers_that_say_what_is_started_are_no_error() -> None:
+    same = {
+        "NNODES": "1",
+        "RANK": "0",
+        "NODE_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "TP": "2",
+        "PP": "1",
+    }
+    same |= {"CP": "1", "DP": "1", "GPUS_PER_NODE": "2", "MBS": "8", "GBS": "512", "LAYERS": "12"}
+    assert dry_run(TENSOR_PARALLEL="2", **same).code == 0
+    assert dry_run("--tensor-model-parallel-size=2", PROCESSES_PER_NODE="2", **same).code == 0
+    refused = dry_run("--tensor-model-parallel-size", "4", PROCESSES_PER_NODE="2", **same)
+    assert "TP: it is '2', but TENSOR_PARALLEL is 4." in refused.errors
+    allocation = {"SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2"}
+    assert dry_run(NODES="2", MASTER_ADDR="a", **allocation).code == 0
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="Slurm is not installed")
+def test_slurms_short_form_of_a_list_of_nodes_is_expanded_by_slurm(tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=c\nSlurmctldHost=h\n")
+    launch = dry_run(
+        NODE_LIST=f"gpu[01-03], {platform.node()}", SLURM_CONF=str(tmp_path / "slurm.conf"), PROCESSES_PER_NODE="8"
+    ).launch
+    assert launch.torchrun[2:] == [
+        "--nnodes", "4", "--node-rank", "3", "--master-addr", "gpu01", "--master-port", "6000",
+    ]  # fmt: skip
 
 
 def test_data_that_is_not_there_stops_a_start_but_not_a_look_at_the_command() -> None:
