@@ -125,13 +125,14 @@ def test_they_compile_for_gpus(tmp_path, capability: int, r: int) -> None:
     with compiling(capability, tmp_path) as compiled:
         launches.project_sum(matrices, residual, q, total=residual, out=p)
         launches.back_project(residual, p, q)
-        launches.copy_unless(torch.ones((), dtype=torch.bool), residual, residual)
+        for copied in (residual, residual[:, :1]):
+            launches.copy_unless(torch.ones((), dtype=torch.bool), copied, copied)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):  # messages have one of these dtypes
             launches.reconstruct(p.to(dtype), q.to(dtype), matrices.to(dtype))
             launches.subtract_reconstruction(residual, p.to(dtype), q.to(dtype))
         for dtype in (torch.float32, torch.bfloat16) if r <= launches.MAX_ORTHOGONALIZED_RANK else ():
             launches.orthogonalize(p.to(dtype), p)
-    assert len(compiled) == (21 if r <= launches.MAX_ORTHOGONALIZED_RANK else 11)
+    assert len(compiled) == (22 if r <= launches.MAX_ORTHOGONALIZED_RANK else 12)
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_KIB[capability] * 1024
 
 
@@ -186,6 +187,20 @@ class TestKernels:
         assert out.isnan().all()
         launches.copy_unless(torch.tensor(False, device=DEVICE), before, out)
         assert torch.equal(bits(out), bits(before))
+
+    @pytest.mark.skipif(not launches.INTERPRETED, reason="a matrix of 2^31 values would take 16 GB")
+    @pytest.mark.parametrize("n, m", [(1, 64), (65536, 32768), (65536, 65536)])
+    def test_a_matrix_of_2_to_the_31_values_is_copied(self, monkeypatch, n, m) -> None:
+        from triton.runtime import interpreter
+
+        def store(builder, pointers, *rest) -> None:
+            raise ArithmeticError(f"{pointers.data.size} values are copied at a time")
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_store", store)
+        finite, values = torch.tensor(False), torch.ones(1, 1, 64)
+        tensors = ((t, *t.stride()) for t in (finite, values, values))
+        with pytest.raises(interpreter.InterpreterError, match="64 values are copied at a time"):
+            launches.kernels.copy_unless[(1, 1)](*tensors, (n, m), BLOCK=64)
 
     @CASES
     def test_what_is_remembered_is_what_arrives(self, n, m, r, dtype) -> None:

@@ -202,7 +202,7 @@ def copy_unless(finite, before, out, sizes, BLOCK: tl.constexpr):
     """Copy `before` (B, n, m) onto `out`, both contiguous, if the bool at `finite` is False. Grid: (programs, B)."""
     batch = tl.program_id(1).to(tl.int64)
     if tl.load(finite[0]) == 0:
-        numel = sizes[0] * sizes[1]
+        numel = tl.cast(sizes[0], tl.int64) * sizes[1]
         for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
             elements = start + tl.arange(0, BLOCK)
             values = tl.load(before[0] + batch * before[1] + elements, mask=elements < numel)
