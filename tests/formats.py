@@ -12,10 +12,20 @@ from optimus_cc_ext.config import OptimusConfig, literals_of
 from tests.block_reference import ReferenceCodec
 
 __all__ = [
-    "ALL", "EVERY", "LOSSY", "SIGNS", "UNUSED", "every", "formats_of", "lossy", "reference_of", "with_unused_formats",
+    "ALL", "EVERY", "LOSSY", "SIGNS", "UNUSED", "every", "formats_of", "lossy",
+    "near_limit", "reference_of", "with_unused_formats",
 ]  # fmt: skip
 
 SIGNS = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(5)).mul_(2).sub_(1).float()
+
+
+def near_limit() -> torch.Tensor:
+    """Return four blocks of values in fp16 that rounding or a rotation may lead beyond the limit: 65504."""
+    random = torch.Generator().manual_seed(4)
+    values = torch.rand(4, BLOCK, generator=random).mul_(-128).add_(65504)
+    values[1:3] *= torch.randint(0, 2, (2, BLOCK), generator=random) * 2 - 1
+    values[2:] = torch.where(torch.rand(2, BLOCK, generator=random) < 0.9, values[2:] / 300, values[2:])
+    return values.half()
 
 
 def every(rows: Mapping[str, Format]) -> list[tuple[str, bool]]:

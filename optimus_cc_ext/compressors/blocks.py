@@ -256,7 +256,7 @@ class Codec:
                 total.add_(slot)
             self._put(out[start - first : start - first + length], total, onto)
         for piece, blocks in _parts(layout.pieces[index], out.device):
-            total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split])
+            total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split], out.dtype)
             start = piece.start - first
             self._put(out[start : start + piece.numel], total.view(-1)[: piece.numel], onto)
 
@@ -299,7 +299,7 @@ class Codec:
             parts = Random(len(parts)).sample(parts, MEASURED_PARTS)
         for index, (piece, blocks) in parts:
             _, scales, codes = self._split(by_message[index], layout, values.dtype)
-            decoded = self._sum_blocks([(scales[blocks], codes[blocks])])
+            decoded = self._sum_blocks([(scales[blocks], codes[blocks])], values.dtype)
             sent = self._load(values, piece)
             # Errors leave out the zeros that fill up a short block: once rotated, these have errors that no rank
             # receives.
@@ -343,7 +343,7 @@ class Codec:
         codes = message[:, : in_row * self.code_bytes].reshape(-1, self.code_bytes).contiguous()
         scales = message[:, in_row * self.code_bytes :].reshape(-1).contiguous().view(torch.bfloat16)
         for part, blocks in _parts((Piece(0, out.numel(), 0),), out.device):
-            values = self._sum_blocks([(scales[blocks], codes[blocks])])
+            values = self._sum_blocks([(scales[blocks], codes[blocks])], dtype)
             out.view(-1)[part.start : part.start + part.numel].copy_(values.view(-1))
         return out
 
@@ -394,15 +394,24 @@ class Codec:
         y.div_(peak.copy_(scales.view(-1, 1)).mul_(self._gain))
         self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)
 
-    def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Decode blocks of some senders and add them up: (b, 128) in fp32, in scratch memory."""
+    def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+        """Decode blocks of some senders and add them up: (b, 128) in fp32, in scratch memory.
+
+        Finite values of one sender stay in the range of `dtype`, their dtype before they were encoded. The sum of
+        several senders may leave it, as without compression, so that a loss scaler sees it.
+        """
         (scales, codes), *others = parts
         total = self.numbers(codes)
         if self.rotated and not others:
             # The scale is applied after the rotation's sums: in whatever precision the product runs, it is exact for
             # such integers.
             total = self._rotated_back(total)
-        total.mul_(self._scale(scales))
+        total.mul_(scale := self._scale(scales))
+        if dtype == torch.float16 and not others and self.format.largest is not None:
+            # The scale of values in fp16 is below this limit, unless it is not finite: then it becomes the limit.
+            limit = scale.clamp_(min=torch.finfo(dtype).max)
+            torch.minimum(total, limit, out=total)
+            torch.maximum(total, limit.neg_(), out=total)
         for scales, codes in others:
             total.addcmul_(self.numbers(codes, "addend"), self._scale(scales))
         return self._rotated_back(total) if self.rotated and others else total

@@ -11,9 +11,10 @@ from optimus_cc_ext.compressors import blocks
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK, FORMATS
+from optimus_cc_ext.compressors.scratch import Scratch
 from tests.allocations import Watch
 from tests.block_reference import E4M3
-from tests.formats import ALL, LOSSY, SIGNS, reference_of
+from tests.formats import ALL, LOSSY, SIGNS, near_limit, reference_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SCATTERED = BlockLayout(
@@ -53,6 +54,19 @@ def passed(codec: Codec, values: Tensor, layout: BlockLayout | None = None) -> T
 
 def error(found: Tensor, values: Tensor) -> float:
     return float((found.double() - values.double()).norm() / values.double().norm())
+
+
+@LOSSY
+def test_finite_values_near_fp16s_limit_never_become_infinite(format: str, rotated: bool) -> None:
+    values, codec = near_limit().flatten(), codec_of(format, rotated)
+    layout, messages = BlockLayout.of_one(values.numel()), encoded(codec, values)
+    assert passed(codec, values).isfinite().all()
+    onto = torch.zeros_like(values)
+    codec.decode_onto(messages, layout, onto, Scratch())
+    assert torch.equal(onto, passed(codec, values))
+    # A sum of several senders is infinite where it is without compression, too.
+    codec.decode_add(messages.repeat(2, 1), layout, 0, onto)
+    assert not onto[:BLOCK].isfinite().any()
 
 
 # --- as defined -------------------------------------------------------------------------------------------

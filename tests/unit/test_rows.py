@@ -11,7 +11,7 @@ from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from scripts.bench.compressors.compiled import compiling
-from tests.formats import ALL, LOSSY, SIGNS, reference_of
+from tests.formats import ALL, LOSSY, SIGNS, near_limit, reference_of
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
 GPU = torch.cuda.is_available()
@@ -86,6 +86,17 @@ def test_what_is_not_finite_stays_in_its_block_and_changes_no_bit_of_another_row
     assert not found[2, BLOCK : 2 * BLOCK].isfinite().any()
     found[2, BLOCK : 2 * BLOCK] = clean[2, BLOCK : 2 * BLOCK]
     assert torch.equal(found, clean)
+
+
+@LOSSY
+def test_finite_rows_near_fp16s_limit_never_become_infinite(format, rotated):
+    rows, codec = near_limit(), codec_of(format, rotated)
+    found = codec.decode_rows(codec.encode_rows(rows), rows.dtype)
+    assert found.isfinite().all()
+    poisoned = rows.clone()
+    poisoned[1, 3] = torch.inf
+    found_too = codec.decode_rows(codec.encode_rows(poisoned), rows.dtype)
+    assert not found_too[1].isfinite().any() and torch.equal(found_too[2:], found[2:])
 
 
 @needs_triton

@@ -17,7 +17,7 @@ from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from scripts.bench.compressors.compiled import compiling
 from tests.allocations import Watch
 from tests.cuda_graphs import assert_replays_without_synchronisation
-from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, reference_of, with_unused_formats
+from tests.formats import ALL, EVERY, LOSSY, SIGNS, UNUSED, every, near_limit, reference_of, with_unused_formats
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
 GPU = torch.cuda.is_available()
@@ -257,6 +257,23 @@ class TestBlockKernels:
         assert torch.equal(found, expected)
         literal = there + torch.zeros_like(there).copy_(decoded(torchs, messages, dtype).nan_to_num())
         assert torch.equal(found, literal), "rounded when it is decoded, and again when it is added"
+
+    @LOSSY
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # in Triton's interpreter numpy warns of inf - inf
+    def test_values_near_fp16s_limit_are_decoded_as_torch_decodes_them(self, format, rotated) -> None:
+        ours, torchs = both(format, rotated)
+        values = near_limit().flatten().to(DEVICE)
+        values[3 * BLOCK + 5] = torch.inf
+        layout = BlockLayout.of_one(values.numel())
+        messages = encoded(torchs, values, layout)
+        found, expected = torch.zeros_like(values), torch.zeros_like(values)
+        ours.decode(messages, layout, found)
+        torchs.decode(messages, layout, expected)
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        assert found[: 3 * BLOCK].isfinite().all() and not found[3 * BLOCK :].isfinite().any()
+        message = torchs.encode_rows(values.view(4, BLOCK))
+        found, expected = (codec.decode_rows(message, values.dtype).nan_to_num() for codec in (ours, torchs))
+        assert torch.equal(found, expected)
 
     def test_a_bucket_of_any_number_of_messages_takes_two_launches_in_each_direction(self, monkeypatch) -> None:
         launched: list[str] = []

@@ -288,6 +288,14 @@ def _scale(scales, used):
     return bits.to(tl.float32, bitcast=True)[:, None]
 
 
+@triton.jit
+def _within_range(x, dtype: tl.constexpr):
+    """Replace finite values that would round to fp16's infinity by the largest number of fp16."""
+    if dtype == tl.float16:
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
+    return x
+
+
 @triton.jit(
     do_not_specialize=["blocks", "per_row", "senders", "scales_stride"], do_not_specialize_on_alignment=["table"]
 )
@@ -330,10 +338,9 @@ def add_up_blocks(
         a, b = _times(a, rotations, 0, WIDEN), _times(b, rotations, 1, WIDEN)
         c, d = _times(c, rotations, 2, WIDEN), _times(d, rotations, 3, WIDEN)
     if ALONE:
-        a *= scale
-        b *= scale
-        c *= scale
-        d *= scale
+        dtype: tl.constexpr = out.dtype.element_ty
+        a, b = _within_range(a * scale, dtype), _within_range(b * scale, dtype)
+        c, d = _within_range(c * scale, dtype), _within_range(d * scale, dtype)
     _store_quarter(out, start, length, 0, a, ONTO, WIDEN)
     _store_quarter(out, start, length, 1, b, ONTO, WIDEN)
     _store_quarter(out, start, length, 2, c, ONTO, WIDEN)
