@@ -219,7 +219,7 @@ def test_pages_that_code_and_tests_name_exist() -> None:
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-CURE = r"\. [A-Z][a-z]+ |: (?:end|give|look|unset|use) "
+CURE = r"\. (?:[A-Z][a-z]+ |\.\.\.$)|: (?:end|give|look|unset|use) "
 """The beginning of a cure in a message: a further sentence, or an imperative behind a colon."""
 
 WITH_CURE = {"FlagError", "DamagedState", "MissingExtra", "UnknownName", "UnsupportedMegatron"}
