@@ -112,6 +112,10 @@ class Comparison:
         found = ((name, record.fallback) for name, record in self.runs.items())
         return [f"{name}: compressed by torch, which takes longer: {reason}" for name, reason in found if reason]
 
+    def left_out(self) -> list[str]:
+        """Return one line for each part of a run that was not read, or that a later attempt replaced as a whole."""
+        return [f"{name}: {said}" for name, record in self.runs.items() for said in record.notes]
+
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
         return [table for table in (self.losses(), self.times(), self.traffic(), self.compression()) if table.rows]
@@ -122,7 +126,8 @@ class Comparison:
             _row(f"final {name} loss", [record.curve(tag).last for record in self.runs.values()], ".4f")
             for name, tag in (("training", TRAINING), ("validation", VALIDATION))
         ]
-        title = f"After {max(self.first.training.iterations, default=0)} iterations"
+        ends = dict.fromkeys(max(record.training.iterations, default=0) for record in self.runs.values())
+        title = f"After {' and '.join(map(str, ends))} iterations"
         return Table(self._columns(), rows, title, name="losses")
 
     def times(self) -> Table:
@@ -205,6 +210,7 @@ class Comparison:
             Box("", [picture for picture in drawn if picture.name != "gain"], "grid wide"),
             Box("", self.tables(), "grid wide"),
             *([Box("Not logged", [Points.of(missing)])] if missing else []),
+            *([Box("Left out", [Points.of(self.left_out())])] if self.left_out() else []),
             *after,
         ]
         empty = [table for table in (self.traffic(), self.compression()) if not table.rows]
@@ -293,6 +299,8 @@ def write_report(folders: list[Path], output: Path) -> None:
     for folder in folders:
         check_replaceable(output, folder.resolve(), {"index.html", *FILES})
     comparison = Comparison(dict(zip(_names(folders), map(read_run, folders), strict=True)))
+    for record in comparison.runs.values():
+        record.require((TRAINING,))
     first, last = comparison.first.training.iterations, comparison.last.training.iterations
     if not set(first) & set(last):
         raise ReportError(
@@ -305,7 +313,7 @@ def write_report(folders: list[Path], output: Path) -> None:
         comparison.document(title, lead).write(partial, page="index.html")
         replace(partial, output)
     print(printed(comparison.tables(), "table"), end="")
-    for said in [*comparison.complaints(), *comparison.fallbacks(), *comparison.missing()]:
+    for said in [*comparison.complaints(), *comparison.fallbacks(), *comparison.missing(), *comparison.left_out()]:
         print(f"note: {said}")
     print(f"written: {output / 'index.html'}")
 

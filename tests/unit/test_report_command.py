@@ -12,7 +12,7 @@ from optimus_cc_ext import cli
 from optimus_cc_ext.metrics.report import Report
 from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.report.comparison import FILES
-from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, read_events
+from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, read_events, read_run
 
 CLASSES = {"DP gradients": (4e6, 1e6), "pipeline forward": (1e6, 5e5)}
 
@@ -118,21 +118,116 @@ def test_where_there_are_only_logs_as_of_the_papers_runs_these_are_read(
     assert "| SC | 40 | 3 |" in said and "| gather | 12 | 5 |" in said and "no validation loss" in said
 
 
-def test_a_resumed_run_is_one_run_and_its_later_file_counts(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_run_and_its_later_file_counts_whatever_a_copy_made_of_the_files_times(
+    tmp_path: Path,
+) -> None:
     earlier = write_run(tmp_path, last=6)
     later = write_run(tmp_path, first=5, last=8, loss=5.0)
-    os.utime(earlier, (1, 1)), os.utime(later, (2, 2))
-    curve = read_events(tmp_path).training
-    assert curve.iterations == tuple(range(1, 9))
-    assert curve.values[3] == pytest.approx(7.6) and curve.values[4] == pytest.approx(4.5)
+    for times in ((1, 2), (2, 1), (1, 1)):
+        os.utime(earlier, (times[0],) * 2), os.utime(later, (times[1],) * 2)
+        curve = read_events(tmp_path).training
+        assert curve.iterations == tuple(range(1, 9))
+        assert curve.values[3] == pytest.approx(7.6) and curve.values[4] == pytest.approx(4.5)
+
+
+def logged(iteration: int, loss: float = 8.0, hour: int = 12) -> str:
+    line = LOGGED.replace("       1/", f"{iteration:8d}/").replace("8.0E+00", f"{loss:E}")
+    return line.replace("12:00:00", f"{hour}:00:00") + "\n"
+
+
+def test_a_dead_attempt_gives_neither_the_last_figure_nor_one_that_a_later_attempt_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Iterations 1 to 12, then from the checkpoint after 8 on: once to 10, and again to 9, which is still running.
+    attempts = ((range(1, 13), 8.0), (range(9, 11), 7.0), (range(9, 10), 6.0))
+    for iterations, loss in attempts:
+        with SummaryWriter(str(tmp_path / "events")) as writer:
+            for iteration in iterations:
+                writer.add_scalar("learning-rate", 0.1, iteration)
+                writer.add_scalar(TRAINING, loss, iteration)
+                writer.add_scalar(f"{TRAINING} vs samples", loss, 64 * iteration)
+                if iteration % 2 == 0:
+                    writer.add_scalar(VALIDATION, loss, iteration)
+    record = read_events(tmp_path / "events")
+    assert record.training.iterations == tuple(range(1, 10)) and record.training.values == (8.0,) * 8 + (6.0,)
+    assert record.validation.iterations == (2, 4, 6, 8) and record.validation.last == 8.0
+    assert record.curve(f"{TRAINING} vs samples").iterations == tuple(range(64, 577, 64))
+    assert record.curve("learning-rate").iterations == record.training.iterations
+    # The same in one event file, as a run that restarts within its process writes it, and in one log.
+    with SummaryWriter(str(tmp_path / "one")) as writer:
+        for iterations, loss in attempts:
+            for iteration in iterations:
+                writer.add_scalar(TRAINING, loss, iteration)
+    log = tmp_path / "slurm-1.out"
+    log.write_text("".join(logged(iteration, loss) for iterations, loss in attempts for iteration in iterations))
+    for path in (tmp_path / "one", log):
+        assert read_run(path).training == record.training
+    # A log to which another start was appended is that start's.
+    log.write_text(log.read_text() + logged(1))
+    assert report(log, "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "After 1 iterations" in said and "slurm-1.out: begins again at 1; what was before is left out" in said
+
+
+@pytest.mark.parametrize("name", ["slurm-1234.out", "train.log", "log.txt", "console"])
+@pytest.mark.parametrize("prefix", ["", " 3: ", "[default7]:", "[1,31]<stdout>:", "2026-01-20T08:33:58.123456789Z "])
+def test_a_log_is_read_under_any_name_alone_and_in_its_folder(name: str, prefix: str, tmp_path: Path) -> None:
+    log = tmp_path / "run" / name
+    log.parent.mkdir()
+    log.write_text("".join(prefix + logged(iteration) for iteration in range(1, 9)))
+    for given in [log] + [log.parent] * (name != "console"):
+        assert read_run(given).training.iterations == tuple(range(1, 9))
+    # A folder in which two files have the same lines, and a third one, of another name, goes on.
+    (log.parent / "tee.log").write_text(log.read_text())
+    (log.parent / "a.log").write_text(logged(7, 3.0, hour=13))
+    record = read_run(log.parent)
+    assert record.training.iterations == tuple(range(1, 8)) and record.training.last == 3.0
+
+
+@pytest.mark.parametrize(("tag", "whose"), [
+    ("reduced_train_loss", "NeMo's"), ("train/loss", "Hugging Face Trainer's"), ("train/lm_loss", "GPT-NeoX's"),
+    ("lm-loss-training/lm loss", "Megatron-DeepSpeed's"), ("actor/pg_loss", "verl's"),
+])  # fmt: skip
+def test_tags_of_other_projects_are_named_as_theirs(
+    tag: str, whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SummaryWriter(str(tmp_path / "run")) as writer:
+        writer.add_scalar(tag, 1.0, 1)
+    write_run(tmp_path / "good")
+    for folders in ([tmp_path / "run"], [tmp_path / "good", tmp_path / "run"], [tmp_path / "run", tmp_path / "good"]):
+        assert report(*folders, "--output", tmp_path / "out") == 2
+        assert (
+            f"{tmp_path / 'run'}: no scalar 'lm loss' (found: {tag}). These are {whose} tags" in capsys.readouterr().err
+        )
+
+
+def test_an_event_file_that_is_cut_or_damaged_is_read_up_to_its_last_whole_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_run(tmp_path / "cut").read_bytes()
+    (cut,) = (tmp_path / "cut").iterdir()
+    flipped = bytearray(whole)
+    flipped[len(whole) * 3 // 4] ^= 1
+    for content, last in (
+        (whole[: len(whole) // 2], None), (whole[:-1], None), (bytes(flipped), None), (whole + bytes(40), 6),
+        (whole + b"\x18", 6),
+    ):  # fmt: skip
+        cut.write_bytes(content)
+        record = read_run(cut)
+        assert record.training.iterations == tuple(range(1, len(record.training.iterations) + 1))
+        assert len(record.training.iterations) == last if last else len(record.training.iterations) >= 2
+        assert "records the file is cut off, damaged or still written" in "".join(record.notes)
+    assert report(cut.parent, "--output", tmp_path / "out") == 0
+    assert f"cut: {record.notes[0]}" in capsys.readouterr().out
+    assert escape(record.notes[0]) in (tmp_path / "out" / "index.html").read_text()
+    cut.write_bytes(whole)
+    assert read_run(cut).notes == ()
 
 
 def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = write_run(tmp_path / "good").parent
-    whole = write_run(tmp_path / "cut").read_bytes()
-    (cut,) = (tmp_path / "cut").iterdir()
     write_run(tmp_path / "mixed"), write_run(tmp_path / "mixed")
     write_run(tmp_path / "several" / "one"), write_run(tmp_path / "several" / "two")
     write_run(tmp_path / "others", first=50, last=60)
@@ -140,8 +235,8 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     empty = write_run(tmp_path / "empty", first=2, last=1)
     cases = [
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no event files"),
-        ([good, tmp_path / "absent"], f"{tmp_path / 'absent'}: no event files"),
-        ([tmp_path / "mixed"], "starts at iteration 1, and events.out.tfevents"),
+        ([good, tmp_path / "absent"], f"{tmp_path / 'absent'}: no such file or folder"),
+        ([tmp_path / "mixed"], "starts at iteration 1, and an earlier part at 1: these are two runs"),
         ([tmp_path / "several"], f"in {tmp_path / 'several' / 'one'} and {tmp_path / 'several' / 'two'}"),
         ([good, tmp_path / "others"], "no iteration in common"),
         ([empty.parent], f"{empty}: no scalars"),
@@ -150,11 +245,6 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     for folders, reason in cases:
         assert report(*folders, "--output", tmp_path / "out") == 2
         assert reason in capsys.readouterr().err
-    # The file is cut within a header, a length, the data and the last checksum.
-    for length in (3, 30, len(whole) // 2, len(whole) - 1):
-        cut.write_bytes(whole[:length])
-        assert report(good, cut.parent, "--output", tmp_path / "out") == 2
-        assert f"error: {cut}: the file ends in the middle of a record" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
