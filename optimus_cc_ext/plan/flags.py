@@ -82,7 +82,7 @@ def _parser() -> _Parser:
             parser.add_argument(f"--{flag}", type=_whole, dest=f"{prefix}_{field}")
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall", "flex"), default="allgather")
-    parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"), default="deepep")
+    parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep", "ncclep"), default="deepep")
     parser.add_argument("--pipeline-model-parallel-layout")
     parser.add_argument("--cp-comm-type", nargs="+", choices=("p2p", "a2a", "allgather", "a2a+p2p"), default=["p2p"])
     parser.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
@@ -90,6 +90,8 @@ def _parser() -> _Parser:
     for flag, field in (_HOW | {name: None for name in _SWITCHES}).items():
         parser.add_argument(f"--{flag}", action="store_true", dest=field)
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
+    parser.add_argument("--recompute-method", choices=("uniform", "block"))
+    parser.add_argument("--recompute-num-layers", type=_whole)
     parser.add_argument("--recompute-modules", nargs="*", default=[])
     parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"), default="auto")
     parser.add_argument("--fp8-format", "--fp8", choices=("e4m3", "hybrid"))
@@ -138,6 +140,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         **layout,
         **{field: getattr(args, field) for field in _HOW.values()},
         recompute="full" if args.recompute_granularity == "full" else "sel" if selective else "none",
+        recompute_layers=args.recompute_num_layers or 0 if args.recompute_method == "block" else 0,
         recomputed=tuple(args.recompute_modules) if selective else (),
         precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
         flash=args.attention_backend not in ("unfused", "local"),
@@ -248,11 +251,14 @@ def layout_flags(job: Job) -> str:
     ]
     words += [job.stage_flags] if job.stage_flags else []
     if job.model.mixture:
-        backend = {"flex": " --moe-flex-dispatcher-backend hybridep", "deepep": ""}.get(job.dispatcher)
-        words.append(f"--moe-token-dispatcher-type {job.dispatcher if backend is None else f'flex{backend}'}")
+        backend = {"flex": "hybridep", "deepep": "deepep", "ncclep": "ncclep"}.get(job.dispatcher)
+        flex = f"flex --moe-flex-dispatcher-backend {backend}"
+        words.append(f"--moe-token-dispatcher-type {job.dispatcher if backend is None else flex}")
     words += [f"--cp-comm-type {job.cp_exchange}"] if job.cp > 1 else []
     if job.recompute != "none":
         words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
+    if job.share_again and job.recompute_layers:
+        words.append(f"--recompute-method block --recompute-num-layers {job.recompute_layers}")
     words += [f"--recompute-modules {' '.join(job.recomputed)}"] if job.recomputed else []
     words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
     return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])

@@ -59,7 +59,7 @@ def _tensor_parallel(cluster: Cluster, job: Job, layer: Seconds) -> Seconds:
         # The transfer is cut into `tp` pieces that are sent while the GEMMs of other pieces run. Exposed are the first
         # piece, and the time by which the transfer is longer than the GEMMs.
         once = contended(once, max(once / job.tp, once - layer.forward))
-    return Seconds(once, once * (2 if job.recompute == "full" else 1))
+    return Seconds(once, once * (1 + job.share_again))
 
 
 def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
@@ -75,7 +75,7 @@ def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
     if job.cp_exchange == "a2a":
         values = job.rows * (pairs + 2 * model.heads * model.head_width / job.tp)
         once = all_to_all(cluster, group, job.value_bytes * values)
-        return Seconds(once, once * (2 if job.recompute == "full" else 1))
+        return Seconds(once, once * (1 + job.share_again))
     once = reduce_scatter(cluster, group, job.value_bytes * job.rows * job.cp * pairs)
     there = Seconds(once, 2 * once)
     if job.cp_exchange != "allgather":
@@ -84,7 +84,7 @@ def _context_parallel(cluster: Cluster, job: Job) -> Seconds:
             contended(once, max(0.0, once - attention.forward)),
             contended(2 * once, max(0.0, 2 * once - attention.backward)),
         )
-    return there + Seconds(0.0, there.forward if job.recompute == "full" else 0.0)
+    return there + Seconds(0.0, job.share_again * there.forward)
 
 
 def experts(cluster: Cluster, job: Job, config: OptimusConfig) -> tuple[ClassCost, ...]:
@@ -94,7 +94,7 @@ def experts(cluster: Cluster, job: Job, config: OptimusConfig) -> tuple[ClassCos
     mixture = job.model.mixture
     if mixture is None or job.ep * job.etp == 1:
         return ()
-    share, again = mixture.layers / job.model.layers, job.recompute == "full"
+    share, again = mixture.layers / job.model.layers, job.share_again
     layer = seconds.layer(cluster.gpu, job)
     windows = (0.0, 0.0)
     if job.expert_overlap:

@@ -7,6 +7,7 @@ refused.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster
 from optimus_cc_ext.plan.iteration import PlannedIteration, breakdown
@@ -46,7 +47,10 @@ def _capacity(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -
 
 
 def _latent(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
-    return (1 - min(1.0, float(value) / job.model.hidden)) * _mixtures(cluster, job, parts)
+    width = float(value)
+    if width % BLOCK:
+        raise PlanError(f"--moe-latent-size {value}: no multiple of {BLOCK}, so tokens cannot be compressed. Give one")
+    return (1 - min(1.0, width / job.model.hidden)) * _mixtures(cluster, job, parts)
 
 
 def _recomputed(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
@@ -118,6 +122,8 @@ def left_out(
     parts, said, rest = breakdown(job, vanilla), list[str](), list(words)
     if job.dispatcher == "deepep" and job.ep > 1:
         said.append("left out: DeepEP is planned as HybridEP; its one public run took 1.8 times as long as planned")
+    if job.dispatcher == "ncclep" and job.ep > 1:
+        said.append("left out: NCCL EP is planned as HybridEP; no public run tests it")
     found = [(text, seconds, "") for text, seconds in _uneven(cluster, job)]
     if job.recomputed:
         again = sum(_recomputed(cluster, job, parts, module) for module in job.recomputed)
@@ -131,6 +137,8 @@ def left_out(
             del rest[begin:end]
             try:
                 seconds = sum(bound(cluster, job, parts, value.strip("'[],")) for value in values)
+            except PlanError:
+                raise
             except ValueError:
                 raise PlanError(f"{flag} {' '.join(values)}: not a number") from None
             found.append((f"{' '.join([flag, *values]).strip()} ({text})", seconds, flag))

@@ -30,9 +30,9 @@ class Job:
     etp: int = 1
     """Tensor-parallel size of the experts."""
 
-    dispatcher: Literal["allgather", "alltoall", "flex", "deepep"] = "alltoall"
-    """Megatron's dispatcher of tokens to experts. `flex` stands for HybridEP and `deepep` for DeepEP, which send a
-    token once to each node.
+    dispatcher: Literal["allgather", "alltoall", "flex", "deepep", "ncclep"] = "alltoall"
+    """Megatron's dispatcher of tokens to experts. `flex` stands for HybridEP, `deepep` for DeepEP and `ncclep` for
+    NCCL EP, which send a token once to each node.
     """
 
     expert_overlap: bool = False
@@ -56,6 +56,10 @@ class Job:
     micro_batch: int = 1
     batch: int
     recompute: Literal["none", "sel", "full"] = "none"
+    recompute_layers: int = 0
+    """Number of layers of each chunk that full recomputation computes once more (`--recompute-method block`); 0: all.
+    """
+
     recomputed: tuple[str, ...] = ()
     """Modules that selective recomputation computes once more (`--recompute-modules`); they keep less memory, and their
     seconds are left out.
@@ -217,6 +221,13 @@ class Job:
         last one.
         """
         return max(self.stage_layers, default=self.slots // self.pp)
+
+    @property
+    def share_again(self) -> float:
+        """Share of a stage's layers that full recomputation computes once more."""
+        if self.recompute != "full" or not self.recompute_layers:
+            return float(self.recompute == "full")
+        return min(1.0, self.recompute_layers * self.vpp / self.layers_per_stage)
 
     def layers_on(self, stage: int) -> int:
         """Return the number of layers of a stage, over all its chunks."""

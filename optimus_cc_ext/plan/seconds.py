@@ -186,7 +186,9 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
     )
     scores = attention(gpu, job)
     total = linear + mlp.linear + scores + around
-    again = {"full": total.forward, "sel": 0.0 if job.flash else scores.forward, "none": 0.0}[job.recompute]
+    again = job.share_again * total.forward
+    if job.recompute == "sel" and not job.flash:
+        again = scores.forward
     return Seconds(total.forward, total.backward + again)
 
 

@@ -255,7 +255,7 @@ _LLAMA = Model(
 _QWEN = replace(_LLAMA, groups=4, head_size=128, sequence=4096, vocabulary=151936, head_norms=True)
 
 MODELS = {
-    "2.5b": Model(layers=52, hidden=1920, heads=20, sequence=1024, vocabulary=51200),
+    "2.5b": Model(layers=52, hidden=1920, heads=24, sequence=1024, vocabulary=51200),
     "8.3b": Model(layers=72, hidden=3072, heads=24, sequence=1024, vocabulary=51200),
     "18b": Model(layers=40, hidden=6144, heads=48),
     "39b": Model(layers=48, hidden=8192, heads=64),

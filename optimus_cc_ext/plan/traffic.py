@@ -301,8 +301,8 @@ def activation_bytes(job: Job) -> float:
     """Return a rank's bytes of activations, after Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t))
     per layer.
 
-    With sequence parallelism all terms are divided by t; the last term is absent if scores are not kept; with full
-    recomputation only the layer's input is kept.
+    With sequence parallelism all terms are divided by t; the last term is absent if scores are not kept; of a layer
+    that full recomputation computes once more only the input is kept.
     """
     model, t = job.model, job.tp
     tokens = job.rows * model.hidden
@@ -332,8 +332,9 @@ def activation_bytes(job: Job) -> float:
     # (pp - 1) / (pp vpp) times as many.
     kept = min(job.pp * (1 + (job.pp - 1) / (job.pp * job.vpp) if job.vpp > 1 else 1), job.micro_batches)
     head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
-    if job.recompute == "full":
-        return kept * layers * 2 * tokens / (t if job.sequence_parallel else 1) + layer + head
+    if again := job.share_again:
+        inputs = 2 * tokens / (t if job.sequence_parallel else 1)
+        return kept * layers * (again * inputs + (1 - again) * layer) + layer + head
     return kept * layers * layer + computed - layer + head
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from optimus_cc_ext import cli
 from optimus_cc_ext.plan.flags import job_of, layout_flags
+from optimus_cc_ext.plan.hardware import CLUSTERS
+from optimus_cc_ext.plan.iteration import iteration
 from optimus_cc_ext.plan.left_out import BOUNDS
+from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.traffic import activation_bytes
 
 PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-235b", "--",
@@ -16,7 +19,7 @@ PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-2
         "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]  # fmt: skip
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 WORDS = {
-    "--window-size": ["128,0"], "--moe-expert-capacity-factor": ["1.0"], "--moe-latent-size": ["4000"],
+    "--window-size": ["128,0"], "--moe-expert-capacity-factor": ["1.0"], "--moe-latent-size": ["3968"],
     SELECTIVE: ["layernorm", "moe_act"],
 }  # fmt: skip
 REFUSED = {
@@ -53,6 +56,27 @@ def test_recomputed_modules_keep_less_memory() -> None:
     saved = {module: used() - used(module) for module in ("layernorm", "moe_act", "moe")}
     assert 0 < saved["layernorm"] < saved["moe_act"] < saved["moe"] < used()
     assert used("layernorm", "moe_act") == pytest.approx(used() - saved["layernorm"] - saved["moe_act"])
+
+
+def test_full_recomputation_of_a_block_counts_its_layers() -> None:
+    def planned(*flags: str) -> Job:
+        return job_of([*PLAN[PLAN.index("--") + 1 :], *flags], 256, "qwen3-235b")[0]
+
+    def costs(job: Job) -> tuple[float, float]:
+        return activation_bytes(job), iteration(CLUSTERS["h100-ndr400"], job).seconds
+
+    full = ("--recompute-granularity", "full", "--recompute-method")
+    none, everything = planned(), planned(*full, "uniform", "--recompute-num-layers", "1")
+    some = [planned(*full, "block", "--recompute-num-layers", str(layers)) for layers in (1, 2, 500)]
+    assert costs(some[-1]) == costs(everything), "no stage has more layers"
+    least, half, most = (costs(job) for job in some)
+    assert costs(none)[0] > least[0] > half[0] > most[0] and costs(none)[1] < least[1] < half[1] < most[1]
+    assert "--recompute-method block --recompute-num-layers 2" in layout_flags(some[1])
+
+
+def test_a_latent_size_that_does_not_divide_into_blocks_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--moe-latent-size", "4000"]) == 2
+    assert "--moe-latent-size 4000: no multiple of 128" in capsys.readouterr().err
 
 
 def test_a_value_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

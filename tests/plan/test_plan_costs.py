@@ -1,6 +1,7 @@
 """Inputs of the planner's costs: tiles, bytes, one queue per node, constants with a source."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from optimus_cc_ext.plan.traffic import (
     memory,
 )
 from tests.formats import formats_of
+from tests.shell_scripts import ROOT
 
 A100, CLUSTER = GPUS["A100"], CLUSTERS["a100-hdr200"]
 JOB = Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512)
@@ -377,3 +379,16 @@ def test_low_rank_costs_what_an_h200_measured() -> None:
     shapes = ((1152, 3072), (3072, 384), (1536, 3072), (3072, 1536))
     products = sum(3 * traffic._product(GPUS["H100"], n, m, 128, 18) for n, m in shapes)
     assert products + len(shapes) * traffic._orthogonalized(128) == pytest.approx(14.7e-3, rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["2.5b", "8.3b"])
+def test_the_papers_models_have_the_shapes_of_the_launcher_and_of_the_papers_scripts(name: str) -> None:
+    planned = MODELS[name]
+    launcher = re.search(rf"^ *{name}\) shape=\(([\d ]+)\)", (ROOT / "scripts/pretrain_gpt.sh").read_text(), re.M)
+    paper = re.search(
+        rf"^ *{name}\) layers=(\d+) hidden=(\d+) heads=(\d+)", (ROOT / "scripts/paper/common.sh").read_text(), re.M
+    )
+    assert launcher is not None and paper is not None
+    shape = (planned.layers, planned.hidden, planned.heads)
+    assert shape == tuple(map(int, paper.groups()))
+    assert (*shape, planned.sequence) == tuple(map(int, launcher[1].split()[:4]))
