@@ -44,15 +44,84 @@ def test_a_line_within_quotes_is_opened() -> None:
     assert (line.script, line.world_size, line.flags) == ("pretrain_gpt.py", 8, tuple(FLAGS.split()))
 
 
+LAUNCH = "torchrun --nnodes 4 --nproc-per-node 8 -m optimus_cc_ext pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (f"{LAUNCH} {FLAGS}", {}),
+        ("\n" + f"{LAUNCH} {FLAGS}".replace(" --", " \\\n  --"), {}),
+        (f"{LAUNCH} {FLAGS}".replace(" --", " \\\r\n  --"), {}),
+        (f"A=1 B='x y' {LAUNCH} {FLAGS}", {"A": "1", "B": "x y"}),
+        (f"env A=1 {LAUNCH} {FLAGS}", {"A": "1"}),
+        (f"export A=1; export B=2 C=3; {LAUNCH} {FLAGS}", {"A": "1", "B": "2", "C": "3"}),
+        (f"cd /workspace && source env.sh && {LAUNCH} {FLAGS}", {}),
+        (f"set -e\ncd x\nA=1\n{LAUNCH} \\\n {FLAGS}\n", {"A": "1"}),
+        (f"{LAUNCH} {FLAGS} 2>&1 | tee log.txt", {}),
+        (f"{LAUNCH} {FLAGS} >log 2> errors </dev/null &", {}),
+        (f"({LAUNCH} {FLAGS}) >> log", {}),
+        (f"bash -c 'A=1 {LAUNCH} {FLAGS}' || exit 1", {"A": "1"}),
+        (f"echo $(date) && {LAUNCH} {FLAGS} &> log", {}),
+    ],
+)
+@pytest.mark.parametrize("around", [("bash", "-c"), ("srun", "-N", "4", "--ntasks-per-node=1", "bash", "-lc"), ()])
+def test_a_shells_command_within_quotes_is_read_as_the_shell_reads_it(
+    around: tuple[str, ...], command: str, variables: dict[str, str]
+) -> None:
+    line = read_command_line([*around, command])
+    assert (line.script, line.world_size, line.uncounted) == ("pretrain_gpt.py", 32, None)
+    assert line.flags == tuple(FLAGS.split()) and line.environment == variables
+
+
+def test_operators_that_a_user_quoted_end_the_line_and_values_like_operators_stay() -> None:
+    layout = (
+        "--pipeline-model-parallel-layout",
+        "Et*3|(tt|)*29,m|L",
+        "--special-token",
+        "<pad>",
+        "--name",
+        "a > b.py c",
+    )
+    for end in ("2>&1 | tee log", "> log", ">log 2>errors", "&& echo done", "| tee log", "&", ";"):
+        line = read_command_line([*LAUNCH.split(), *FLAGS.split(), *layout, *end.split()])
+        assert line.flags == (*FLAGS.split(), *layout), end
+
+
+@pytest.mark.parametrize(
+    ("launch", "says"),
+    [
+        ("torchrun --nproc-per-node gpu -m optimus_cc_ext", "--nproc-per-node: 'gpu' is not a number of processes"),
+        ("srun bash -c 'torchrun --nnodes $SLURM_NNODES pretrain_gpt.py'", "--nnodes: '$SLURM_NNODES' is not a number"),
+        ("bash -c 'torchrun --nnodes $(wc -l < hosts) pretrain_gpt.py'", "--nnodes: '$OUTPUT' is not a number"),
+        (
+            "deepspeed --num_gpus 8 --num_nodes 8 -m optimus_cc_ext",
+            "deepspeed: doctor does not know how many processes",
+        ),
+        ("accelerate launch --num_processes 64 pretrain_gpt.py", "accelerate: doctor does not know how many"),
+        ("torchx run dist.ddp -j 4x8 --script pretrain_gpt.py", "torchx: doctor does not know how many"),
+        ("ray job submit -- python pretrain_gpt.py", "ray: doctor does not know how many"),
+        ("mylauncher -j 4 pretrain_gpt.py", "mylauncher: doctor does not know how many"),
+    ],
+)
+def test_a_number_of_processes_that_cannot_be_read_says_why_and_the_flags_are_read(launch: str, says: str) -> None:
+    line = read_command_line(shlex.split(launch))
+    assert line.world_size is None and says in str(line.uncounted) and "--world-size N" in str(line.uncounted)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("scripts/pretrain_gpt.sh --optimus-cc", "scripts/pretrain_gpt.sh: doctor cannot see the flags"),
         ("sbatch scripts/slurm/pretrain.sbatch", "--dry-run"),
-        ("torchrun --nproc-per-node gpu -m optimus_cc_ext", "--nproc-per-node: 'gpu' is not a number of processes"),
         ("torchrun --nproc-per-node", "--nproc-per-node"),
         ("torchrun --nproc-per-node 8", "names no training script"),
-        ("train --num-layers 4", "train: this word begins neither flags nor a launch line"),
+        ("train --num-layers 4", "train: this word begins neither flags nor a launch line of Megatron's"),
+        ("nemo llm pretrain --factory llama3_8b", "nemo: this word begins neither"),
+        ("megatron sft --load L --tensor_model_parallel_size 2", "megatron: this word begins neither"),
+        ("model_config.yaml", "model_config.yaml: this word begins neither"),
+        ("python3 -m verl.trainer.main_ppo actor.size=2", "verl.trainer.main_ppo: this module is none of Megatron's"),
+        ("bash -c 'cd x && bash launch.sh --a | tee y'", "launch.sh: doctor cannot see the flags"),
     ],
 )
 def test_what_is_no_launch_line_is_refused(line: str, says: str) -> None:
