@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
@@ -46,6 +46,8 @@ def examine(
     broken = REFUSED if words else 1
     try:
         line = read_command_line(words)
+        if line.uncounted is not None and world_size is None:
+            raise line.uncounted
         find_checkout(line.script)
         require_torch()
         target = (target or default_target()) if words else HERE
@@ -91,7 +93,7 @@ def _prepare(target: str) -> str:
 
 def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_per_node: int) -> Diagnosis:
     from optimus_cc_ext.api import current_session
-    from optimus_cc_ext.doctor.verdict import validate
+    from optimus_cc_ext.doctor.verdict import in_words, validate
 
     verdict = validate(line, 1 if world_size is None else world_size, target)
     notes = [Finding("note", note) for note in verdict.notes]
@@ -105,9 +107,10 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
         reason = verdict.reason
         if world_size is None and verdict.args is None:
             reason += "\n(checked for one process: give --world-size N, or the whole torchrun or srun line)"
-        if line.script is not None and "unrecognized arguments" in reason:
-            reason += "\n(doctor does not know flags that the script itself adds to Megatron's)"
-        return Diagnosis(Finding(target, reason, "FAIL"), verdict.exit_code, notes, {"target": target})
+        if line.script is not None and ("unrecognized arguments" in reason or "did you mean" in reason):
+            reason += f"\n({Path(line.script).name} may have flags of its own: doctor knows those of Megatron's parser)"
+        mark: Literal["FAIL", "warn"] = "FAIL" if verdict.known else "warn"
+        return Diagnosis(Finding(target, reason, mark), verdict.exit_code, notes, {"target": target})
     session, args = current_session(), verdict.args
     assert session is not None and session.layout is not None and args is not None
     config, layout = session.config, session.layout
@@ -116,7 +119,12 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
         lines = _lines_about_nodes(config, placement, layout.instances)
     except FlagError as error:
         return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
-    numbers, estimates = _estimated(args, layout, config, placement)
+    try:
+        numbers, estimates = _estimated(args, layout, config, placement, here=target == HERE)
+    except _CannotTrain as error:
+        return Diagnosis(Finding(target, f"Megatron: {error}", "FAIL"), 1, notes, {"target": target})
+    except Exception as error:  # the line trains, whatever its estimates need
+        numbers, estimates = {}, [Finding("estimates", f"none: {in_words(error)}", "warn")]
     placed = [Finding("placement", placement_line(placement).removeprefix("placement "))] if args.world_size > 1 else []
     placed += [Finding("nodes", line) for line in lines]
     formats = {traffic.tag: config.format_of(traffic) for traffic in CLASSES}
@@ -189,10 +197,18 @@ def _micro_batches(args: argparse.Namespace) -> int:
     return int(max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)))
 
 
+class _CannotTrain(OptimusError):
+    """A model that Megatron cannot build on the machine that trains it."""
+
+
 def _estimated(
-    args: argparse.Namespace, layout: Layout, config: OptimusConfig, placement: Placement
+    args: argparse.Namespace, layout: Layout, config: OptimusConfig, placement: Placement, *, here: bool
 ) -> tuple[dict[str, Any], Sequence[Finding]]:
-    """Return the estimates twice: as numbers of bytes for JSON, and as findings, with warnings."""
+    """Return the estimates twice: as numbers of bytes for JSON, and as findings, with warnings.
+
+    Args:
+        here: True if this machine trains.
+    """
     import torch
 
     from optimus_cc_ext.doctor.estimate import (
@@ -205,15 +221,22 @@ def _estimated(
         tokens_of,
         without_gain,
     )
+    from optimus_cc_ext.doctor.shapes import NotBuilt
     from optimus_cc_ext.doctor.tokens import about_dispatchers
-    from optimus_cc_ext.doctor.verdict import memory_bytes, schedule_from
+    from optimus_cc_ext.doctor.verdict import in_words, memory_bytes, schedule_from
 
     micro_batches, found = _micro_batches(args), []
     memory = memory_bytes(args, micro_batches)
     numbers: dict[str, Any] = {"memory_per_rank": memory}
-    if (gpt := gpt_from(args)) is None:
-        found.append(Finding("traffic", "not estimated: Megatron cannot build this model on a CPU"))
-    else:
+    local, gpt = here and args.transformer_impl == "local", None
+    try:
+        gpt = gpt_from(args, trained_here=local)
+    except Exception as error:  # Megatron's model code raises errors of many classes
+        if local and not isinstance(error, NotBuilt):
+            raise _CannotTrain(in_words(error)) from error
+        said = f"not estimated, nor the memory of compression: {in_words(error)}"
+        found.append(Finding("traffic", said, "warn"))
+    if gpt is not None:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
         places = places_of(placement)
         on = OnNodes.of(config, places, layout.instances)

@@ -24,7 +24,7 @@ from optimus_cc_ext.config.classes import (
     TrafficClass,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
-from optimus_cc_ext.doctor.shapes import Parameter, stages_of
+from optimus_cc_ext.doctor.shapes import NotBuilt, Parameter, stages_of
 from optimus_cc_ext.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
@@ -68,15 +68,14 @@ class Gpt:
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
 
 
-def gpt_from(args: argparse.Namespace) -> Gpt | None:
-    """Read the model from Megatron's validated arguments; None if Megatron cannot build it on this machine."""
+def gpt_from(args: argparse.Namespace, *, trained_here: bool = False) -> Gpt:
+    """Read the model from Megatron's validated arguments; `stages_of` has the argument and what it raises."""
     tp = args.tensor_model_parallel_size
     if args.padded_vocab_size is None and args.vocab_size is None:
         if args.tokenizer_type != "GPT2BPETokenizer":
-            return None
+            raise NotBuilt("the size of the vocabulary comes from the tokenizer: give --vocab-size")
         args = argparse.Namespace(**vars(args) | {"vocab_size": 50257})
-    if (stages := stages_of(args)) is None:
-        return None
+    stages = stages_of(args, trained_here=trained_here)
     split = args.context_parallel_size * (tp if args.sequence_parallel else 1)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False) or args.params_dtype == torch.float32
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)

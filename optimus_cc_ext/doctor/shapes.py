@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.patching import Patches
 
-__all__ = ["Parameter", "stages_of"]
+__all__ = ["NotBuilt", "Parameter", "fake_world", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,36 @@ class Parameter:
     router: bool = False
 
 
-def stages_of(args: argparse.Namespace) -> list[list[Parameter]] | None:
-    """Return the parameters of tensor-parallel rank 0 of every stage; None if Megatron cannot build the model here."""
+class NotBuilt(OptimusError):
+    """A model whose shapes are not known here; the message gives the reason."""
+
+
+def stages_of(args: argparse.Namespace, *, trained_here: bool = False) -> list[list[Parameter]]:
+    """Return the parameters of tensor-parallel rank 0 of every stage.
+
+    Args:
+        trained_here: True if this machine trains the model as it is, without Transformer Engine's kernels.
+
+    Raises:
+        NotBuilt: no builder, or one that the model does not have.
+        Exception: whatever Megatron's model code raises if it cannot build the model.
+    """
     try:
         from megatron.training.argument_utils import gpt_config_from_args
         from megatron.training.models.gpt import GPTModelBuilder
-    except ImportError:
-        return None
-    pattern = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec", "heterogeneous_layers_config_path")
-    if any(getattr(args, name, None) for name in pattern):
-        return None
+    except ImportError as error:
+        raise NotBuilt("this Megatron has no builder of models") from error
+    pattern = ["hybrid_layer_pattern", "hybrid_override_pattern", "spec"]
+    pattern += [] if trained_here else ["heterogeneous_layers_config_path"]
+    if given := [name for name in pattern if getattr(args, name, None)]:
+        raise NotBuilt(f"--{given[0].replace('_', '-')}: only models of equal layers are built")
     local = _without_kernels(args)
+    if not trained_here:
+        local.layernorm_zero_centered_gamma = False  # a norm that adds 1 to its weight has the same weight
     logging.disable(logging.WARNING)  # Megatron would print its warning that GPTModel is deprecated before the verdict
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return [_stage(local, stage, gpt_config_from_args, GPTModelBuilder) for stage in range(_stages(args))]
-    except Exception:  # Megatron's model code raises various errors if a part of the model needs a GPU
-        return None
     finally:
         logging.disable(logging.NOTSET)
 
@@ -125,17 +139,26 @@ def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[Parameter
 def _fake_ranks(args: argparse.Namespace, stage: int) -> Iterator[None]:
     """Initialise Megatron's process groups of one replica, as rank 0 of `stage`, without any other process."""
     from megatron.core import parallel_state, tensor_parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     stages, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    dist.init_process_group("fake", store=FakeStore(), rank=stage * tensor, world_size=stages * tensor)
-    try:
+    with fake_world(stage * tensor, stages * tensor):
         parallel_state.initialize_model_parallel(
             tensor, stages, args.virtual_pipeline_model_parallel_size,
             expert_tensor_parallel_size=min(tensor, args.expert_tensor_parallel_size or tensor),
             create_gloo_process_groups=False,
         )  # fmt: skip
         tensor_parallel.random.initialize_rng_tracker()
+        yield
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, ranks: int) -> Iterator[None]:
+    """Be one of `ranks` ranks of torch's fake process group, without any other process. Megatron's groups end, too."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
         yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -7,21 +7,25 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from optimus_cc_ext.doctor.command_line import CommandLine
+from optimus_cc_ext.doctor.shapes import fake_world
 from optimus_cc_ext.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
-from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.shapes import Latent, Mixture, Model
 from optimus_cc_ext.plan.traffic import activation_bytes
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 
-__all__ = ["Verdict", "memory_bytes", "schedule_from", "validate"]
+__all__ = ["Verdict", "in_words", "memory_bytes", "schedule_from", "validate"]
 
 _OURS = "optimus-cc: "
 
@@ -40,6 +44,13 @@ class Verdict:
     """Lines that training would print before its first iteration."""
 
     args: argparse.Namespace | None = None
+
+    known: bool = True
+    """False if nothing can be said, because arguments come from a checkpoint that is not here."""
+
+
+class _NotHere(OptimusError):
+    """A checkpoint whose arguments cannot be read on this machine."""
 
 
 def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:
@@ -81,19 +92,37 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             args = arguments.parse_args(_flags_of_script(line))
+            if getattr(args, "use_checkpoint_args", False):
+                _take_arguments_of_checkpoint(args, target)
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
             verdict.args = args
             _what_follows(args, line, target)
+        except _NotHere as error:
+            verdict.exit_code, verdict.reason, verdict.known = 2, str(error), False
         except SystemExit as ended:
             verdict.exit_code = ended.code if isinstance(ended.code, int) else 1
             verdict.reason = _last_line(output.getvalue())
         except Exception as error:
-            verdict.exit_code, verdict.reason = 1, f"Megatron: {_in_words(error)}"
+            verdict.exit_code, verdict.reason = 1, f"Megatron: {in_words(error)}"
     said = (text.removeprefix(_OURS) for text in output.getvalue().splitlines() if text.startswith(_OURS))
     verdict.notes = [text for text in said if not text.startswith("error: ") and " on megatron-core " not in text]
     if verdict.args is not None:
         verdict.notes += _about_the_target(verdict.args, line, target)
     return verdict
+
+
+def _take_arguments_of_checkpoint(args: argparse.Namespace, target: str) -> None:
+    """Let Megatron take the arguments that it would take from a checkpoint, as it does before it validates them."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    for name in ("pretrained_checkpoint", "load"):
+        folder = getattr(args, name, None)
+        if folder and target != HERE and not Path(folder, "latest_checkpointed_iteration.txt").is_file():
+            raise _NotHere(
+                "no verdict: with --use-checkpoint-args the sizes come from a checkpoint, and on this machine there is "
+                f"none in {folder}. Run doctor where it is, or give the sizes on the line instead"
+            )
+        load_args_from_checkpoint(args, load_arg=name)
 
 
 def _flags_of_script(line: CommandLine) -> Callable[[Any], Any] | None:
@@ -173,14 +202,38 @@ def _what_follows(args: argparse.Namespace, line: CommandLine, target: str) -> N
     for ends, reason in _WHEN_BUILT:
         if ends(args):
             raise AssertionError(reason)
-    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    ranks = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % ranks:  # Megatron finds it when it makes its process groups
-        name = "expert_tensor_model_pipeline_parallel size"
-        raise RuntimeError(f"world_size ({args.world_size}) is not divisible by {name} ({ranks})")
+    _make_groups(args)
     if target == HERE and (packages := missing(args)):
         print(f"{', '.join(packages)}: not installed, and needed for this command line", flush=True)
         raise SystemExit(1)
+
+
+class _Members(NamedTuple):
+    """Stand-in for a process group: making thousands of real ones, even of torch's fake ones, takes a minute."""
+
+    ranks: Sequence[int]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(0) if 0 in self.ranks else -1
+
+
+def _make_groups(args: argparse.Namespace) -> None:
+    """Let Megatron make the process groups of rank 0 in a world of fake ranks; it raises an error for a bad layout."""
+    from megatron.training import initialize
+
+    for flag, allowed in (("rerun_mode", "RerunMode"), ("error_injection_type", "RerunDiagnostic")):
+        try:
+            getattr(initialize, allowed)(getattr(args, flag))
+        except ValueError as error:
+            raise ValueError(f"--{flag.replace('_', '-')}: {error}") from error
+    with fake_world(0, args.world_size), Patches() as patches:
+        patches.replace(initialize, "get_args", lambda: args)
+        patches.replace(dist, "new_group", lambda ranks=None, **_: _Members(tuple(ranks or range(args.world_size))))
+        patches.replace(dist, "barrier", lambda *_, **__: None)
+        initialize._initialize_distributed(None, None, None)
 
 
 def _entrys_refusal(args: argparse.Namespace) -> FlagError | None:
@@ -202,9 +255,9 @@ def _last_line(output: str) -> str:
     return lines[-1].removeprefix(_OURS).removeprefix("error: ").split(": error: ")[-1]
 
 
-def _in_words(error: Exception) -> str:
-    """Return an exception's message, or the condition of an assertion without a message."""
-    if str(error):
+def in_words(error: Exception) -> str:
+    """Return an exception's message, or its type and line: the condition of an assertion without a message."""
+    if str(error) and not isinstance(error, ArithmeticError | LookupError | TypeError | AttributeError):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {frame.line} ({Path(frame.filename).name}:{frame.lineno})"
@@ -272,6 +325,7 @@ def _job_of(args: argparse.Namespace, micro_batches: int) -> Job:
         model=model, gpus=ranks * stages, tp=tp, pp=stages, vpp=chunks, ep=ep if mixture else 1, etp=etp,
         micro_batch=args.micro_batch_size, batch=args.micro_batch_size * micro_batches * (ranks // tp),
         recompute=recompute, sequence_parallel=args.sequence_parallel,  # type: ignore[arg-type]
+        recompute_layers=args.recompute_num_layers or 0 if args.recompute_method == "block" else 0,
         recomputed=tuple(getattr(args, "recompute_modules", None) or ()) if recompute == "sel" else (),
         precision="fp8" if args.fp8 else "bf16", flash=backend not in ("unfused", "local"),
     )  # fmt: skip
