@@ -53,9 +53,9 @@ class PreparedData:
     documents: int
     tokens: int
     text_bytes: int
-    skipped: int
-    left_out: str
     up_to_date: bool
+    skipped: int = 0
+    left_out: str = ""
 
 
 def prepare(
