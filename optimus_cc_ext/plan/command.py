@@ -17,8 +17,9 @@ from optimus_cc_ext.plan.answer import answer_lines, answers, class_of, recommen
 from optimus_cc_ext.plan.flags import job_of, layout_flags
 from optimus_cc_ext.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.plan.left_out import left_out
-from optimus_cc_ext.plan.measured import calibrated, read_run, with_nccl_tests
+from optimus_cc_ext.plan.measured import calibrated, read_run, stated_run
 from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.nccl_tests import with_nccl_tests
 from optimus_cc_ext.plan.recipes import configurations, judged
 from optimus_cc_ext.plan.shapes import MODELS
 from optimus_cc_ext.plan.validate import band_of
@@ -53,7 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="RUN",
         help="log, or folder of logs, of a run without compression: it gives the model, the layout and the seconds of "
-        "computation; --nodes plans it on another number of nodes",
+        "computation; --nodes plans it on another number of nodes. Where it has no table of arguments, --nodes and "
+        "Megatron's flags give the job",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="seconds of an iteration of this job without compression, as any tool showed them: a log in one number",
     )
     parser.add_argument(
         "--nccl-tests",
@@ -180,14 +188,26 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
     if options.nccl_tests:
         cluster, line = with_nccl_tests(cluster, options.nccl_tests)
         said.append(line)
+    gpus = (options.nodes or 0) * cluster.gpus_per_node
     if not options.run:
-        return cluster, *job_of(flags, options.nodes * cluster.gpus_per_node, options.model), said
-    if options.model:
-        raise PlanError("--model: the log of --from gives the model. Leave one of the two out")
-    run = read_run(options.run)
+        job, others = job_of(flags, gpus, options.model)
+        if options.seconds is None:
+            return cluster, job, others, said
+        if options.seconds <= 0:
+            raise PlanError(f"--seconds: {options.seconds:g} is not a positive number")
+        run = stated_run(options.seconds, job)
+        cluster = calibrated(cluster, run)
+        return cluster, job, others, [*said, *run.words(cluster.software_scale, cluster)]
+    if options.seconds is not None:
+        raise PlanError("--seconds: the log of --from gives the seconds. Leave one of the two out")
+    run = read_run(options.run, flags, gpus, options.model)
     per_node = min(cluster.gpus_per_node, run.job.gpus)
     cluster = calibrated(replace(cluster, gpus_per_node=per_node), run)
-    said.append(run.words(cluster.software_scale, cluster.gpu.name))
+    said += run.words(cluster.software_scale, cluster)
+    if not run.flags:
+        return cluster, *job_of(flags, gpus, options.model), said
+    if options.model:
+        raise PlanError("--model: the log of --from gives the model. Leave one of the two out")
     gpus = options.nodes * per_node if options.nodes else run.job.gpus
     job, others = job_of([*run.flags, *flags], gpus)
     if run.job.precision == "fp32":

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.left_out import hybrid_bytes
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.shapes import MODELS, Latent, Mixture, Model
 
@@ -98,10 +99,12 @@ def _parser() -> _Parser:
     return parser
 
 
-def parsed_flags() -> list[tuple[str, bool]]:
-    """Return the flags of Megatron that a plan reads, each with True if it is a switch without a value."""
+def parsed_flags() -> list[tuple[str, bool, bool]]:
+    """Return the flags of Megatron that a plan reads, each with True if it is a switch without a value, and with True
+    if its value is a whole number.
+    """
     actions = _parser()._actions
-    return [(each.option_strings[0].removeprefix("--"), each.nargs == 0) for each in actions]
+    return [(each.option_strings[0].removeprefix("--"), each.nargs == 0, each.type is _whole) for each in actions]
 
 
 def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Job, list[str]]:
@@ -110,8 +113,10 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
     Raises:
         PlanError: a size is missing or unknown, or no plan can be made of it.
     """
-    for word in flags:
+    for place, word in enumerate(flags):
         if word.startswith("--") and word[2:].partition("=")[0] in NOT_MODELLED:
+            if word.startswith("--hybrid-"):
+                raise PlanError(_hybrid(flags, place, gpus, name))
             raise PlanError(
                 f"{word.partition('=')[0]}: not modelled by the planner, and nothing bounds what it changes. Plan "
                 "without it"
@@ -153,6 +158,20 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         else args.moe_token_dispatcher_type,
     )
     return job, others
+
+
+def _hybrid(flags: Sequence[str], place: int, gpus: int, name: str | None) -> str:
+    """Return what can be said of a hybrid with Mamba layers: the bytes of its traffic."""
+    flag, _, pattern = flags[place].partition("=")
+    end = place + 1 if pattern else place + 2
+    pattern = pattern or " ".join(flags[place + 1 : end])
+    layers = ["--num-layers", str(sum(pattern.count(kind) for kind in "M*-E"))]
+    job, others = job_of([*flags[:place], *flags[end:], *layers], gpus, name)
+    sent = (f"{each} {nbytes / 1e9:.3g} GB" for each, nbytes in hybrid_bytes(pattern, job, others).items())
+    return (
+        f"{flag}: the seconds of Mamba layers are not modelled. In an iteration a rank sends {', '.join(sent)}; int8 "
+        "sends about a quarter of fp32's bytes and half of bf16's. Whether it pays is what a short run of both tells"
+    )
 
 
 def _uneven(args: argparse.Namespace, stages: int, chunks: int, layers: int) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def _cells(
         group = Group.strided(job.replicas, job.replica_stride, cluster.gpus_per_node)
         if group.per_node != replicas:
             raise PlanError(f"tensor parallelism of {tp} puts {group.per_node} replicas on a node")
-        check_memory(cluster, job)
+        check_memory(cluster, job, error=0.0)
         band = Band(cluster, job)
     except PlanError as error:
         yield from (Cell(network, replicas, batch, name, reason=str(error)) for name in formats)
@@ -214,7 +214,7 @@ def _cells(
         words = flags.split() if name == "yours" else fitting(flags.split(), layout_of(job))
         try:
             config = config_in(words, job)
-            check_memory(cluster, job, config)
+            check_memory(cluster, job, config, error=0.0)
         except (FlagError, PlanError) as error:
             yield Cell(network, replicas, batch, name, reason=str(error))
             continue

@@ -8,7 +8,6 @@ of `validate.Row.fitted` and, for mixtures of experts, those of recipes.csv.
 import difflib
 import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -99,6 +98,30 @@ GPUS = {
 }
 
 
+def _like_h100(
+    name: str, bf16: float, fp8: float, processors: int, memory: float, memory_rate: float, nvlink: Constant
+) -> Gpu:
+    """Return a GPU that reaches the H100's shares of its own data sheet: no public run was held against it."""
+    return replace(
+        GPUS["H100"], name=name, bf16=Constant(bf16, *_SHEET), fp8=Constant(fp8, *_SHEET), processors=processors,
+        memory=Constant(memory, *_SHEET), memory_rate=Constant(memory_rate, *_SHEET), nvlink=nvlink,
+        **{share: Constant(getattr(GPUS["H100"], share), "assumed", "as H100") for share in (
+            "gemm_efficiency", "memory_efficiency", "layer_overhead", "mixture_efficiency")},
+    )  # fmt: skip
+
+
+_SHARE = "the share of NVLink's rate that nccl-tests reach on a DGX H100"
+GPUS |= {each.name: each for each in (
+    _like_h100("H200", 989e12, 1979e12, 132, 141e9, 4.8e12, Constant(370e9, "assumed", "as H100: the same links")),
+    _like_h100("B200", 2250e12, 4500e12, 148, 180e9, 8e12, Constant(740e9, "assumed", f"1.8 TB/s, {_SHARE}")),
+    _like_h100("GB200", 2500e12, 5000e12, 148, 186e9, 8e12, Constant(740e9, "assumed", f"1.8 TB/s, {_SHARE}")),
+    _like_h100("MI300X", 1307e12, 2615e12, 304, 192e9, 5.3e12,
+               Constant(330e9, "assumed", "7 links of 64 GB/s each way, 3/4 of them")),
+    _like_h100("GB10", 125e12, 250e12, 48, 128e9, 273e9,
+               Constant(273e9, "specified", "one GPU a node: the rate of its memory")),
+)}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """The network between nodes: one queue per node and direction, shared by the node's ranks."""
@@ -136,17 +159,21 @@ _LINES = {
     "roce100x": (100, Constant(0.8, "measured", "8 x 100G RoCE: 70 GB/s on 3 nodes, 100 on 2, 58 on 4 and 5")),
     "roce200x": (200, Constant(0.96, "measured", "200G RDMA: 24 GB/s")),
     "roce400x": (400, Constant(0.96, "measured", "400G RDMA: 48 GB/s")),
+    "efa": (100, Constant(0.8, "assumed", "EFA, 4 of p4d, 32 of p5: as RoCE; no clean measurement was found")),
 }
 _TCP = {
+    "200gbe": (200, Constant(0.8, "assumed", "as 100 GbE")),
     "100gbe": (100, Constant(0.8, "measured", "100 GbE, TCP: 10 GB/s")),
+    "40gbe": (40, Constant(0.9, "assumed", "as 25 GbE")),
     "25gbe": (25, Constant(0.9, "assumed", "no measured source found")),
     "10gbe": (10, Constant(0.9, "assumed", "no measured source found")),
+    "1gbe": (1, Constant(0.94, "specified", "TCP's payload of a full frame")),
 }
 
 
 def network_of(name: str) -> Network:
-    """Return a network by name: a family and the number of NICs per node (`hdr8`, `roce200x8`), or 100gbe, 25gbe, 10gbe
-    with one NIC.
+    """Return a network by name: a family and the number of NICs per node (`hdr8`, `roce200x8`), or Ethernet with one
+    NIC (`100gbe`).
 
     Raises:
         PlanError: the name is unknown.
@@ -154,7 +181,7 @@ def network_of(name: str) -> Network:
     if name in _TCP:
         gigabits, share = _TCP[name]
         return Network(name=name, node_rate=_rate(gigabits, share), hop=_TCP_HOP, sums_in_table=False)
-    if (match := re.fullmatch(r"(hdr|ndr|edr|opa|roce\d00x)([1-9]\d*)", name)) and match[1] in _LINES:
+    if (match := re.fullmatch(r"(hdr|ndr|edr|opa|efa|roce\d00x)([1-9]\d*)", name)) and match[1] in _LINES:
         gigabits, share = _LINES[match[1]]
         return Network(name=name, node_rate=_rate(int(match[2]) * gigabits, share), hop=_HOP)
     raise PlanError(_unknown("network", name, [*_TCP, *(f"{family}8" for family in _LINES), "hdr4", "opa4"]))
@@ -178,6 +205,9 @@ class Cluster:
     coding_scale: float = 1.0
     """Factor on the seconds that `traffic` assumes for compressing."""
 
+    memory_scale: float = 1.0
+    """Factor on the bytes that a rank is estimated to need: at most 1, because the user's run fits."""
+
     error: float = 0.0
     """Relative error of computation's seconds, as measured on the user's run; 0: that of published runs."""
 
@@ -198,6 +228,10 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
+def _named(gpu: str, network: str) -> Cluster:
+    return Cluster(gpu=gpu_of(gpu), network=network_of(network), gpus_per_node={"GB10": 1, "GB200": 4}.get(gpu, 8))
+
+
 def cluster_of(name: str) -> Cluster:
     """Return a preset cluster, one of a GPU and a network (h100-100gbe), or one from a JSON file: {"gpu": "A100",
     "network": "hdr8"}, plus fields that differ.
@@ -208,14 +242,17 @@ def cluster_of(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     if not name.endswith(".json"):
-        gpu, _, network = name.partition("-")
-        with suppress(PlanError):
-            return Cluster(gpu=gpu_of(gpu.upper()), network=network_of(network))
-        others = ", GPU-NETWORK such as h100-100gbe, or a file whose name ends in .json"
-        raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + others)
+        gpu, dash, network = name.partition("-")
+        if not dash:
+            others = ", GPU-NETWORK such as h100-100gbe, or a file whose name ends in .json"
+            raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + others)
+        try:
+            return _named(gpu.upper(), network)
+        except PlanError as error:
+            raise PlanError(f"--cluster {name}: {error}, or give a cluster file with what differs") from None
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
-        cluster = Cluster(gpu=gpu_of(content.pop("gpu")), network=network_of(content.pop("network")))
+        cluster = _named(content.pop("gpu"), content.pop("network"))
     except PlanError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -228,7 +265,11 @@ def cluster_of(name: str) -> Cluster:
             raise PlanError(f"{name}: {field}: {value!r} is not a positive number")
         if field not in known:
             raise PlanError(f"{name}: {_unknown('field', field, known)}")
-        if field in own:
+        if field in ("processors", "gpus_per_node") and value != int(value):
+            raise PlanError(f"{name}: {field}: {value!r} is not a whole number")
+        if field == "processors":
+            cluster = replace(cluster, gpu=replace(cluster.gpu, processors=int(value)))
+        elif field in own:
             cluster = replace(cluster, **{field: type(getattr(cluster, field))(value)})
         else:
             part = replace(getattr(cluster, owner[field]), **{field: Constant(value, "measured", name)})

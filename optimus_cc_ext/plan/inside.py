@@ -94,7 +94,8 @@ def experts(cluster: Cluster, job: Job, config: OptimusConfig) -> tuple[ClassCos
     mixture = job.model.mixture
     if mixture is None or job.ep * job.etp == 1:
         return ()
-    share, again = mixture.layers / job.model.layers, job.share_again
+    # Recomputed experts send their tokens once more.
+    share, again = mixture.layers / job.model.layers, max(job.share_again, float("moe" in job.recomputed))
     layer = seconds.layer(cluster.gpu, job)
     windows = (0.0, 0.0)
     if job.expert_overlap:

@@ -4,6 +4,7 @@ A plan is made without such an option if the bound is within the plan's own erro
 refused.
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from optimus_cc_ext.plan.hardware import Cluster
 from optimus_cc_ext.plan.iteration import PlannedIteration, breakdown
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.seconds import attention, head, layer
+from optimus_cc_ext.plan.sums import ring_bytes
 
-__all__ = ["left_out"]
+__all__ = ["hybrid_bytes", "left_out"]
 
 Bound = Callable[[Cluster, Job, dict[str, float], str], float]
 """Function of cluster, job, vanilla's breakdown and the option's value. It returns the largest number of seconds of
@@ -53,14 +55,8 @@ def _latent(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> 
     return (1 - min(1.0, width / job.model.hidden)) * _mixtures(cluster, job, parts)
 
 
-def _recomputed(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
-    """Return the seconds of one more forward pass through the modules; through whole layers for `mlp` and `moe`."""
-    once = attention(cluster.gpu, job).forward if value == "core_attn" else layer(cluster.gpu, job).forward
-    return _layers(cluster, job) * (once if value in ("core_attn", "mlp", "moe") else 0.1 * once)
-
-
 def _recomputed_mixtures(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
-    return _recomputed(cluster, job, parts, "moe")
+    return _layers(cluster, job) * layer(cluster.gpu, job).forward
 
 
 def _head_weights(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
@@ -125,10 +121,6 @@ def left_out(
     if job.dispatcher == "ncclep" and job.ep > 1:
         said.append("left out: NCCL EP is planned as HybridEP; no public run tests it")
     found = [(text, seconds, "") for text, seconds in _uneven(cluster, job)]
-    if job.recomputed:
-        again = sum(_recomputed(cluster, job, parts, module) for module in job.recomputed)
-        words = f"--recompute-modules {' '.join(job.recomputed)} (seconds of modules computed once more)"
-        found.append((words, again, "--recompute-modules"))
     for flag, (text, bound) in BOUNDS.items():
         while flag in rest:
             begin = rest.index(flag)
@@ -151,3 +143,53 @@ def left_out(
             )
         said.append(f"left out: {text}; it changes at most {100 * share:.1f} % of vanilla's seconds")
     return said, rest
+
+
+CONVOLUTION = 4
+"""Width of a Mamba layer's convolution, and Megatron's default."""
+
+
+def hybrid_bytes(pattern: str, job: Job, words: Sequence[str]) -> dict[str, float]:
+    """Return the bytes that a rank of a middle stage sends in an iteration, by class, if layers of the pattern (M:
+    Mamba, *: attention, -: MLP, E: experts) are dealt out evenly.
+
+    Args:
+        pattern: value of `--hybrid-layer-pattern` or `--hybrid-override-pattern`.
+        job: the job as if every layer had attention and an MLP.
+        words: flags that the job does not read.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for flag, default in (("state-dim", 128), ("head-dim", 64), ("num-groups", 8), ("num-heads", 0)):
+        parser.add_argument(f"--mamba-{flag}", type=int, default=default)
+    sizes, _ = parser.parse_known_args(list(words))
+    model, hidden = job.model, job.model.hidden
+    inner = sizes.mamba_num_heads * sizes.mamba_head_dim or 2 * hidden
+    heads, states = inner // sizes.mamba_head_dim, 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
+    mamba = (
+        hidden * (2 * inner + states + heads) + (CONVOLUTION + 1) * (inner + states) + 3 * heads + inner * (hidden + 1)
+    )
+    mixture = model.mixture
+    per_layer = {
+        "M": mamba,
+        "*": sum(each.parameters for each in model.attention) // model.layers,
+        "-": hidden * model.inner * (3 if model.gated else 2),
+        "E": sum(each.parameters for each in (*model.shared_experts, *model.routed_experts[:1])) // mixture.layers
+        if mixture else 0,
+    }  # fmt: skip
+    own = sum(pattern.count(kind) * (count + model.norm(hidden)) for kind, count in per_layer.items()) / job.tp / job.pp
+    routed = pattern.count("E") * model.routed_parameters / mixture.layers if mixture else 0.0
+    routed /= job.pp * job.ep * job.etp
+
+    def over_replicas(width: int, *, twice: bool) -> float:
+        parts = ((own, job.replicas), (routed, job.expert_replicas))
+        return sum(ring_bytes(width * values, ranks, twice=twice) for values, ranks in parts)
+
+    message = float(job.micro_batches * job.vpp * job.message_rows * hidden * job.value_bytes)
+    tokens = 2.0 * job.micro_batches * pattern.count("E") / job.pp * job.value_bytes * job.expert_rows * hidden
+    found = {
+        "DP gradients": over_replicas(job.gradient_bytes, twice=not job.distributed_optimizer),
+        "parameter gather": over_replicas(job.value_bytes, twice=False) if job.distributed_optimizer else 0.0,
+        "pipeline forward and pipeline backward each": message if job.pp > 1 else 0.0,
+        "expert dispatch and expert gradient each": tokens * (job.ep - 1) / job.ep if mixture else 0.0,
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}

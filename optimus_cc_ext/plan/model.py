@@ -61,9 +61,7 @@ class Job:
     """
 
     recomputed: tuple[str, ...] = ()
-    """Modules that selective recomputation computes once more (`--recompute-modules`); they keep less memory, and their
-    seconds are left out.
-    """
+    """Modules that selective recomputation computes once more (`--recompute-modules`)."""
 
     sequence_parallel: bool = False
     precision: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
@@ -296,6 +294,7 @@ class Job:
         found = {
             "MLA": model.latent, "MTP": model.predictors, f"context parallelism over {self.cp} ranks": self.cp > 2,
             f"--cp-comm-type {self.cp_exchange}": self.cp > 1 and self.cp_exchange != "p2p",
+            "--recompute-modules": set(self.recomputed) - {"core_attn", "layernorm", "moe_act"},
             "shared experts": model.mixture and model.mixture.shared,
             "the allgather dispatcher": self.ep > 1 and self.dispatcher == "allgather",
             f"{self.instances} instances of the distributed optimizer": self.instances > 1,

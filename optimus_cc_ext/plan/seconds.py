@@ -178,8 +178,9 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
     besides = {"fused": 0, "added": 2, "cast": 2 + 2 * job.gradient_bytes}[job.accumulation]
     routed = model.routed_parameters / model.layers / (job.ep * job.etp)
     backward += (2 * job.gradient_bytes + besides) * (model.layer_parameters / tp + routed)
-    mlp = _mlp(gpu, job, model.mlp, rows, tp) * (model.dense_layers / model.layers)
-    mlp += _mixture(gpu, job) * (1 - model.dense_layers / model.layers)
+    dense = _mlp(gpu, job, model.mlp, rows, tp) * (model.dense_layers / model.layers)
+    mixture = _mixture(gpu, job) * (1 - model.dense_layers / model.layers)
+    mlp = dense + mixture
     around = Seconds(
         moved(gpu, forward + mlp.forward) + gpu.layer_overhead,
         moved(gpu, backward + mlp.backward) + 2 * gpu.layer_overhead,
@@ -189,6 +190,21 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
     again = job.share_again * total.forward
     if job.recompute == "sel" and not job.flash:
         again = scores.forward
+    if job.recomputed:
+        shared = shared_experts(gpu, job).forward * (1 - model.dense_layers / model.layers)
+        up = [each for each in model.attention[:-1] if each.split != "none"] if model.latent else []
+        modules = {
+            "core_attn": scores.forward,
+            "mla_up_proj": sum(_linear(gpu, rows, *each.on_rank(tp), fp8).forward for each in up),
+            "mlp": dense.linear.forward + moved(gpu, dense.forward),
+            "moe": mixture.linear.forward + moved(gpu, mixture.forward),
+            "shared_experts": shared,
+            "layernorm": moved(gpu, 2 * 4 * rows * model.hidden / split),
+            "moe_act": moved(gpu, 2 * (2 + model.gated) * job.expert_rows * model.mixture.ffn)
+            if model.mixture
+            else 0.0,
+        }
+        again = sum(modules.get(each, 0.0) for each in job.recomputed)
     return Seconds(total.forward, total.backward + again)
 
 

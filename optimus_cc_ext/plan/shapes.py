@@ -272,6 +272,11 @@ MODELS = {
     "qwen3-235b": replace(_QWEN, layers=94, hidden=4096, heads=64, mixture=Mixture(
         experts=128, top_k=8, ffn=1536, layers=94
     )),
+    "deepseek-v3": replace(
+        _LLAMA, layers=61, hidden=7168, heads=128, groups=0, sequence=4096, vocabulary=129280, ffn=18432,
+        head_norms=True, predictors=1, latent=Latent(query_rank=1536),
+        mixture=Mixture(experts=256, top_k=8, ffn=2048, shared=2048, layers=58),
+    ),
     "gpt-oss-120b": Model(
         layers=36, hidden=2880, heads=64, head_size=64, groups=8, sequence=4096, vocabulary=201088, gated=True,
         tied=False, rms_norm=True, mixture=Mixture(experts=128, top_k=4, ffn=2880, layers=36),

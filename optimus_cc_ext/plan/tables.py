@@ -8,8 +8,8 @@ from optimus_cc_ext.plan.hardware import Cluster, Constant
 from optimus_cc_ext.plan.iteration import CLASSES, breakdown, iteration
 from optimus_cc_ext.plan.model import Job
 from optimus_cc_ext.plan.recipes import Judged
-from optimus_cc_ext.plan.traffic import DENSE, memory
-from optimus_cc_ext.plan.validate import CALCULON, EQUAL, Campaign, Row, band_of, nearest, regrets, shipped
+from optimus_cc_ext.plan.traffic import DENSE, MEMORY_ERROR, memory
+from optimus_cc_ext.plan.validate import BAND, CALCULON, EQUAL, Campaign, Row, band_of, nearest, regrets, shipped
 from optimus_cc_ext.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.report.table import Cell, Table
 
@@ -73,6 +73,12 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
         f"({'iterations of the log' if cluster.error else _held_out(gpu.name, job)} within {100 * band:.0f} %)"
         f"{f'; not validated: {names}, which no public run has' if (names := ', '.join(job.unvalidated)) else ''}",
     ]
+    for variant in (found[0], chosen)[: 1 + bool(chosen.flags)]:
+        if variant.memory > gpu.memory:
+            said.append(
+                f"{variant.name} may not fit: {variant.memory / 1e9:.1f} GB are planned on a rank, the {gpu.name} has "
+                f"{gpu.memory / 1e9:g}; the estimate may be {100 * MEMORY_ERROR:.0f} % off"
+            )
     if narrow := in_bf16(job):
         dense, ours = (iteration(cluster, narrow, config).seconds for config in (DENSE, chosen.config))
         compressed = f"; with the flags above {ours:.3f} s" if chosen.flags else ""
@@ -107,6 +113,10 @@ def constants(cluster: Cluster) -> list[str]:
 
 
 def _held_out(gpu: str, job: Job) -> str:
+    if gpu not in BAND:
+        return f"assumed, because no published {gpu} run was found:"
+    if job.model.mixture and job.micro_batch > 1:
+        return "published runs of mixtures in larger micro-batches are"
     if job.model.mixture:
         return "published runs of mixtures on H100s, each predicted without its own model, are"
     return f"nine of ten published {gpu} runs that were held out are"

@@ -17,7 +17,7 @@ from optimus_cc_ext.plan import PlanError
 from optimus_cc_ext.plan.hardware import Cluster, network_of
 from optimus_cc_ext.plan.iteration import PlannedIteration, iteration
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE, check_memory
+from optimus_cc_ext.plan.traffic import DENSE, MEMORY_ERROR, check_memory
 from optimus_cc_ext.plan.validate import band_of
 
 __all__ = [
@@ -286,6 +286,7 @@ def points(
 def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Job, float]]:
     """Return (cluster, job, bytes on a rank) of all points that fit in memory, cluster by cluster."""
     reason: str | Exception = "no layout divides"
+    all_of_them = sweep.layout != "given"
     here = job.gpus // cluster.gpus_per_node
     found: dict[tuple[object, ...], tuple[Cluster, Job, float]] = {}
     for nodes, link in product(sweep.nodes or (here,), sweep.links or (None,)):
@@ -293,7 +294,6 @@ def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Jo
         gpus, batch = nodes * place.gpus_per_node, job.batch * nodes // here if sweep.weak else job.batch
         ways: Iterable[Job] = []
         try:
-            all_of_them = sweep.layout != "given"
             ways = (
                 layouts(job, gpus, batch, place.gpus_per_node) if all_of_them else [job.replace(gpus=gpus, batch=batch)]
             )
@@ -302,7 +302,9 @@ def _fitting(cluster: Cluster, job: Job, sweep: Sweep) -> list[tuple[Cluster, Jo
         for way in ways:
             key = place, way.gpus, way.tp, way.pp, way.vpp, way.micro_batch
             try:
-                found.setdefault(key, (place, way, check_memory(place, way)))
+                # What a sweep proposes fits as planned; what the user gives may fit.
+                used = check_memory(place, way, error=0.0 if all_of_them else MEMORY_ERROR)
+                found.setdefault(key, (place, way, used))
             except PlanError as error:
                 reason = error
     if not found:

@@ -191,14 +191,17 @@ def test_one_stage_and_one_replica_leave_out_what_cannot_work(capsys: pytest.Cap
     [
         (["--nodes", "2"], "give --cluster"),
         (["--cluster", "paper"], "give --nodes"),
-        (["--cluster", "h100-ndr", "--nodes", "2"], "did you mean h100-ndr400"),
+        (["--cluster", "h100-ndr", "--nodes", "2"], "--cluster h100-ndr: unknown network 'ndr': did you mean ndr8"),
         (["--cluster", "paper", "--nodes", "0"], "--nodes: 0 is not a positive number"),
         (["--cluster", "paper", "--nodes", "2"], "no layers, hidden, heads: give --model"),
         (["--cluster", "paper", "--nodes", "2", "--model", "9b"], "unknown model '9b'"),
         ([*PLAN, "--", "--pipeline-model-parallel-size", "5"], "128 GPUs do not divide among 5 tensor x pipeline"),
         ([*PLAN, "--", "--tensor-model-parallel-size", "-2"], "--tensor-model-parallel-size: -2 is not a positive"),
         ([*PLAN, "--", "--tensor-model-parallel-size", "x"], "invalid _whole value: 'x'"),
-        ([*PLAN, "--", "--hybrid-layer-pattern", "M*-M"], "--hybrid-layer-pattern: not modelled"),
+        (
+            [*PLAN, "--", "--hybrid-layer-pattern", "M*-M"],
+            "--hybrid-layer-pattern: the seconds of Mamba layers are not modelled",
+        ),
         ([*PLAN, "--", "--use-megatron-fsdp"], "--use-megatron-fsdp: not modelled"),
         ([*PLAN, "--", *LAYOUT, "--num-distributed-optimizer-instances", "2"], "give --use-distributed-optimizer"),
         (

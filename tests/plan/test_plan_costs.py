@@ -221,7 +221,7 @@ def test_a_cluster_file_changes_what_it_names(tmp_path: Path) -> None:
     [
         ("{", "A cluster file contains"),
         ('{"gpu": "H100"}', "'network'. A cluster file contains"),
-        ('{"gpu": "H200", "network": "ndr8"}', "unknown GPU 'H200': did you mean H100"),
+        ('{"gpu": "H150", "network": "ndr8"}', "unknown GPU 'H150': did you mean H100"),
         ('{"gpu": "H100", "network": "ndr8", "memroy": 1}', "unknown field 'memroy': did you mean memory"),
         ('{"gpu": "H100", "network": "ndr8", "memory": -1}', "memory: -1 is not a positive number"),
     ],
@@ -234,7 +234,7 @@ def test_a_bad_cluster_file_is_refused(tmp_path: Path, content: str, complaint: 
 
 
 def test_unknown_names_get_the_near_ones() -> None:
-    with pytest.raises(PlanError, match="unknown cluster 'a100-hdr': did you mean a100-hdr200"):
+    with pytest.raises(PlanError, match="--cluster a100-hdr: unknown network 'hdr': did you mean hdr8"):
         cluster_of("a100-hdr")
     with pytest.raises(PlanError, match="unknown network 'ndr0': did you mean ndr8"):
         network_of("ndr0")

@@ -1,0 +1,166 @@
+"""Logs of real runs, and tables of nccl-tests, in 500 mutations: the answer stays within 1 %, or the input is refused
+with its line.
+
+The logs are those of Megatron 0.19.2's own loop on two CPU ranks, without most lines that no reader looks for.
+"""
+
+import random
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from optimus_cc_ext.plan import PlanError
+from optimus_cc_ext.plan.hardware import CLUSTERS, network_of
+from optimus_cc_ext.plan.measured import read_run
+from optimus_cc_ext.plan.model import Job
+from optimus_cc_ext.plan.nccl_tests import with_nccl_tests
+from tests.plan.nccl_output import nccl_tests
+
+FOLDER = Path(__file__).parent / "logs"
+LOGS = {name: (FOLDER / f"{name}.txt").read_text() for name in ("pipeline", "experts", "tensor")}
+TABLES = {
+    "2019": nccl_tests(CLUSTERS["a100-100gbe"], "all_reduce_perf", 16, 8, old=True),
+    "today": nccl_tests(CLUSTERS["h100-ndr400"], "all_reduce_perf", 4, 2),
+    "alltoall": nccl_tests(CLUSTERS["10gbe"], "alltoall_perf", 8, 4),
+}
+PREFIXES: tuple[Callable[[int], str], ...] = (
+    lambda rank: f"{rank:3d}: ", lambda rank: f"{rank}: ", lambda rank: f"[default{rank}]:",
+    lambda rank: f"[1,{rank}]<stdout>:", lambda rank: f"[{rank}] ", lambda rank: f"worker-{rank}: ",
+    lambda rank: f"2026-01-20T08:33:{58 + rank % 2}.123456789Z ", lambda rank: f"trainer-{rank}  | ",
+    lambda rank: f"(Worker pid={700 + rank}, ip=10.0.0.{rank}) ", lambda rank: f"[pod/train-{rank}/main] ",
+)  # fmt: skip
+NOISE = (
+    "node1:4242:4250 [1] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/0",
+    "/usr/lib/python3/site-packages/torch/x.py:83: UserWarning: This is slow. (Triggered internally at x.cpp:1.)",
+    "[rank1]:[W1127 13:00:00.1 ProcessGroupNCCL.cpp:4115] a hint that no one reads",
+    "WARNING: one of 3 tokens", "", "INFO:root:iteration of the data loader begins",
+    " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 77",
+)  # fmt: skip
+
+Answer = tuple[Job, float] | tuple[float, float, float]
+
+
+def read_log(path: Path) -> Answer:
+    """Return job and seconds."""
+    run = read_run(path)
+    return run.job, run.seconds
+
+
+def read_table(path: Path) -> Answer:
+    """Return the rate and the latency of the network, and the rate of NVLink."""
+    found, _ = with_nccl_tests(replace(CLUSTERS["h100-ndr400"], network=network_of("10gbe")), path)
+    return found.network.node_rate, found.network.hop, found.gpu.nvlink
+
+
+def alike(one: Answer, other: Answer) -> bool:
+    """Return True if numbers differ by 1 % at most, and jobs not at all."""
+    return all(
+        a == b if isinstance(a, Job) else a == pytest.approx(b, rel=0.01) for a, b in zip(one, other, strict=True)
+    )
+
+
+@cache
+def true_answer(kind: str, text: str) -> Answer:
+    """Return the answer on unchanged text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "unchanged.txt")
+        path.write_text(text)
+        return (read_log if kind == "log" else read_table)(path)
+
+
+def answers(kind: str, text: str, part: str) -> list[Answer]:
+    """Return the right answers on the first part of a text. In a log they come from the iterations that are whole,
+    because nobody can know that more were there.
+    """
+    answer, found = true_answer(kind, text), re.findall(r"per iteration \(ms\): ([\d.]+) \|", part)
+    if kind == "table":
+        return [answer]
+    seconds = [float(each) / 1e3 for each in found]
+    return [(answer[0], median(seconds[:n][n // 2 :])) for n in (len(seconds), len(seconds) - 1) if n >= 4]  # type: ignore[list-item]
+
+
+def mutated(rng: random.Random, kind: str, text: str, others: Sequence[str]) -> tuple[str, list[Answer]]:
+    """Return another form of the text, and the answers that are right for it."""
+    right, lines = answers(kind, text, text)[:1], text.splitlines()
+    change = rng.choice(
+        ("none", "before", "twice", "after", "tail", "line", "columns", "order", "noise", "mixed", "tee")
+    )
+    place = rng.randrange(len(lines))
+    if change in ("before", "after"):  # another run, whole or ended early
+        other = rng.choice(others)
+        some = other.splitlines()[: rng.choice((None, rng.randrange(len(other.splitlines()))))]
+        lines = [*some, *lines] if change == "before" else [*lines, *some]
+        if change == "after":
+            begun = any("arguments ---" in line or "Rank" in line for line in some)
+            right = answers(kind, other, "\n".join(some)) if begun else right
+    elif change == "twice":
+        lines *= 2
+    elif change == "tail":
+        cut = text[: rng.randrange(len(text))]
+        lines, right = cut.splitlines(), [*right, *answers(kind, text, cut)]
+    elif change == "line":
+        lines[place] = lines[place][: rng.randrange(1 + len(lines[place]))]
+        # Nobody can know that the last iteration was there.
+        whole = not any(re.search("iteration +\\d+/", line) for line in lines[place + 1 :])
+        right += answers(kind, text, "\n".join(lines[:place])) if whole else []
+    elif change == "columns":
+        width = rng.randrange(40, 200)
+        lines = [line[:width] for line in lines]
+    elif change == "order":
+        wanted = r"^\S*\s*\[?.{0,30}iteration +\d+/" if kind == "log" else r"\s*\d+ +\d+ +float"
+        places = [number for number, line in enumerate(lines) if re.match(wanted, line)]
+        for number, line in zip(places, rng.sample([lines[number] for number in places], len(places)), strict=True):
+            lines[number] = line
+    elif change == "noise":
+        for _ in range(30):
+            lines.insert(rng.randrange(len(lines)), rng.choice(NOISE))
+    elif change == "mixed":  # two ranks write into one line
+        column = rng.randrange(1 + len(lines[place]))
+        ends = rng.choice(("", "\n"))
+        lines[place] = lines[place][:column] + rng.choice(NOISE) + ends + lines[place][column:]
+    elif change == "tee":
+        lines = [each for line in lines for each in [line] * rng.choice((1, 2))]
+    prefix = rng.choice((None, *PREFIXES))
+    if prefix:
+        lines = [prefix(rng.randrange(8)) + line for line in lines]
+    if rng.random() < 0.3:
+        lines = [f"\x1b[{rng.randrange(30, 38)}m{line}\x1b[0m" for line in lines]
+    return rng.choice(("\n", "\r\n")).join(lines) + rng.choice(("", "\n")), right
+
+
+def outcomes(tmp_path: Path, seeds: Sequence[int]) -> dict[str, int]:
+    """Return how many mutations were answered, and how many were refused; fail at another answer."""
+    counts = {"answered": 0, "refused": 0}
+    for seed in seeds:
+        rng = random.Random(seed)
+        kind, texts = rng.choice((("log", LOGS), ("table", TABLES)))
+        name = rng.choice(sorted(texts))
+        text, right = mutated(rng, kind, texts[name], [each for each in texts.values() if each != texts[name]])
+        path = tmp_path / f"{seed}.txt"
+        path.write_text(text, newline="")
+        try:
+            answer = (read_log if kind == "log" else read_table)(path)
+        except PlanError as error:
+            assert re.search(r"line \d+|line, ", str(error)), (seed, str(error))
+            counts["refused"] += 1
+        else:
+            assert any(alike(answer, each) for each in right), (seed, name, answer, right)
+            counts["answered"] += 1
+        path.unlink()
+    print(f"{len(seeds)} mutations: {counts}")
+    return counts
+
+
+def test_a_sample_of_mutations_gives_the_same_answer_or_a_refusal_with_its_line(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, range(40))["answered"] >= 15
+
+
+@pytest.mark.ci
+def test_500_mutations_give_the_same_answer_or_a_refusal_with_its_line(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, range(500))["answered"] >= 200
