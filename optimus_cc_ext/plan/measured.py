@@ -224,6 +224,7 @@ def _arguments(log: _Log) -> Arguments:
     found: Arguments = {}
     begin = max(number for number, line in enumerate(log.lines[: log.begin], 1) if _BEGIN.search(line))
     table = list(enumerate(log.lines[begin : log.begin - 1], begin + 1))
+    read = [_argument(flag) for flag, *_ in parsed_flags()]
     widths = Counter(len(match[1] + match[2]) for _, line in table if (match := _ARGUMENT.search(line)))
     for number, line in table:
         if match := _ARGUMENT.search(line):
@@ -231,14 +232,14 @@ def _arguments(log: _Log) -> Arguments:
             if len(match[2]) > 2 and len(match[1] + match[2]) != widths.most_common(1)[0][0]:
                 log.refuse(number, f"argument {match[1]!r} is cut or mixed with another line. Give the whole log")
             found[match[1]] = match[3].strip(), number
-        elif _CUT_ARGUMENT.match(line):
+        elif _CUT_ARGUMENT.match(line) and any(name.startswith(line.strip(" .")) for name in (*NEEDED, *read)):
             log.refuse(number, f"argument {line.strip(' .')!r} has no value: the line is cut. Give the whole log")
     for old, name in _OLDER.items():
         if found.get(old, ("None", 0))[0] != "None" and name not in found:
             found[name] = found[old]
             if old == "model_parallel_size":  # these Megatrons had no pipelines
                 found.setdefault("pipeline_model_parallel_size", ("1", found[old][1]))
-    if "True" in (found.get("checkpoint_activations", ("",))[0],):
+    if found.get("checkpoint_activations", ("",))[0] == "True":
         found["recompute_granularity"] = "full", found["checkpoint_activations"][1]
     needed = (*NEEDED, *(_TOGETHER if _TOGETHER[0] in found else ()))
     if missing := [name for name in needed if name not in found]:
@@ -251,11 +252,16 @@ def _arguments(log: _Log) -> Arguments:
     return found | ({"padded_vocab_size": (padded[0][1], log.begin)} if padded else {})
 
 
+def _argument(flag: str) -> str:
+    """Return the argument that a flag sets."""
+    return _OFF.get(flag, _RENAMED.get(flag, flag.replace("-", "_")))
+
+
 def _flags(log: _Log, found: Arguments) -> tuple[str, ...]:
     """Return the flags that give the arguments `found`: those of a plan, and those that it cannot contain."""
     words = []
     for flag, switch, whole in parsed_flags():
-        value, number = found.get(_OFF.get(flag, _RENAMED.get(flag, flag.replace("-", "_"))), ("None", 0))
+        value, number = found.get(_argument(flag), ("None", 0))
         if switch and value not in ("True", "False", "None", "0", "1"):
             log.refuse(number, f"{flag} {value!r} is neither True nor False: the line is cut or mixed with another one")
         if switch:

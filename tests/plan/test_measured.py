@@ -52,6 +52,13 @@ def test_a_log_gives_the_job_and_the_seconds_of_its_second_half(tmp_path: Path) 
     assert 0 < run.spread < 0.02
 
 
+def test_an_empty_value_of_another_argument_may_lose_its_blank(tmp_path: Path) -> None:
+    folder = log(tmp_path, config_logger_dir=" ")
+    text = (folder / "host0.txt").read_text()
+    (folder / "host0.txt").write_text("\n".join(line.rstrip() for line in text.splitlines()))
+    assert read_run(folder).seconds == 2.0
+
+
 def test_arguments_without_16_bits_are_a_job_in_fp32(tmp_path: Path) -> None:
     job = read_run(log(tmp_path, bf16=False, add_bias_linear=False, disable_bias_linear=None)).job
     assert (job.precision, job.value_bytes, job.gradient_bytes, job.model.biases) == ("fp32", 4, 4, False)
@@ -110,6 +117,7 @@ def test_the_answer_is_about_the_log_and_on_other_nodes_has_the_published_band(
         ({"more": " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 99"}, "99 parameters"),
         ({"more": "using world size: 64"}, "another run begins here without its table of arguments"),
         ({"encoder_seq_length": 512}, "seq_length is 1024, and encoder_seq_length 512"),
+        ({"more_than_the_planner_reads": "\n  num_exper"}, "argument 'num_exper' has no value: the line is cut"),
         ({"swiglu": "Tru"}, "swiglu 'Tru' is neither True nor False"),
         ({"tensor_model_parallel_size": ""}, "has no argument tensor_model_parallel_size"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: not modelled"),
