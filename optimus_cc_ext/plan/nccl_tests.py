@@ -21,8 +21,8 @@ _COLLECTIVES: dict[str, tuple[Callable[[Cluster, Group, float], float], int]] = 
 }  # fmt: skip
 """Tests by name: the seconds of each, and how often it sends (ranks - 1) / ranks of its bytes."""
 
-LATENCY_BYTES = 1 << 16
-"""Largest message that gives a latency."""
+LATENCY_BYTES, RATE_BYTES = 1 << 16, 1 << 24
+"""Largest message that gives a latency, and smallest one that gives a rate."""
 
 FASTEST = 4e12
 """Bytes per second of a node beyond which a table must be wrong; four GPUs of an NVL72 send 3.6e12."""
@@ -136,6 +136,9 @@ def _read(path: Path) -> tuple[str, _Table]:
     if abs(bus - rate * _COLLECTIVES[name][1] * (count - 1) / count) > 0.011 + 0.002 * bus:
         refuse(table.number, f"{count} ranks are listed from here on, and a bus rate of {bus} GB/s for {rate} is not "
                "theirs: a line is cut")  # fmt: skip
+    if max(table.seconds) < RATE_BYTES:
+        refuse(table.number, f"the largest message has {max(table.seconds):.0f} bytes, which gives no rate: test up to "
+               "-e 1G")  # fmt: skip
     if max(table.seconds) < table.most:
         refuse(len(lines), f"the table ends at {max(table.seconds):.0f} bytes, and -e says more: it is cut")
     return name, table

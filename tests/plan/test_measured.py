@@ -194,6 +194,14 @@ def test_a_table_of_large_sizes_gives_the_rate_and_leaves_the_latency(tmp_path: 
         assert found.network.hop == CLUSTERS["10gbe"].network.hop
 
 
+def test_small_messages_give_no_rate(tmp_path: Path) -> None:
+    """The form of NVIDIA/nccl-tests 314: one process, alltoall up to 4 MB, which latency limits."""
+    path = tmp_path / "out.txt"
+    path.write_text(nccl_tests(CLUSTERS["h100-ndr400"], "alltoall_perf", 8, 8, sizes=(1 << 20, 1 << 21, 1 << 22)))
+    with pytest.raises(PlanError, match="the largest message has 4194304 bytes, which gives no rate"):
+        with_nccl_tests(CLUSTERS["h100-ndr400"], path)
+
+
 def test_forms_of_public_reports_give_the_same_rate(tmp_path: Path) -> None:
     """Forms: without '#', every GPU on bus 0x00 (NVIDIA/nccl 583); binaries named all_reduce_perf_mpi
     (nebius/soperator 428).
