@@ -9,6 +9,7 @@
 docs/python.md shows a complete loop.
 """
 
+import argparse
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,8 @@ def compress(
     """Compress the communication of one model; all other models of this process stay vanilla.
 
     Process groups, layout and tied embedding are those of the model. Collective over all ranks of the model, after
-    `DistributedDataParallel`. A step begins with `zero_grad_buffer()`, and ends with the optimizer's `step()`.
+    `DistributedDataParallel`. A step begins with `zero_grad_buffer()`, and ends when the optimizer, or one inside it,
+    updates the parameters by `step()` or `step_with_ready_grads()`.
 
     Args:
         models: a model in megatron-core's DistributedDataParallel, or the list of its chunks on this rank.
@@ -168,14 +170,27 @@ def preset(
     Raises:
         FlagError: there is no preset of this name, or one of the changes cannot work on this layout.
     """
-    if name not in PRESETS:
-        raise FlagError("preset", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
     layout = Layout(
         stages=stages, data_parallel=data_parallel, tied_embeddings=tied_embeddings, train_iters=1,
         distributed_optimizer=distributed_optimizer, master_copies=distributed_optimizer,
     )  # fmt: skip
+    return preset_on(name, layout, changes)
+
+
+def preset_on(
+    name: str, layout: Layout, changes: Mapping[str, Any], options: argparse.Namespace | None = None
+) -> OptimusConfig:
+    """Make the configuration of `preset` for a run of which more is known.
+
+    Args:
+        options: Megatron's options; None: there are no conflicts with them to look for.
+    """
+    if name not in PRESETS:
+        raise FlagError("preset", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
     try:
-        resolution = resolve(Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout)
+        resolution = resolve(
+            Request(changes, {field: flag_of(field) for field in changes}, preset=name), layout, options
+        )
     except FlagError as error:
         raise error.naming_fields() from None
     for note in resolution.notes:

@@ -10,13 +10,15 @@ go through the wrapped functions of megatron-core; steps, metrics and state come
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.api import Preset, collect_metrics, install_once, preset, uninstall
+from optimus_cc_ext.api import Preset, collect_metrics, install_once, preset_on, uninstall
 from optimus_cc_ext.config import OptimusConfig, OptimusFields
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Compression"]
@@ -51,17 +53,8 @@ class Compression:
         for name, given in _UNSUPPORTED:
             if given(config):
                 raise FlagError(name, "not supported with Optimus-CC on Megatron-Bridge", "Leave it out")
-        model = config.model
-        parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
         if isinstance(compression, str):
-            compression = preset(
-                compression,
-                stages=model.pipeline_model_parallel_size,
-                data_parallel=int(os.environ.get("WORLD_SIZE", "1")) // parallel,
-                tied_embeddings=getattr(model, "share_embeddings_and_output_weights", True),
-                distributed_optimizer=_gathers(config),
-                **changes,
-            )
+            compression = _preset(compression, config, changes)
         session = install_once(compression, config.train.train_iters).session
         assert session is not None, "an installation with a configuration has a session"
         self._session = session
@@ -112,11 +105,20 @@ class Compression:
         save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
 
 
-def _gathers(config: Any) -> bool:
-    """Return whether the distributed optimizer gathers 16-bit parameters that it copies from fp32 main parameters."""
-    sharded = getattr(config.ddp, "use_distributed_optimizer", False)
-    in_16_bits = getattr(config.model, "bf16", False) or getattr(config.model, "fp16", False)
-    return sharded and in_16_bits and not getattr(config.optimizer, "use_precision_aware_optimizer", False)
+def _preset(name: str, config: Any, changes: Mapping[str, Any]) -> OptimusConfig:
+    """Make the configuration of a preset from the facts in Bridge's ConfigContainer."""
+    from optimus_cc_ext.hooks.facts import layout_from, options_from
+
+    model = config.model
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    options = options_from(
+        model, config.ddp, config.optimizer,
+        # The replicas of a layout include those of context parallelism.
+        data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")) // ranks, context_parallel_size=1,
+        untie_embeddings_and_output_weights=not getattr(model, "share_embeddings_and_output_weights", True),
+        train_iters=config.train.train_iters, seed=Layout.seed,
+    )  # fmt: skip
+    return preset_on(name, layout_from(options), changes, options)
 
 
 def _iteration_folder(checkpoints: str, step: int) -> Path:

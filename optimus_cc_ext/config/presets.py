@@ -20,7 +20,17 @@ from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["Layout", "Resolution", "check_layout", "config_of", "describe", "experts_in", "resolve", "saves_nothing"]
+__all__ = [
+    "Layout",
+    "Resolution",
+    "amplified",
+    "check_layout",
+    "config_of",
+    "describe",
+    "experts_in",
+    "resolve",
+    "saves_nothing",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,16 +192,26 @@ def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass,
         check_layout(config, layout)
     except FlagError as error:
         raise FlagError(_written(request, error.flag), error.reason, error.cure) from None
-    chosen = config.format_of(DP_GRADIENTS)
-    if layout.scales_errors and chosen in ("int4", "low-rank"):
-        notes.append(
-            f"{_written(request, DP_GRADIENTS.flag)} {chosen}: --optimizer {layout.optimizer} amplifies its error; "
-            "no study has measured by how much, and presets choose int8 with this optimizer"
-        )
+    notes += amplified(config, layout, _written(request, DP_GRADIENTS.flag))
     notes += _without_effect(request.spelling, config)
     if request.artifact:
         notes += _inherited(request.spelling, config)
     return Resolution(config, tuple(notes))
+
+
+def amplified(config: OptimusConfig, layout: Layout, flag: str = DP_GRADIENTS.flag) -> list[str]:
+    """Return the warning that this optimizer amplifies the error of the chosen format, if it does.
+
+    Args:
+        flag: the flag that chose the format, as the user wrote it.
+    """
+    chosen = config.format_of(DP_GRADIENTS)
+    if not layout.scales_errors or chosen not in ("int4", "low-rank"):
+        return []
+    return [
+        f"{flag} {chosen}: --optimizer {layout.optimizer} amplifies its error; no study has measured by how much, and "
+        "presets choose int8 with this optimizer"
+    ]
 
 
 def _preset(

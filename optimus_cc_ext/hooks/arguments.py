@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
-from optimus_cc_ext.config.presets import Layout, Resolution, experts_in, resolve
+from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, exit_with, is_first_rank
+from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.patching import around
 
-__all__ = ["layout_from", "prepare_parser", "resolution_from", "wraps"]
+__all__ = ["prepare_parser", "resolution_from", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
@@ -118,51 +119,3 @@ def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
     """
     layout = layout_from(args)
     return resolve(request_from(args), layout, args), layout
-
-
-def layout_from(args: argparse.Namespace) -> Layout:
-    """Return the facts about the run in Megatron's validated arguments."""
-    return Layout(
-        stages=args.pipeline_model_parallel_size,
-        data_parallel=args.data_parallel_size * args.context_parallel_size,
-        # With multi-token prediction the last stage has a copy of the word embedding although it is not tied.
-        tied_embeddings=not args.untie_embeddings_and_output_weights or bool(args.mtp_num_layers),
-        one_pair=not _mtp_apart(args),
-        distributed_optimizer=args.use_distributed_optimizer or _layer_wise(args),
-        instances=getattr(args, "num_distributed_optimizer_instances", None) or 1,
-        sums_in_fp32=bool(getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False)),
-        optimizer=args.optimizer,
-        **experts_in(args, args.expert_model_parallel_size if args.num_experts else 0),
-        master_copies=(args.bf16 or args.fp16) and not args.use_precision_aware_optimizer,
-        train_iters=_train_iters(args),
-        seed=args.seed,
-    )
-
-
-def _layer_wise(args: argparse.Namespace) -> bool:
-    """Return True if Megatron shards the buffers for Muon, although it unsets `use_distributed_optimizer`."""
-    on = getattr(args, "use_layer_wise_distributed_optimizer", False)
-    return bool(on and getattr(args, "use_layer_wise_param_layout", True))
-
-
-def _mtp_apart(args: argparse.Namespace) -> bool:
-    """Return True if the layout of the pipeline puts multi-token prediction on another stage than the last one."""
-    if not args.mtp_num_layers or not args.pipeline_model_parallel_layout:
-        return False
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    given = args.pipeline_model_parallel_layout
-    stages = args.pipeline_model_parallel_size
-    layout = given if hasattr(given, "layout") else PipelineParallelLayerLayout(given, stages)
-    return any(LayerType.mtp in chunk for stage in layout.layout[:-1] for chunk in stage)
-
-
-def _train_iters(args: argparse.Namespace) -> int | None:
-    """Return the iterations of the run, as Megatron's `update_train_iters` will count them; None if the batch size
-    grows.
-    """
-    grows = getattr(args, "step_batch_size_schedule", None) or getattr(args, "rampup_batch_size", None)
-    if args.train_iters or not getattr(args, "train_samples", None) or grows:
-        return args.train_iters  # type: ignore[no-any-return]
-    return args.train_samples // args.global_batch_size  # type: ignore[no-any-return]

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.flags import PRESETS, Request
-from optimus_cc_ext.config.presets import Layout, check_layout, resolve
+from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
-from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, facts_of, grid_of, layout_of
+from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of
+from optimus_cc_ext.hooks.facts import layout_from, options_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
 from optimus_cc_ext.hooks.sessions import layers_of
@@ -82,18 +83,20 @@ def _settled(
         OptimusError: the model cannot be compressed in this way.
     """
     check_optimizer(optimizer)
-    layout = layout_of(
-        models[0], grid, train_iters, tied=any(map(_is_tied, models)),
-        precision_aware=getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False),
-    )  # fmt: skip
+    tied = any(map(_is_tied, models))
+    options = [options_of(model, grid, optimizer, train_iters, tied=tied) for model in models]
+    layout = layout_from(options[0])
     if isinstance(config, str):
-        config = _preset(config, layout, facts_of(models[0]))
+        config = _preset(config, layout, options[0])
+    elif grid.is_first:
+        for note in amplified(config, layout):
+            say(f"optimus-cc: {note}")
     if shared_sessions().of(models):
         raise OptimusError("models: compressed by another handle already. Remove that handle first")
     check_groups(config, grid)
     check_layout(config, layout)
-    for model in models:
-        refuse_unsupported(facts_of(model), config)
+    for each in options:
+        refuse_unsupported(each, config)
     return config, layout
 
 
@@ -114,10 +117,10 @@ def _is_tied(model: torch.nn.Module) -> bool:
     return any(tied) or tied_embedding(model) is not None
 
 
-def _preset(name: str, layout: Layout, facts: argparse.Namespace) -> OptimusConfig:
+def _preset(name: str, layout: Layout, options: argparse.Namespace) -> OptimusConfig:
     if name not in PRESETS:
         raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
-    resolution = resolve(Request({}, {}, preset=name), layout, facts)
+    resolution = resolve(Request({}, {}, preset=name), layout, options)
     for note in resolution.notes if dist.get_rank() == 0 else ():
         say(f"optimus-cc: {note}")
     return resolution.config

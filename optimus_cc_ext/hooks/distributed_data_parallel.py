@@ -4,7 +4,6 @@ The process groups of the first model give the session its place. They are the g
 Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection`.
 """
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Callable, Iterable
@@ -17,10 +16,13 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
+from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
-from optimus_cc_ext.config.presets import Layout, cost_of_shards, experts_in
+from optimus_cc_ext.config.presets import Layout, cost_of_shards
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.hooks.facts import layout_from, options_of
+from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions, layers_of
@@ -31,10 +33,8 @@ from optimus_cc_ext.techniques.session import Session
 
 __all__ = [
     "check_groups",
-    "facts_of",
     "grid_of",
     "join",
-    "layout_of",
     "place",
     "refuse_strangers",
     "wrap_model",
@@ -63,7 +63,6 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     Args:
         patches: holds the replaced attributes of the model.
     """
-    refuse_unsupported(facts_of(model), session.config)
     place(session, model)
     experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
     session.expects_rows |= bool(experts)
@@ -76,23 +75,27 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
 
 
 def place(session: Session, model: Any) -> None:
-    """Give the session this rank's place in the process groups of `model`, once.
+    """Give the session this rank's place in the process groups of `model`, once; refuse what a model does not support.
 
     Raises:
         FlagError: a technique is on that needs a process group which the model lacks.
     """
+    grid = grid_of(model) if session.grid is None else session.grid
+    # With several models in one session, nothing says whether their embeddings are tied, nor with which optimizer.
+    options = options_of(model, grid, None, session.train_iters, tied=True)
+    refuse_unsupported(options, session.config)
     if session.grid is not None:
         return
-    grid = grid_of(model)
     check_groups(session.config, grid)
-    # With several models in one session, nothing says whether their embeddings are tied.
-    layout = _as_built(session.layout, model) or layout_of(model, grid, session.train_iters, tied=True)
+    layout = _as_built(session.layout, model) or layout_from(options)
     if session.config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
         raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     lines = session.place(grid, layout)
     if session.new_groups is not None:
         nodes = [place.node for place in session.new_groups.places]
         lines += filter(None, [grid.placement(ranks_per_node(nodes))])
+        if session.config.fused_embedding_sync and any(place.frozen_embedding for place in session.new_groups.places):
+            lines.append(f"leaves out {EMBEDDING.phrase}: the tied embedding is frozen, so nothing of it is summed")
     padded = getattr(getattr(model, "ddp_config", None), "pad_buckets_for_high_nccl_busbw", False)
     if layout.distributed_optimizer and not padded:
         lines += filter(None, [cost_of_shards(session.config, grid.data_parallel)])
@@ -137,27 +140,6 @@ def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
             )
 
 
-def layout_of(model: Any, grid: Grid, train_iters: int | None, *, tied: bool, precision_aware: bool = False) -> Layout:
-    """Return the facts about a run on which the techniques depend, as far as the model knows them."""
-    ddp_config = getattr(model, "ddp_config", None)
-    return Layout(
-        stages=grid.stages,
-        data_parallel=grid.data_parallel,
-        tied_embeddings=tied,
-        distributed_optimizer=ddp_config is not None and ddp_config.use_distributed_optimizer,
-        instances=getattr(ddp_config, "num_distributed_optimizer_instances", 1),
-        sums_in_fp32=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
-        master_copies=grid.dtype != torch.float32 and not precision_aware,
-        **experts_in(model.config, _expert_parallel(model, grid)),
-        train_iters=train_iters,
-    )
-
-
-def _expert_parallel(model: Any, grid: Grid) -> int:
-    experts = getattr(model.config, "num_moe_experts", None)
-    return grid.expert_group.size() if experts and grid.expert_group is not None else 0
-
-
 def grid_of(model: Any) -> Grid:
     """Return this rank's place in the process groups of `model`. A group is None if the model has several of its
     kind.
@@ -182,6 +164,7 @@ def grid_of(model: Any) -> Grid:
             rank=rank,
             stage=pipeline.rank() if pipeline is not None else 0,
             tensor_rank=tensor.rank() if tensor is not None else 0,
+            frozen_embedding=tied_embedding(model, trained=False) is not None,
         ),
         stages=pipeline.size() if pipeline is not None else 1,
         chunks=config.virtual_pipeline_model_parallel_size
@@ -294,26 +277,3 @@ def _router_parameters(module: torch.nn.Module) -> frozenset[torch.nn.Parameter]
 
     routers = (layer for layer in module.modules() if isinstance(layer, Router))
     return frozenset(parameter for router in routers for parameter in router.parameters())
-
-
-def facts_of(ddp: Any) -> argparse.Namespace:
-    """Return the facts about the run that a wrapped model holds, by the names of Megatron's flags."""
-    facts = vars(ddp.ddp_config) | {
-        "ddp_reduce_scatter_with_fp32_accumulation": ddp.ddp_config.reduce_scatter_with_fp32_accumulation,
-        "ddp_param_name_patterns_for_fp32_local_accumulation": getattr(
-            ddp.ddp_config, "param_name_patterns_for_fp32_local_accumulation", None
-        ),
-        "fp16": ddp.config.fp16,
-        "overlap_moe_expert_parallel_comm": getattr(ddp.config, "overlap_moe_expert_parallel_comm", False),
-        "gtp_weight_remat_size": getattr(ddp.config, "gtp_weight_remat_size", 1),
-        "expert_gtp_weight_remat_size": getattr(ddp.config, "expert_gtp_weight_remat_size", 1),
-        "use_ring_exchange_p2p": ddp.config.use_ring_exchange_p2p,
-        "moe_token_dispatcher_type": getattr(ddp.config, "moe_token_dispatcher_type", "alltoall"),
-        "num_experts": getattr(ddp.config, "num_moe_experts", None),
-        "expert_model_parallel_size": getattr(ddp.config, "expert_model_parallel_size", 1),
-        **{
-            name: getattr(ddp.config, name, None)
-            for name in ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope")
-        },
-    }
-    return argparse.Namespace(**facts)

@@ -21,14 +21,17 @@ __all__ = ["all_reduce_word_embedding", "tied_embedding", "wraps"]
 _MODULE = "megatron.core.distributed.finalize_model_grads"
 
 
-def tied_embedding(module: torch.nn.Module) -> Any:
+def tied_embedding(module: torch.nn.Module, *, trained: bool = True) -> Any:
     """Return the word embedding parameter that this stage shares with another stage; None if it holds none.
 
     Megatron marks it in `LanguageModule.setup_embeddings_and_output_layer`
     (megatron/core/models/common/language_module/language_module.py).
+
+    Args:
+        trained: True for an embedding that is trained, False for a frozen one.
     """
     for parameter in module.parameters():
-        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad:
+        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad is trained:
             return parameter
     return None
 
@@ -49,7 +52,8 @@ def all_reduce_word_embedding(
     tied = {chunk: embedding for chunk in model if (embedding := tied_embedding(chunk)) is not None}
     chunk, embedding = next(iter(tied.items()), (None, None))
     owners = found if chunk is None or len(model) == 1 else sessions.of([chunk])
-    if owners:
+    frozen = chunk is None and any(tied_embedding(each, trained=False) is not None for each in model)
+    if owners and not frozen:
         _sum_word_embedding(owners[0], chunk, embedding, lambda: original(model, *args, **kwargs))
     else:
         original(model, *args, **kwargs)

@@ -103,8 +103,8 @@ class Handle:
     def metrics(self) -> dict[str, float]:
         """Return the bytes per step since the last call, and errors and times if the last step was measured.
 
-        Collective over all ranks of the model, with the same result on each. Bytes are summed over these ranks; the
-        names begin with "optimus-cc/".
+        Collective over all ranks of the model, with the same result on each. Bytes are summed over these ranks, and
+        divided by the steps that had a pass, ended or not; the names begin with "optimus-cc/".
         """
         if self._compressing.grid is None:
             raise OptimusError("metrics: no model has been built yet. Call it after the first training step")

@@ -118,7 +118,7 @@ class FusedEmbeddingSync(Technique):
         nodes = {place.rank: place.node.name for place in groups.places}
         pipeline = next(place.pipeline for place in groups.places if place.rank == grid.place.rank)
         self._pair_crosses = len({nodes[rank] for rank in (*pipeline[:1], *pipeline[-1:])}) > 1
-        if not self._wanted:
+        if not self._wanted or any(place.frozen_embedding for place in groups.places):
             return
         self.alone = groups.alone()
         if self._dense_inside and EMBEDDING in classes_inside(groups.places, layout.instances):

@@ -44,6 +44,9 @@ class RankPlace:
     experts: tuple[int, ...] = ()
     """The ranks over which the experts of the rank's layers are dealt out; empty: the rank has all of them."""
 
+    frozen_embedding: bool = False
+    """True if the rank holds a copy of the tied embedding that is not trained, so that nothing of it is summed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
