@@ -20,6 +20,7 @@ from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_s
 from optimus_cc_ext.hooks.sessions import layers_of
 from optimus_cc_ext.hooks.steps import check_optimizer, follow
 from optimus_cc_ext.techniques.grid import Grid
+from optimus_cc_ext.techniques.groups import close_abandoned
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["compress"]
@@ -61,6 +62,7 @@ def _attach(
     grid.meet()
     for rank, reason in grid.reasons(None if refused is None else str(refused)):
         raise refused or OptimusError(f"rank {rank}: {reason}")
+    close_abandoned(shared_sessions().abandoned(), grid)
     if not chosen.any_technique:
         return Off()
     handle = Handle(Session(chosen, layout))

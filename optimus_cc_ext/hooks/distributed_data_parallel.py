@@ -72,6 +72,8 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
         for bucket_group in bucket_groups:
             attach(session, bucket_group, patches, experts, routers, replicas=getattr(model, replicas, None))
     sessions.add(model, session)
+    if session.new_groups is not None:
+        sessions.note(session.new_groups, session)
 
 
 def place(session: Session, model: Any) -> None:

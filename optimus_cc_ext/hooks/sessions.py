@@ -1,13 +1,15 @@
 """The registry of sessions in this process: Megatron's wraps look up the session of a model, a pass or a message."""
 
+import gc
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Sessions", "layers_of"]
@@ -31,6 +33,9 @@ class Sessions:
         """The session that `install` made, which all models of the process are meant to join; None: there is none."""
 
         self._of_model: WeakKeyDictionary[torch.nn.Module, Session] = WeakKeyDictionary()
+        self._groups: dict[NewGroups, ReferenceType[Session]] = {}
+        """The process groups of each session, which outlive a model that is dropped with its handle."""
+
         self._passes = _Passes()
         self._open: list[tuple[Session, ...]] = []
         """The open passes of all threads."""
@@ -40,12 +45,17 @@ class Sessions:
 
     @property
     def in_use(self) -> bool:
-        """True if a session exists, with models or waiting for its first model."""
-        return self.of_every_model is not None or bool(self._of_model)
+        """True if a session exists, with models or waiting for its first model, or groups of one that was dropped."""
+        left = any(groups.made for groups in self._groups)
+        return self.of_every_model is not None or bool(self._of_model) or left
 
     def add(self, model: torch.nn.Module, session: Session) -> None:
         """Register `session` as the session that compresses `model`, a DistributedDataParallel."""
         self._of_model[model] = session
+
+    def note(self, groups: NewGroups, session: Session) -> None:
+        """Note the process groups of a session, so that they do not outlive it."""
+        self._groups[groups] = ref(session)
 
     def remove(self, session: Session) -> None:
         """Remove a session from the registry; the session's models are vanilla from now on."""
@@ -53,6 +63,14 @@ class Sessions:
             self.of_every_model = None
         for model in [model for model, other in self._of_model.items() if other is session]:
             del self._of_model[model]
+        self._groups = {groups: owner for groups, owner in self._groups.items() if owner() is not session}
+
+    def abandoned(self) -> list[NewGroups]:
+        """Return the process groups of models that were dropped with their handles, in the order of their making."""
+        if self._groups:
+            gc.collect()  # a dropped model, with its session, consists of reference cycles
+        self._groups = {groups: session for groups, session in self._groups.items() if groups.made}
+        return [groups for groups, session in self._groups.items() if session() is None]
 
     def of(self, chunks: Iterable[torch.nn.Module]) -> tuple[Session, ...]:
         """Return the sessions of all registered models among these chunks, inside their wrappers or their parts."""

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,9 +14,9 @@ from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.crossing import levels_of_group
 from optimus_cc_ext.techniques.exchange import Groups
-from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
-__all__ = ["NewGroups", "communicator_bytes", "communicator_line", "names_of", "new_group"]
+__all__ = ["NewGroups", "close_abandoned", "communicator_bytes", "communicator_line", "names_of", "new_group"]
 
 
 def new_group(
@@ -157,12 +157,18 @@ class NewGroups:
         )  # fmt: skip
         return self.made[description]
 
-    def close(self) -> None:
-        """Destroy the groups that were made, unless the default group was destroyed before, and they with it."""
-        for group in self.made.values():
+    def close(self, these: Collection[str] | None = None) -> None:
+        """Destroy the groups that were made, unless the default group was destroyed before, and they with it.
+
+        Args:
+            these: names of the only groups to destroy; None: all.
+        """
+        for description, group in list(self.made.items()):
             if group in dist.distributed_c10d._world.pg_map:
+                if these is not None and group.group_name not in these:
+                    continue
                 dist.destroy_process_group(group)
-        self.made.clear()
+            del self.made[description]
         self._levels.clear()
 
     @property
@@ -171,6 +177,22 @@ class NewGroups:
         if all(_nccl_options(group) is None for group in self.made.values()):
             return None
         return communicator_line({name: group.size() for name, group in self.made.items()})
+
+
+def close_abandoned(abandoned: Sequence[NewGroups], grid: Grid) -> None:
+    """Destroy the groups of models that were dropped, where every member has dropped its model: members of a node may
+    wait for one another in NCCL. Collective over all ranks of the model of `grid`.
+    """
+    groups = [group for each in abandoned for group in each.made.values()]
+    alive = [group for group in groups if group in dist.distributed_c10d._world.pg_map]
+    theirs = dict(grid.gather((grid.place.rank, [group.group_name for group in alive])))
+    agreed = [
+        group.group_name
+        for group in alive
+        if all(group.group_name in theirs.get(rank, ()) for rank in dist.get_process_group_ranks(group))
+    ]
+    for each in abandoned:
+        each.close(agreed)
 
 
 _OF_A_PAIR, _OF_MORE = 544 << 20, 688 << 20
