@@ -59,7 +59,7 @@ def with_rollouts_and_without(config: OptimusConfig) -> tuple[Any, Any]:
     return trained(config, True), trained(config, False)
 
 
-@pytest.mark.parametrize("config", [INT8, LOW_RANK], ids=["int8", "low rank"])
+@pytest.mark.parametrize("config", [pytest.param(INT8, marks=pytest.mark.ci), LOW_RANK], ids=["int8", "low rank"])
 def test_a_handle_that_makes_room_for_every_rollout_trains_to_the_bit_as_one_that_stays(config: OptimusConfig) -> None:
     for generating, staying in run_ranks(4, with_rollouts_and_without, config, timeout=150):
         assert generating == staying
