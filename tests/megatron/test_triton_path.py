@@ -80,6 +80,7 @@ CASES = {
 class TestTritonPath:
     __test__ = launches.INTERPRETED
 
+    @pytest.mark.timeout(1200)
     @pytest.mark.parametrize("case", CASES)
     def test_losses_are_those_of_torchs_path_and_no_kernel_leaves_its_tensors(self, case: str) -> None:
         ranks, in_node, flags = CASES[case]

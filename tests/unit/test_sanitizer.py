@@ -22,6 +22,12 @@ if launches.AVAILABLE:
         at = tl.multiple_of(start + tl.arange(0, BLOCK), ALIGN)
         tl.store(out + at, tl.load(values + at))
 
+    @triton.jit
+    def copy_pairs(values, out, BLOCK: tl.constexpr):
+        """Copy two values to each place."""
+        at = tl.arange(0, BLOCK)
+        tl.store(out + at // 2, tl.load(values + at))
+
 
 @pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 @pytest.mark.skipif(launches.INTERPRETED, reason="they run in this process")
@@ -77,6 +83,12 @@ class TestSanitizer:
         memory = torch.ones(96)
         copy[(programs,)](memory[:48], memory[48:], 48, far, BLOCK=16)
         assert any(seen in report for report in sanitized)
+        sanitized.clear()
+
+    def test_one_store_that_writes_a_place_twice_is_reported(self, sanitized) -> None:
+        copy_pairs[(1,)](torch.ones(16), torch.zeros(8), BLOCK=16)
+        [report] = sanitized
+        assert "race: bytes that the same store writes twice" in report
         sanitized.clear()
 
     def test_a_false_multiple_is_reported(self, sanitized) -> None:
