@@ -198,7 +198,7 @@ run() { # the experiment's command line
   fi
   if $dry_run; then
     # --dry-run prints the command without a cluster.
-    [[ "$scale" == tiny || -n "${NODE_LIST:-}" ]] || export MASTER_ADDR="${MASTER_ADDR:-node0}"
+    [[ "${NODES:-1}" == 1 ]] || export MASTER_ADDR="${MASTER_ADDR:-node0}"
     exec "$paper_root/scripts/pretrain_gpt.sh" --dry-run "${flags[@]}"
   fi
   # The check comes before a folder is made: it ends the script if a variable cannot be used.
