@@ -174,10 +174,17 @@ _WHEN_BUILT: tuple[tuple[Callable[[Any], Any], str], ...] = (
         lambda args: args.multi_latent_attention and args.transformer_impl == "local",
         "--multi-latent-attention: the local DotProductAttention does not take it; it needs Transformer Engine",
     ),
+    (
+        lambda args: (
+            args.num_experts and isinstance(args.moe_layer_freq, list) and len(args.moe_layer_freq) != args.num_layers
+        ),
+        "--moe-layer-freq: the list has another length than --num-layers",
+    ),
 )
 """Conditions on which Megatron ends only when it builds model, buffers or optimizer, with its message: in
 core/distributed/distributed_data_parallel.py, core/optimizer/distrib_optimizer.py,
-core/transformer/moe/shared_experts.py and core/transformer/multi_latent_attention.py.
+core/transformer/moe/shared_experts.py, core/transformer/multi_latent_attention.py and
+core/models/gpt/gpt_layer_specs.py.
 """
 
 
