@@ -138,7 +138,7 @@ def test_what_is_no_value_of_a_flag_is_refused_by_the_parser(line: str, outputs:
 def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_copied_anything() -> None:
     bucket, copied, compressed = object(), list[object](), list[object]()
     gather = types.SimpleNamespace(
-        holds=lambda buckets: bucket in buckets,
+        of=lambda buckets: [each for each in buckets if each is bucket],
         updating=lambda buckets: contextlib.nullcontext(compressed.append(buckets)),
     )
     [(_, wrap)] = distrib_optimizer.wraps([types.SimpleNamespace(parameters=gather)])  # type: ignore[arg-type]
