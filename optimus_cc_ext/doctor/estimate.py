@@ -395,7 +395,7 @@ def compression_memory(
         nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
     """
     dtype = state_dtype(config.compression_state_dtype)
-    senders = {plan.sending_stage for plan, stage in _links(config, schedule) if any(
+    senders = {plan.sending_stage for plan, stage in _links(config, schedule) if config.compressed_backprop and any(
         plan.compresses(message, gpt.message) for message in schedule.messages(stage)
     )}  # fmt: skip
     width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0

@@ -271,6 +271,11 @@ def test_the_placement_is_that_of_the_launch_line_or_of_the_nodes_that_are_named
 KINDS = (COMPRESSION_STATE, MESSAGE_BUFFERS, COMMUNICATORS)
 
 
+def test_gradients_in_blocks_alone_take_no_compression_state() -> None:
+    answer = json.loads(ask_doctor(f"{PP2} --dp-compression-format int8", 4, "--json").output)
+    assert answer["memory_per_rank"][COMPRESSION_STATE] == 0 < answer["memory_per_rank"][MESSAGE_BUFFERS]
+
+
 def test_as_json_it_is_for_programs() -> None:
     answer = json.loads(ask_doctor(PP2 + "--optimus-cc --dp-compression-stages 1", 4, "--json").output)
     assert "(rank 128, the first stage)" in answer["verdict"]
