@@ -144,7 +144,7 @@ def test_the_readme_repeats_the_losses_of_the_evidence_and_the_size_of_the_exten
         ), name  # fmt: skip
     (bound,) = re.findall(r"undecided: bound ([\d.]+ %)", readme)
     assert f"the bounds are {bound}" in " ".join(evidence.split())
-    assert f"{len(all_seams())} functions of Megatron are wrapped" in " ".join(readme.split())
+    assert f"{len(all_seams())} places in Megatron are wrapped" in " ".join(readme.split())
 
 
 def test_the_readmes_picture_and_set_up_stand_on_the_first_screen() -> None:
