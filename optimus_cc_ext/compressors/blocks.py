@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.formats import BLOCK, format_named
-from optimus_cc_ext.compressors.numerics import fp32_products
+from optimus_cc_ext.compressors.numerics import fp32_products, keep_in_range
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
 
@@ -395,11 +395,7 @@ class Codec:
         self._packing.write(y.clamp_(-largest, largest).nan_to_num_(0.0), codes)
 
     def _sum_blocks(self, parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-        """Decode blocks of some senders and add them up: (b, 128) in fp32, in scratch memory.
-
-        Finite values of one sender stay in the range of `dtype`, their dtype before they were encoded. The sum of
-        several senders may leave it, as without compression, so that a loss scaler sees it.
-        """
+        """Decode blocks of some senders, of values in `dtype`, and add them up: (b, 128) in fp32, in scratch memory."""
         (scales, codes), *others = parts
         total = self.numbers(codes)
         if self.rotated and not others:
@@ -408,19 +404,16 @@ class Codec:
             total = self._rotated_back(total)
         total.mul_(scale := self._scale(scales))
         if dtype == torch.float16 and not others and self.format.largest is not None:
-            # The scale of values in fp16 is below this limit, unless it is not finite: then it becomes the limit.
-            limit = scale.clamp_(min=torch.finfo(dtype).max)
-            torch.minimum(total, limit, out=total)
-            torch.maximum(total, limit.neg_(), out=total)
+            # The sum of several senders may leave the range, as without compression, so that a loss scaler sees it.
+            keep_in_range(total, scale, dtype)
         for scales, codes in others:
             total.addcmul_(self.numbers(codes, "addend"), self._scale(scales))
         return self._rotated_back(total) if self.rotated and others else total
 
     def _rotated_back(self, x: Tensor) -> Tensor:
         with fp32_products():
-            return torch.mm(
-                x, self.rotation(x.device), out=self._scratch.take("rotated", x.shape, torch.float32, x.device)
-            )
+            spare = self._scratch.take("rotated", x.shape, torch.float32, x.device)
+            return torch.mm(x, self.rotation(x.device), out=spare)
 
     def numbers(self, codes: Tensor, name: str = "total") -> Tensor:
         """Return the numbers that codes (b, code_bytes) stand for: (b, 128) in fp32, in the scratch tensor `name`."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["fp32_products", "private_generator"]
+__all__ = ["fp32_products", "keep_in_range", "private_generator"]
 
 
 @contextmanager
@@ -27,6 +27,18 @@ def fp32_products() -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = allowed
+
+
+def keep_in_range(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    """Keep decoded fp32 values, in place, where `dtype` is finite; blocks whose scale is not finite stay as they are.
+
+    Args:
+        values: (b, n), a block in each row.
+        scale: (b, 1), overwritten. A finite scale of values in `dtype` lies in the range of `dtype`.
+    """
+    limit = scale.clamp_(min=torch.finfo(dtype).max)
+    torch.minimum(values, limit, out=values)
+    torch.maximum(values, limit.neg_(), out=values)
 
 
 def private_generator(seed: int, *salt: int | str, device: torch.device | str = "cpu") -> torch.Generator:
