@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of
 from optimus_cc_ext.hooks.facts import layout_from, options_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
-from optimus_cc_ext.hooks.sessions import layers_of
+from optimus_cc_ext.hooks.sessions import bucket_groups_of, layers_of
 from optimus_cc_ext.hooks.steps import check_optimizer, follow
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import close_abandoned
@@ -95,6 +96,10 @@ def _settled(
             say(f"optimus-cc: {note}")
     if shared_sessions().of(models):
         raise OptimusError("models: compressed by another handle already. Remove that handle first")
+    groups = chain.from_iterable(map(bucket_groups_of, models))
+    if any(bucket.grad_data is None for group in groups for bucket in group.buckets):
+        reason = "messages are planned from their lengths and dtypes"
+        raise OptimusError(f"models: the gradients of a bucket are freed. Allocate them before compress(): {reason}")
     check_groups(config, grid)
     check_layout(config, layout)
     for each in options:

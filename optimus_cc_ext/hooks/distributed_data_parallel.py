@@ -25,7 +25,7 @@ from optimus_cc_ext.hooks.facts import layout_from, options_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.hooks.sessions import Sessions, layers_of
+from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of, layers_of
 from optimus_cc_ext.patching import Patches, around
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.nodes import ranks_per_node
@@ -210,9 +210,11 @@ def check_groups(config: OptimusConfig, grid: Grid) -> None:
 def _alignment(model: Any) -> int:
     """Return a number that divides starts and lengths of parameters and shards in buckets, and of messages."""
     numbers = [getattr(model.config, "hidden_size", 1)]
-    for group in (*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ())):
+    for group in bucket_groups_of(model):
         shards = group.intra_distributed_optimizer_instance_size if group.ddp_config.use_distributed_optimizer else 1
         for bucket in group.buckets:
+            if bucket.grad_data is None:
+                continue  # `compress` refuses the model
             ranges = (bucket.param_to_index[parameter][:2] for parameter in bucket.params_list)
             numbers += [bucket.grad_data.numel() // shards, *chain.from_iterable(ranges)]
     return math.gcd(*numbers)

@@ -23,7 +23,7 @@ from optimus_cc_ext.hooks.distributed_data_parallel import join
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import finish
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version
-from optimus_cc_ext.hooks.sessions import Sessions
+from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of
 from optimus_cc_ext.hooks.steps import Step
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
@@ -206,7 +206,7 @@ class Handle:
         if self._session.active:
             raise OptimusError("remove: a forward-backward pass of this model is open. Call it between two passes")
         for model in self._models:
-            for bucket_group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+            for bucket_group in bucket_groups_of(model):
                 finish(self._session, bucket_group)
             embedding = tied_embedding(model)
             if self._session.embedding.left_out and embedding is not None:

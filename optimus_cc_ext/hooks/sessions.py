@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Sessions", "layers_of"]
+__all__ = ["Sessions", "bucket_groups_of", "layers_of"]
 
 
 class _Passes(threading.local):
@@ -125,6 +126,11 @@ class Sessions:
 def _in_backward() -> bool:
     """Return True if autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def bucket_groups_of(model: Any) -> tuple[Any, ...]:
+    """Return the bucket groups of a model in DistributedDataParallel, those of its experts last."""
+    return (*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ()))
 
 
 def layers_of(chunk: torch.nn.Module | None) -> Iterator[torch.nn.Module]:

@@ -76,6 +76,21 @@ def test_a_refusal_of_one_rank_is_raised_on_all() -> None:
     assert "models: compressed by another handle already" in first[2] and second[2] == f"rank 0: {first[2]}"
 
 
+def gradients_that_are_freed() -> str:
+    """Free the gradients of rank 1 before it compresses its model. Return the error."""
+    own_loops.start(1)
+    model = own_loops.build(1)
+    if torch.distributed.get_rank() == 1:
+        model.bucket_groups[0].buckets[0].grad_data = None
+    return said(lambda: optimus_cc_ext.compress(model, None, SC))
+
+
+def test_gradients_that_are_freed_before_compression_are_refused_on_all_ranks() -> None:
+    first, second = run_ranks(2, gradients_that_are_freed, timeout=60)
+    assert first == f"rank 1: {second}"
+    assert second.startswith("models: the gradients of a bucket are freed. Allocate them")
+
+
 def steps_without_messages() -> dict[str, str]:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import schedules
