@@ -29,8 +29,10 @@ _CHECKED_STEPS = 3
 wrongly fails in its first steps.
 """
 
-_WITHOUT_END = 5
-"""Number of steps after which a warning says that none of them has ended."""
+_WITHOUT_END, _WITHOUT_NEXT_END = 5, 15
+"""Number of steps after which a warning says that none of them has ended; the second one once a step has ended, because
+a loop may give up several steps in a row.
+"""
 
 
 def follow(session: Session, models: Iterable[Any], optimizer: Any, measure_every: int, patches: Patches) -> None:
@@ -103,8 +105,8 @@ class _Loop:
     def __init__(self, session: Session, optimizer: Any, measure_every: int, without: Sequence[int]) -> None:
         self._session, self._given, self._measure_every, self._without = session, optimizer, measure_every, without
         self._inside = False
-        self._unended: int | None = 0
-        """Number of steps whose gradients were zeroed anew before an end; None as soon as a step has ended."""
+        self._unended, self._limit = 0, _WITHOUT_END
+        """Number of steps in a row whose gradients were zeroed anew before an end, and the number that is warned of."""
 
     def zeroed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated.
@@ -120,8 +122,8 @@ class _Loop:
             )
         if session.follows_zeroing:
             if session.step.open:
-                self._unended = None
-            elif session.in_step and self._unended is not None:
+                self._ended()
+            elif session.in_step:
                 self._unended += 1
                 self._warn()
             session.restart_step(measured=bool(every) and (session.completed_steps + 1) % every == 0)
@@ -163,15 +165,18 @@ class _Loop:
     def end(self, applied: bool = True, norms: Mapping[str, Any] | None = None, clip_grad: float = 0.0) -> None:
         """End a step that a pass has begun, unless the training loop announced the step and ends it by itself."""
         if self._session.in_step and not self._session.step.open:
-            self._unended = None
+            self._ended()
             _agree_and_end(self._session, applied, norms or {}, clip_grad)
 
+    def _ended(self) -> None:
+        self._unended, self._limit = 0, _WITHOUT_NEXT_END
+
     def _warn(self) -> None:
-        """Say once that no step has ended."""
+        """Say that no step has ended: either none so far, or none any more, as where the optimizer was made anew."""
         assert self._session.grid is not None
-        if self._unended == _WITHOUT_END and self._session.grid.is_first:
+        if self._unended == self._limit and self._session.grid.is_first:
             say(
-                f"optimus-cc: warning: {_WITHOUT_END} steps have begun and none has ended, so each counts as repeated: "
+                f"optimus-cc: warning: {self._limit} steps have begun and none has ended, so each counts as repeated: "
                 "warm-ups do not end, and low rank loses its error feedback. Give compress() the optimizer whose "
                 f"step() or step_with_ready_grads() the training loop calls, or announce each step by {_ANNOUNCED}",
                 logging.WARNING,

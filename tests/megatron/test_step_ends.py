@@ -220,6 +220,26 @@ def test_steps_that_a_loop_gives_up_are_no_fault_where_others_end() -> None:
     assert run_ranks(2, repeated_before_the_first_end, timeout=150) == [[]] * 2
 
 
+def an_optimizer_made_anew(steps: int) -> list[str]:
+    own_loops.start(1)
+    model = own_loops.build(1)
+    optimizer = own_loops.optimizer_of(model)
+    optimus_cc_ext.compress(model, optimizer, LOW_RANK, train_iters=STEPS)
+    said = warnings_of_ours()
+    for batch in range(steps):
+        own_loops.pass_of(model, batch=batch)
+        optimizer.step()
+        if batch == 0:
+            optimizer = own_loops.optimizer_of(model)
+    return said
+
+
+def test_a_loop_that_makes_its_optimizer_anew_after_some_steps_is_told_so_once() -> None:
+    said, others = run_ranks(2, an_optimizer_made_anew, 18, timeout=150)
+    [line] = said
+    assert "15 steps have begun and none has ended" in line and not others
+
+
 def an_empty_chain_on_the_last_stage(announced: bool) -> Any:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
