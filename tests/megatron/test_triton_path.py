@@ -97,4 +97,4 @@ class TestTritonPath:
         assert not torchs[0].probed[1]
         # Codes of rotated blocks may be one apart, because sums in fp32 have another order.
         losses, expected = last_stage_losses(tritons), last_stage_losses(torchs)
-        assert relative_gap(losses, expected) < 5e-4
+        assert relative_gap(losses, expected) < 1e-4
