@@ -64,7 +64,7 @@ class Stream:
     wait_stream = wait_event = after
 
     def launched(self) -> int:
-        """Count one more launch, which comes after all that the host has waited for."""
+        """Advance this stream by one launch, ordered after everything that the host has waited for."""
         self.after(GPU.host)
         self.clock[self] = self.clock.get(self, 0) + 1
         return self.clock[self]

@@ -94,7 +94,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Memory:
-    """All accesses of all storages that a later access may race with."""
+    """Memory accesses, by storage, that a later access may race with."""
 
     def __init__(self) -> None:
         self.report = Report()

@@ -200,7 +200,7 @@ def _program(words: Sequence[str]) -> tuple[CommandLine, Sequence[str]]:
 
 
 def _processes(before: Sequence[str], torchrun: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the fields of `CommandLine` about processes, from the words before the program, and torchrun's options."""
+    """Parse a launcher's words, before the program, into the fields of `CommandLine` that describe processes."""
     names = [PurePath(word).name for word in before]
     other = next((name for name in names if name in _OTHER_LAUNCHERS), None)
     if torchrun is None and before and not any(name in _BEGINNINGS or name.startswith("python") for name in names):

@@ -172,7 +172,7 @@ class ParamGather(Technique):
         return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
     def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups) -> Shards:
-        """Take over the gather of one more bucket; `Shards` has the arguments.
+        """Add a bucket whose parameters are gathered in few bits; the arguments are those of `Shards`.
 
         Gradients of the bucket may be reduced in blocks, with the same memory for messages.
         """

@@ -117,7 +117,7 @@ def move_parameters(model: Any, optimizer: Any) -> None:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Return how many objects hold this memory beside the caller, in Python and in torch."""
+    """Count the references to this storage, in Python and in C++, without the caller's own."""
     gc.collect()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 

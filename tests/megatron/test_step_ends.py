@@ -88,7 +88,7 @@ WAYS = (
 
 def trained(way: str) -> tuple[int, str, dict[str, float]]:
     """Return the number of steps, the hash of the last gradients, and the metrics of all steps but the first."""
-    model = own_loops.build(1, experts=2)  # Megatron chains an optimizer for the experts
+    model = own_loops.build(1, experts=2)  # the experts get an optimizer of their own in Megatron's ChainedOptimizer
     optimizer = own_loops.optimizer_of(model, clip_grad=0.0)
     assert len(optimizer.chained_optimizers) == 2
     wrapper = WRAPPERS.get(way, lambda inner: inner)(optimizer)

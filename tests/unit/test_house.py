@@ -361,7 +361,7 @@ def test_the_check_sees_names_that_are_read_after_their_for() -> None:
 
 
 def test_no_name_of_a_for_is_read_after_it() -> None:
-    """Such a name holds whatever the last turn of the loop left in it, which is hardly ever what the reader expects."""
+    """After a loop, its variable holds the value of the last iteration, which is rarely what the code means."""
     folders = ("optimus_cc_ext", "scripts", "tests")
     sources = {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
     found = {
