@@ -44,7 +44,7 @@ COLLECTIVES = {
 
 
 class Stream:
-    """Stand-in for torch.cuda.Stream: its clock has, for each stream, the last launch that its next one comes after."""
+    """Stand-in for torch.cuda.Stream: its clock holds, for each stream, the last launch that precedes its next one."""
 
     cuda_stream, device, priority = 0, torch.device("cpu"), 0
     priority_range = staticmethod(lambda: (0, 0))

@@ -30,8 +30,8 @@ wrongly fails in its first steps.
 """
 
 _WITHOUT_END, _WITHOUT_NEXT_END = 5, 15
-"""Number of steps after which a warning says that none of them has ended; the second one once a step has ended, because
-a loop may give up several steps in a row.
+"""Numbers of consecutive steps without an end at which a warning is logged: before a step has ended for the first time,
+and afterwards, when a loop may give up several steps in a row.
 """
 
 
@@ -106,7 +106,7 @@ class _Loop:
         self._session, self._given, self._measure_every, self._without = session, optimizer, measure_every, without
         self._inside = False
         self._unended, self._limit = 0, _WITHOUT_END
-        """Number of steps in a row whose gradients were zeroed anew before an end, and the number that is warned of."""
+        """Number of consecutive steps that have begun and not ended, and the number at which a warning is logged."""
 
     def zeroed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated.
@@ -172,7 +172,7 @@ class _Loop:
         self._unended, self._limit = 0, _WITHOUT_NEXT_END
 
     def _warn(self) -> None:
-        """Say that no step has ended: either none so far, or none any more, as where the optimizer was made anew."""
+        """Log that no step ends: none has so far, or none does any more, for example with a new optimizer."""
         assert self._session.grid is not None
         if self._unended == self._limit and self._session.grid.is_first:
             say(

@@ -135,7 +135,7 @@ class Case:
 
 
 def trained(case: Case, way: str | None) -> tuple[str, int]:
-    """Train, and free the gradients behind each step; return a hash of the weights, and who still held gradients."""
+    """Train, and free the gradients after each step; return a hash of the weights, and who still held gradients."""
     model = own_loops.build(case.stages, **case.ddp)
     optimizer = own_loops.optimizer_of(model)
     held = 0
@@ -205,7 +205,7 @@ def test_moved_gradients_of_a_tied_embedding_are_reduced() -> None:
 
 
 def with_parameters(moved: bool, overlapped: bool) -> tuple[str, int]:
-    """Train, and move the parameters behind each step; return a hash of them, and who still held old ones."""
+    """Train, and move the parameters after each step; return a hash of them, and who still held old ones."""
     model = own_loops.build(1, **SHARDED | (OVERLAPPED if overlapped else {}))
     optimizer = own_loops.optimizer_of(model)
     held = 0
