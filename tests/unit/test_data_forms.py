@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 import re
 import tempfile
 from pathlib import Path
@@ -171,3 +172,16 @@ def test_a_text_without_word_breaks_takes_time_that_is_linear_in_its_length(tmp_
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json"))
     usual = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(words)
     assert tokenizer.pre_tokenizer.pre_tokenize_str(words) == usual, "words of usual length stay as they were"
+
+
+def test_of_a_text_without_word_breaks_a_quarter_is_learned_from_and_of_other_texts_all(tmp_path: Path) -> None:
+    run = "".join(random.Random(0).choices("abcdefgh", k=9500))
+    broken = [run[start : start + 999] for start in range(0, len(run), 999)]
+
+    def vocabulary(texts: list[str]) -> str:
+        prepared = prepare(write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out", vocab_size=400, progress=False)
+        assert read_back(prepared) == texts
+        return (prepared.tokenizer_dir / "tokenizer.json").read_text()
+
+    assert vocabulary([run]) == vocabulary([run[:1000], run[4000:5000], run[8000:9000]])
+    assert vocabulary([" ".join(broken)]) == vocabulary([broken[0], *(f" {word}" for word in broken[1:])])
