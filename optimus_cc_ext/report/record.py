@@ -156,10 +156,10 @@ def read_events(path: Path) -> Record:
     """Read the event files of one run, in `path` or in one folder below it, in the order of the times in their names.
 
     Scalars are float32 in event files, so whole bytes are exact up to 16.7 MB. Of iterations that were run again, as by
-    a resumed run, the last attempt counts, even if it came less far.
+    a resumed run, the last attempt counts, even if it came less far. A run that begins again leaves out all before.
 
     Raises:
-        ReportError: there are no event files, or those of several runs.
+        ReportError: there are no event files, or those of several folders.
     """
     files = [path] if path.is_file() else list(path.rglob(_EVENTS))
     if not files:
@@ -170,22 +170,23 @@ def read_events(path: Path) -> Record:
         )
     read = sorted((_read_events(file) for file in files), key=lambda each: each.written)
     scalars: _Scalars = {}
+    notes = [each.note for each in read if each.note]
     for each in read:
         for attempt in each.attempts:
             first, begins = (min(steps.get(TRAINING, ()), default=inf) for steps in (scalars, attempt))
             if begins <= first < inf:
-                raise ReportError(
-                    f"{each.file}: starts at iteration {begins}, and an earlier part at {first}: these are two runs, "
-                    "because a resumed run starts later. Give each run a folder of its own"
-                )
+                notes.append(_begins_again(each.file, begins))
             samples = min(attempt.get(TRAINING + _BY_SAMPLES, ()), default=inf)
             kept = _before(scalars, begins, samples)
             scalars = kept | {tag: kept.get(tag, {}) | values for tag, values in attempt.items()}
     if not scalars:
         raise ReportError(f"{files[0]}: no scalars; the run may have ended before its first iteration. See its log")
     fallback = next((each.fallback for each in reversed(read) if each.fallback), None)
-    notes = tuple(each.note for each in read if each.note)
-    return Record(path, {tag: dict(sorted(values.items())) for tag, values in scalars.items()}, fallback, notes)
+    return Record(path, {tag: dict(sorted(values.items())) for tag, values in scalars.items()}, fallback, tuple(notes))
+
+
+def _begins_again(file: Path, iteration: float) -> str:
+    return f"{file.name}: begins again at {iteration}; what was before is left out"
 
 
 def _before(scalars: _Scalars, iteration: float, samples: float = inf) -> _Scalars:
@@ -272,7 +273,7 @@ def read_logs(path: Path) -> Record:
                         if last and iteration <= last.iteration and progress != last:
                             scalars = defaultdict(dict, _before(scalars, iteration))
                             if not scalars.get(TRAINING):
-                                notes.append(f"{log.name}: begins again at {iteration}; what was before is left out")
+                                notes.append(_begins_again(log, iteration))
                         last = progress
                         scalars[TRAINING][iteration], scalars[SECONDS][iteration] = progress.loss, progress.seconds
                     elif " on test set" not in line:

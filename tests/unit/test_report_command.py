@@ -169,6 +169,29 @@ def test_a_dead_attempt_gives_neither_the_last_figure_nor_one_that_a_later_attem
     assert "After 1 iterations" in said and "slurm-1.out: begins again at 1; what was before is left out" in said
 
 
+@pytest.mark.parametrize("first", [3, 1], ids=["at the first start", "before it"])
+def test_event_files_that_begin_again_are_the_last_starts_as_logs_are_and_that_is_said(
+    first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A run that died before its first checkpoint begins again; so does another experiment in the same folder.
+    write_run(tmp_path / "run", first=3, last=9)
+    again = write_run(tmp_path / "run", first=first, last=5, loss=5.0, ours=False)
+    record = read_run(tmp_path / "run")
+    assert record.training.iterations == tuple(range(first, 6)) and record.training.last == pytest.approx(4.5)
+    assert "optimus-cc/DP gradients raw bytes" not in record.scalars
+    write_run(tmp_path / "run", first=5, last=7, loss=4.0)  # a resumed part of the second start
+    assert read_run(tmp_path / "run").training.iterations == tuple(range(first, 8))
+    assert report(tmp_path / "run", "--output", tmp_path / "out") == 0
+    said = f"{again.name}: begins again at {first}; what was before is left out"
+    assert said in capsys.readouterr().out and said in (tmp_path / "out" / "index.html").read_text()
+    # The same within one event file, by a process that starts anew.
+    with SummaryWriter(str(tmp_path / "one")) as writer:
+        for iteration in (3, 4, 5, first, first + 1):
+            writer.add_scalar(TRAINING, 8.0, iteration)
+    record = read_run(tmp_path / "one")
+    assert record.training.iterations == (first, first + 1) and "begins again" in record.notes[0]
+
+
 @pytest.mark.parametrize("name", ["slurm-1234.out", "train.log", "log.txt", "console"])
 @pytest.mark.parametrize("prefix", ["", " 3: ", "[default7]:", "[1,31]<stdout>:", "2026-01-20T08:33:58.123456789Z "])
 def test_a_log_is_read_under_any_name_alone_and_in_its_folder(name: str, prefix: str, tmp_path: Path) -> None:
@@ -228,7 +251,6 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = write_run(tmp_path / "good").parent
-    write_run(tmp_path / "mixed"), write_run(tmp_path / "mixed")
     write_run(tmp_path / "several" / "one"), write_run(tmp_path / "several" / "two")
     write_run(tmp_path / "others", first=50, last=60)
     (tmp_path / "none").mkdir()
@@ -236,7 +258,6 @@ def test_what_is_no_run_is_refused_by_the_files_name_and_nothing_is_written(
     cases = [
         ([tmp_path / "none"], f"{tmp_path / 'none'}: no event files"),
         ([good, tmp_path / "absent"], f"{tmp_path / 'absent'}: no such file or folder"),
-        ([tmp_path / "mixed"], "starts at iteration 1, and an earlier part at 1: these are two runs"),
         ([tmp_path / "several"], f"in {tmp_path / 'several' / 'one'} and {tmp_path / 'several' / 'two'}"),
         ([good, tmp_path / "others"], "no iteration in common"),
         ([empty.parent], f"{empty}: no scalars"),
