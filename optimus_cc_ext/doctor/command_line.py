@@ -15,15 +15,21 @@ __all__ = ["CommandLine", "read_command_line"]
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher")
 _OURS = "optimus_cc_ext"
 
-_SCHEDULER_COUNTS = {
+_SLURM = {
     "-N": "nodes", "--nodes": "nodes", "--nnodes": "nodes",
-    "-n": "tasks", "--ntasks": "tasks", "-np": "tasks", "--np": "tasks",
-    "--ntasks-per-node": "tasks per node", "--tasks-per-node": "tasks per node",
+    "-n": "tasks", "--ntasks": "tasks", "--ntasks-per-node": "tasks per node", "--tasks-per-node": "tasks per node",
 }  # fmt: skip
-"""Options of srun and mpirun that give numbers of nodes or processes."""
+_MPI = {"-n": "tasks", "-np": "tasks", "--np": "tasks"} | dict.fromkeys(
+    ("-N", "-npernode", "--npernode", "-ppn", "--ppn", "-perhost"), "tasks per node"
+)
+_SCHEDULERS = {"srun": _SLURM, "sbatch": _SLURM, "salloc": _SLURM, "flux": _SLURM, "mpirun": _MPI, "mpiexec": _MPI}
+"""Launchers of several processes, with those of their options that give numbers of nodes or processes."""
 
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-_BEGINNINGS = ("torchrun", "srun", "mpirun", "mpiexec", "python", "python3", "bash", "sh", "uv", "timeout", "numactl")
+_BEGINNINGS = (
+    *_SCHEDULERS, "torchrun", "python", "python3", "bash", "sh", "uv", "timeout", "numactl", "nice", "nohup", "time",
+    "taskset", "sudo", "conda", "apptainer", "singularity", "docker", "kubectl", "nsys", "ssh", "pdsh",
+)  # fmt: skip
 
 _OTHER_LAUNCHERS = ("accelerate", "colossalai", "composer", "deepspeed", "horovodrun", "ray", "torchx")
 
@@ -201,24 +207,43 @@ def _program(words: Sequence[str]) -> tuple[CommandLine, Sequence[str]]:
 
 def _processes(before: Sequence[str], torchrun: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse a launcher's words, before the program, into the fields of `CommandLine` that describe processes."""
-    names = [PurePath(word).name for word in before]
-    other = next((name for name in names if name in _OTHER_LAUNCHERS), None)
-    if torchrun is None and before and not any(name in _BEGINNINGS or name.startswith("python") for name in names):
-        other = other or names[0]
+    other = next((PurePath(word).name for word in before if PurePath(word).name in _OTHER_LAUNCHERS), None)
+    if torchrun is None and before and not _begins(before[0]):
+        other = other or PurePath(before[0]).name
     if other is not None:
         reason = "doctor does not know how many processes this launcher starts: it reads torchrun, srun and mpirun"
         return {"uncounted": FlagError(other, reason, "Give --world-size N")}
     try:
+        scheduled = _scheduled(before)
         if torchrun is None:
-            counts = _counts(before, _SCHEDULER_COUNTS)
-            return {"world_size": _tasks(counts), "ranks_per_node": _tasks_per_node(counts)}
+            return {"world_size": _tasks(scheduled), "ranks_per_node": _tasks_per_node(scheduled)}
         counts = _counts(torchrun, _TORCHRUN_COUNTS)
-        nodes = counts.get("nodes") or _counts(before, _SCHEDULER_COUNTS).get("nodes", 1)
+        nodes = counts.get("nodes") or scheduled.get("nodes", 1)
         # torchrun and torch.distributed.launch start one process per node by default.
         per_node = counts.get("per node", 1)
         return {"world_size": nodes * per_node, "ranks_per_node": per_node}
     except FlagError as error:
         return {"uncounted": error}
+
+
+def _begins(word: str) -> bool:
+    return PurePath(word).name in _BEGINNINGS or PurePath(word).name.startswith("python")
+
+
+def _scheduled(before: Sequence[str]) -> dict[str, int]:
+    """Return the numbers that schedulers and MPI give; options of other programs, such as `nice -n 5`, give none."""
+    programs: list[tuple[str, list[str]]] = []
+    for word in before:
+        if _begins(word):
+            programs.append((PurePath(word).name, []))
+        elif programs:
+            programs[-1][1].append(word)
+    counts: dict[str, int] = {}
+    # What sbatch runs is started once, unless a launcher in it starts more.
+    if any(name in _SCHEDULERS and name not in ("sbatch", "salloc") for name, _ in programs):
+        for name, options in programs:
+            counts |= _counts(options, _SCHEDULERS.get(name, {}))
+    return counts
 
 
 def _counts(options: Sequence[str], names: Mapping[str, str]) -> dict[str, int]:
@@ -247,8 +272,8 @@ def _number(option: str, text: str) -> int:
 def _tasks(counts: Mapping[str, int]) -> int | None:
     if "tasks" in counts:
         return counts["tasks"]
-    if "tasks per node" in counts:
-        return counts.get("nodes", 1) * counts["tasks per node"]
+    if "tasks per node" in counts:  # without a number of nodes, those of the allocation
+        return counts["nodes"] * counts["tasks per node"] if "nodes" in counts else None
     return counts.get("nodes")
 
 

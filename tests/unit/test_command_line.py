@@ -39,6 +39,35 @@ def test_a_launch_line_says_its_script_and_its_processes(
     assert line.flags == tuple(FLAGS.split())
 
 
+@pytest.mark.parametrize(
+    ("before", "script", "ranks", "a_node"),
+    [
+        ("srun -N 4 numactl -N 0", "", 4, None),
+        ("srun -n 32 --ntasks-per-node=8 nice -n 5", "", 32, 8),
+        ("nice -n 5", "", None, None),
+        ("timeout -k 5 900 numactl -N 0 torchrun --nproc-per-node 8", "", 8, 8),
+        ("conda run -n mega torchrun --nproc-per-node 8", "", 8, 8),
+        ("kubectl exec -n team pod-0 -- torchrun --nproc-per-node 8", "", 8, 8),
+        ("srun -N 4 -n 32 apptainer exec --nv -N image.sif", "", 32, 8),
+        ("mpirun -np 32 -N 8 -H a:8,b:8,c:8,d:8", "", 32, 8),
+        ("mpiexec -n 32 -ppn 8", "", 32, 8),
+        ("mpirun --hostfile hosts -npernode 8", "", None, 8),
+        ("srun --ntasks-per-node=8", "", None, 8),
+        ("sbatch -N 4 --ntasks-per-node=8 --wrap", "srun", 32, 8),
+        ("sbatch -N 4 --ntasks-per-node=8 --wrap", "srun -n 16", 16, 8),
+        ("sbatch -N 4 --wrap", "torchrun --nproc-per-node 8", 8, 8),
+        ("salloc -N 4 srun --ntasks-per-node 8", "", 32, 8),
+    ],
+)
+def test_processes_are_counted_by_the_options_of_their_launcher_alone(
+    before: str, script: str, ranks: int | None, a_node: int | None
+) -> None:
+    program = f"{'' if 'torchrun' in before + script else 'python '}-m optimus_cc_ext pretrain_gpt.py {FLAGS}"
+    words = [*shlex.split(before), f"{script} {program}"] if script else shlex.split(f"{before} {program}")
+    line = read_command_line(words)
+    assert (line.world_size, line.ranks_per_node, line.uncounted) == (ranks, a_node, None)
+
+
 def test_a_line_within_quotes_is_opened() -> None:
     line = read_command_line(["srun", "-N", "2", "bash", "-c", f"torchrun --nproc-per-node 4 pretrain_gpt.py {FLAGS}"])
     assert (line.script, line.world_size, line.flags) == ("pretrain_gpt.py", 8, tuple(FLAGS.split()))
@@ -100,6 +129,7 @@ def test_operators_that_a_user_quoted_end_the_line_and_values_like_operators_sta
         ),
         ("accelerate launch --num_processes 64 pretrain_gpt.py", "accelerate: doctor does not know how many"),
         ("torchx run dist.ddp -j 4x8 --script pretrain_gpt.py", "torchx: doctor does not know how many"),
+        ("jsrun -n 4 -a 8 -g 8 python pretrain_gpt.py", "jsrun: doctor does not know how many"),
         ("ray job submit -- python pretrain_gpt.py", "ray: doctor does not know how many"),
         ("mylauncher -j 4 pretrain_gpt.py", "mylauncher: doctor does not know how many"),
     ],
