@@ -5,13 +5,15 @@
 # Our variable, /the flag that overrides it, or a flag alone; then names of others for the same.
 # shellcheck disable=SC2034  # by check_other_names
 other_names='NODES NNODES NNODE NUM_NODES N_NODES NODE_NUM NODE_COUNT NUM_HOSTS NUM_MACHINES MLP_WORKER_NUM PET_NNODES
+NODES SKYPILOT_NUM_NODES AZUREML_NODE_COUNT
+NODE_RANK SKYPILOT_NODE_RANK
 NODE_RANK RANK GROUP_RANK HOST_RANK MACHINE_RANK NODE_INDEX MLP_ROLE_INDEX PET_NODE_RANK
 NODE_LIST HOSTFILE HOST_FILE HOSTS HOST_LIST HOSTLIST NODELIST NODES_LIST
 MASTER_ADDR MASTER_IP MASTER_HOST MASTER_NODE HEAD_NODE HEAD_NODE_IP MAIN_PROCESS_IP MLP_WORKER_0_HOST PET_MASTER_ADDR
 MASTER_PORT MAIN_PROCESS_PORT MLP_WORKER_0_PORT PET_MASTER_PORT
 PROCESSES_PER_NODE GPUS_PER_NODE GPU_PER_NODE NUM_GPUS_PER_NODE NGPUS_PER_NODE NPROC_PER_NODE PROC_PER_NODE
 PROCESSES_PER_NODE NUM_GPUS N_GPUS NGPUS NGPU GPU_NUM GPUS_NUM GPU_COUNT GPUS DEVICES_PER_NODE LOCAL_WORLD_SIZE
-PROCESSES_PER_NODE MLP_WORKER_GPU PET_NPROC_PER_NODE
+PROCESSES_PER_NODE MLP_WORKER_GPU PET_NPROC_PER_NODE NUM_TRAINERS SKYPILOT_NUM_GPUS_PER_NODE SM_NUM_GPUS
 TENSOR_PARALLEL/--tensor-model-parallel-size TP TP_SIZE TENSOR_PARALLEL_SIZE TENSOR_MODEL_PARALLEL_SIZE MP MP_SIZE
 PIPELINE_PARALLEL/--pipeline-model-parallel-size PP PP_SIZE PIPELINE_PARALLEL_SIZE PIPELINE_MODEL_PARALLEL_SIZE
 --context-parallel-size CP CP_SIZE CONTEXT_PARALLEL CONTEXT_PARALLEL_SIZE
@@ -49,9 +51,11 @@ check_other_names() { # ASKED: NODES and NODE_LIST as they were given
     [[ -n "$asked" || "${!name:-1}" == 1 ]] ||
       refuse "$name" "it is '${!name}', but NODES is not set" "Set NODES (1: this machine alone) and PROCESSES_PER_NODE"
   done
-  [[ "${WORLD_SIZE:-$world}" == "$world" || "$WORLD_SIZE" == "$NODES" ]] ||
-    refuse WORLD_SIZE "it is '$WORLD_SIZE', but $NODES x $PROCESSES_PER_NODE processes are started" \
-      "Set NODES and PROCESSES_PER_NODE, or unset WORLD_SIZE"
+  for name in WORLD_SIZE NUM_PROCESSES; do
+    [[ "${!name:-$world}" == "$world" || "${!name}" == "$NODES" ]] ||
+      refuse "$name" "it is '${!name}', but $NODES x $PROCESSES_PER_NODE processes are started" \
+        "Set NODES and PROCESSES_PER_NODE, or unset $name"
+  done
   case "${asked:-${MASTER_ADDR:-localhost}}" in
     "$asked" | localhost | 127.* | ::1 | "$(uname -n)" | "$(uname -n | cut -d. -f1)") ;;
     *) refuse MASTER_ADDR "it is '$MASTER_ADDR', but NODES is not set" "Set NODES (1: this machine alone)" ;;

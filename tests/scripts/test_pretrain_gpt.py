@@ -138,6 +138,7 @@ BAD = {
 SET_ELSEWHERE = {
     "WORLD_SIZE=16": "WORLD_SIZE: it is '16', but NODES is not set. Set NODES (1: this machine alone)",
     "NODES=2;MASTER_ADDR=a;WORLD_SIZE=3": "WORLD_SIZE: it is '3', but 2 x 1 processes are started. Set NODES",
+    "NUM_PROCESSES=16": "NUM_PROCESSES: it is '16', but 1 x 1 processes are started. Set NODES",
     "MASTER_ADDR=10.0.0.1": "MASTER_ADDR: it is '10.0.0.1', but NODES is not set.",
     "SLURM_NNODES=2": "SLURM_NNODES: it is '2', but NODES is not set.",
     "SLURM_STEP_NUM_TASKS=8": "SLURM_STEP_NUM_TASKS: this script was started 8 times, but NODES is 1",
@@ -193,6 +194,9 @@ def test_names_of_other_launchers_that_say_what_is_started_are_no_error() -> Non
     assert dry_run("--tensor-model-parallel-size=2", PROCESSES_PER_NODE="2", **same).code == 0
     refused = dry_run("--tensor-model-parallel-size", "4", PROCESSES_PER_NODE="2", **same)
     assert "TP: it is '2', but TENSOR_PARALLEL is 4." in refused.errors
+    cloud = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    given = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "PROCESSES_PER_NODE": "8", "NUM_PROCESSES": "16"}
+    assert dry_run(**cloud, **given).code == 0
     allocation = {"SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2"}
     assert dry_run(NODES="2", MASTER_ADDR="a", **allocation).code == 0
 
