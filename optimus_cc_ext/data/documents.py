@@ -41,7 +41,12 @@ _STARTS = {
     rb"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself (git lfs pull)"),
 }
 _ARRAY = {rb"\s*\[": ("a JSON array, but each line must be an object", "Write one object in each line (jq -c '.[]')")}
-_OBJECT = {rb'\s*\{\s*"(\\.|[^"\\])*"\s*:': ("JSON, not plain text", "Name it .jsonl if each line is an object")}
+_STRING = rb'"(?:\\.|[^"\\])*"\s*'
+_RECORDS = {
+    rb"\s*(\[\s*)?\{\s*" + _STRING + rb":|\s*\[\s*" + _STRING + rb"[],]": (
+        "JSON, not plain text", "Name it .jsonl if each line is an object"
+    )
+}  # fmt: skip
 
 
 class DataError(OptimusError, ValueError):
@@ -138,7 +143,7 @@ def _open(path: Path) -> IO[bytes]:
             break
     start = stream.peek(4096)
     kinds = [what for pattern, what in _NAMES.items() if re.search(pattern, path.name, re.IGNORECASE)]
-    starts = _STARTS | (_ARRAY if json_lines(path) else _OBJECT)
+    starts = _STARTS | (_ARRAY if json_lines(path) else _RECORDS)
     kinds += [what for pattern, what in starts.items() if re.match(pattern, start.removeprefix(codecs.BOM_UTF8))]
     for what, cure in kinds:
         stream.close()

@@ -34,6 +34,8 @@ OTHER_FILES = {
     "array.jsonl.gz": (gzip.compress(b'[\n{"text": "words"}\n]'), "a JSON array, but each line must be an object"),
     "indented.json": (b'{\n "text": "words"\n}', "line 1: malformed JSON"),
     "part-00000": (b'{"text": "words"}\n' * 9, "JSON, not plain text. Name it .jsonl if each line is an object"),
+    "rows.dat": (b'["22", "7", "English", ["I am."]]\n' * 9, "JSON, not plain text"),
+    "all.txt": (b'[\n  {"text": "words"}\n]', "JSON, not plain text"),
     "lines.txt": (b'\xef\xbb\xbf{"id": 1, "text": "words"}\n', "JSON, not plain text"),
     "c.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "a pointer of Git LFS"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "words"}\n' * 999)[:-20], "cut off or damaged"),
