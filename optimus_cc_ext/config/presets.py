@@ -307,7 +307,7 @@ def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:
     name = f"{traffic.name}_rank"
     return (
         f"{flag_of(name)} {getattr(config, name)}: saves nothing on this model: low rank would send more bytes, so "
-        f"{traffic.tag} traffic is sent uncompressed. Lower the rank"
+        f"{traffic.tag} traffic is sent uncompressed. Lower the rank, or choose int8"
     )
 
 

@@ -216,13 +216,22 @@ def _announce_memory(session: Session) -> None:
 
 
 def _announce_without_gain(session: Session, gradient: torch.Tensor | None) -> None:
-    """Print the classes of traffic that low rank shrinks on no rank. Collective over all ranks of the model."""
+    """Print the classes of traffic that low rank shrinks on no rank, and the most buckets of a rank that compression
+    does not shrink. Collective over all ranks of the model.
+    """
     assert session.grid is not None
-    everyone = session.grid.gather({technique.name: technique.shrinks(gradient) for technique in session.techniques})
+    shrinks = {technique.name: technique.shrinks(gradient) for technique in session.techniques}
+    everyone = session.grid.gather((shrinks, session.gradients.unpaid))
     for traffic in CLASSES if session.grid.is_first else ():
-        known = {answers[traffic.name] for answers in everyone} - {None}
+        known = {answers[traffic.name] for answers, _ in everyone} - {None}
+        dense, buckets = max(unpaid.get(traffic.name, (0, 0)) for _, unpaid in everyone)
         if session.config.format_of(traffic) == "low-rank" and known == {False}:
             say(f"optimus-cc: {saves_nothing(session.config, traffic)}")
+        elif dense:
+            say(
+                f"optimus-cc: {traffic.tag}: {dense} of {buckets} buckets of a rank stay dense, because compression "
+                "would send no fewer bytes"
+            )
 
 
 def _free_bytes() -> int | None:

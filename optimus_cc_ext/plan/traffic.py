@@ -84,11 +84,17 @@ def gradient_reduction(
 
     The second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
-    # Low rank leaves routed experts dense.
-    only = DENSE if config.format_of(DP_GRADIENTS) == "low-rank" else config
+    only, apart, beside = config, 0, embedding
+    if config.format_of(DP_GRADIENTS) == "low-rank":
+        # Low rank leaves embeddings and routed experts dense. A sharded tied embedding has a bucket of its own, and
+        # routed experts have theirs unless every replica holds them.
+        only, apart = DENSE, embedding if job.distributed_optimizer and job.shares_embedding and job.pp > 1 else 0
+        beside = embedding - apart + (routed if job.ep == 1 else 0)
+        routed = 0 if job.ep == 1 else routed
     found = []
     for ranks, stride, way, values, dense_values in (
-        (job.replicas, job.replica_stride, config, parameters, embedding),
+        (job.replicas, job.replica_stride, config, parameters, beside),
+        (job.replicas, job.replica_stride, DENSE, 0, apart),
         (job.expert_replicas, job.expert_stride, only, routed, 0),
     ):
         group = Group.strided(ranks, stride, cluster.gpus_per_node)
@@ -138,8 +144,7 @@ def _reduction(
     """Return the reduction of `parameters` and of `embedding` values over the ranks of `group`."""
     width = job.gradient_bytes
 
-    def dense(values: float) -> Sent:
-        twice = not job.distributed_optimizer or cluster.network.scatters_twice
+    def dense(values: float, twice: bool = not job.distributed_optimizer or cluster.network.scatters_twice) -> Sent:
         reduce = all_reduce if twice else reduce_scatter
         # The share of the line rate that a bucket's message reaches depends on the message's size.
         parts = job.buckets if job.overlap_grad_reduce else 1
@@ -151,7 +156,7 @@ def _reduction(
         return dense(parameters + embedding)
     if form == "low-rank":
         sent, covered = low_rank_values(job, config)
-        # Each phase, P and Q, is one all-reduce in the gradients' data type; uncompressed parameters are reduced dense.
+        # Each phase, P and Q, is one all-reduce in the gradients' data type, and so is that of uncompressed parameters.
         if config.low_rank_wire == "dense":
             nbytes, summed = (
                 ring_bytes(width * sent, group.ranks, twice=True),
@@ -160,7 +165,10 @@ def _reduction(
         else:
             there, back = sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
             nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
-        phase, rest = summed + _low_rank_seconds(cluster, job, config) / 2, dense(parameters - covered + embedding)
+        rest, whole = dense(parameters - covered + embedding, twice=True), dense(parameters + embedding)
+        if nbytes + rest.nbytes >= whole.nbytes:
+            return whole
+        phase = summed + _low_rank_seconds(cluster, job, config) / 2
         return Sent(nbytes=nbytes + rest.nbytes, transfer=phase + rest.transfer, second_phase=phase)
     there, back = sum_in_levels(cluster, job, config, group, parameters, form)
     rest, back = dense(embedding) if embedding else Sent(), Sent() if job.distributed_optimizer else back

@@ -67,6 +67,11 @@ class BucketPlan:
     gather: ExchangePlan | None
     """Gather of the bucket's parameters; None: Megatron's own."""
 
+    @property
+    def compresses(self) -> bool:
+        """True if gradients of the bucket are compressed, other than those of a tied embedding's own bucket."""
+        return not self.fused and self.compressed is not None and self.compressed.matrices > 0
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GroupPlan:
@@ -78,20 +83,18 @@ class GroupPlan:
     @classmethod
     def of(cls, records: Sequence[BucketRecord], rules: BucketRules) -> "GroupPlan":
         """Plan all buckets of one of Megatron's bucket groups."""
-        compresses = any(rules.compresses(parameter) for record in records for parameter in record.parameters)
         tied = any(record.tied_numel for record in records)
         # With fused embedding synchronisation the tied embedding is left out of its bucket's sum. With the distributed
         # optimizer it is reduced over the replicas as usual, in the technique's format if that is not dense.
         ours = rules.encodes and rules.fused is not None and tied and not (rules.sharded and rules.fused == "dense")
-        # Megatron's optimizer updates fp32 parameters in place, so that their change would be unknown afterwards.
-        gathers = rules.gathered is not None and rules.sharded and rules.owners > 1
-        gathers &= all(record.parameter_dtype != torch.float32 for record in records)
-        return cls(
-            rules=rules,
-            buckets=tuple(
-                _bucket_plan(record, rules, ours=ours, compresses=compresses, gathers=gathers) for record in records
-            ),
-        )
+        gathers = _gathers(records, rules)
+        buckets = tuple(_bucket_plan(record, rules, ours=ours, gathers=gathers) for record in records)
+        if not any(bucket.compresses for bucket in buckets):
+            buckets = tuple(replace(bucket, compressed=None) for bucket in buckets)
+        plan = cls(rules=rules, buckets=buckets)
+        if gathers and not plan._gather_pays:
+            return cls(rules=rules, buckets=tuple(replace(bucket, gather=None) for bucket in buckets))
+        return plan
 
     @property
     def compresses(self) -> bool:
@@ -116,8 +119,26 @@ class GroupPlan:
     @property
     def matrices(self) -> list[tuple[int, ParameterRecord]]:
         """Parameters whose gradients can be compressed, each with the index of its bucket."""
-        records = ((index, p) for index, bucket in enumerate(self.buckets) for p in bucket.record.parameters)
-        return [(index, parameter) for index, parameter in records if self.rules.compresses(parameter)]
+        return [
+            (index, parameter)
+            for index, bucket in enumerate(self.buckets)
+            for parameter in (bucket.record.parameters if bucket.compresses else ())
+            if self.rules.compresses(parameter)
+        ]
+
+    @property
+    def unpaid(self) -> int:
+        """Number of buckets that stay dense because their compressed sum would send no fewer bytes than Megatron's."""
+        return sum(
+            not bucket.compresses and any(map(self.rules.compresses, bucket.record.parameters))
+            for bucket in self.buckets
+        )  # fmt: skip
+
+    @property
+    def ungathered(self) -> int:
+        """Number of buckets that Megatron gathers because compressed messages would be no fewer bytes."""
+        wanted = _gathers([bucket.record for bucket in self.buckets], self.rules)
+        return sum(wanted and bucket.gather is None for bucket in self.buckets)
 
     @property
     def kept_dense(self) -> str | None:
@@ -128,8 +149,7 @@ class GroupPlan:
         codes_tied = self.rules.sharded and self.rules.fused not in (None, "dense")
         if codes_tied and any(parameter.tied for parameter in parameters):
             return "gradients of the tied embedding"
-        more = replace(self.rules, ranks=2)
-        if not any(more.compresses(parameter) for parameter in parameters):
+        if not GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, ranks=2)).compresses:
             return None
         routed = any(parameter.expert for parameter in parameters)
         return "gradients of routed experts" if routed else "all gradients of a model chunk"
@@ -156,6 +176,15 @@ class GroupPlan:
             return 0
         sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
         return sum(reduce_scatter_bytes(nbytes, self.rules.owners) for nbytes in sizes)
+
+    @property
+    def _gather_pays(self) -> bool:
+        """True if the group's gather, which is compressed as a whole or not at all, sends fewer bytes than
+        Megatron's.
+        """
+        if self.rules.force or self.rules.gathered == "exact":
+            return True
+        return sum(bucket.gather.gathered_bytes() for bucket in self.buckets if bucket.gather) < self.gather_bytes
 
     def gather_leaving_bytes(self, sent: float) -> float:
         """Return the bytes of one rank that leave its node if it sends `sent` bytes in a gather of the parameters."""
@@ -251,28 +280,36 @@ class GroupPlan:
         return all_reduce_bytes(nbytes, rules.ranks)
 
 
+def _gathers(records: Sequence[BucketRecord], rules: BucketRules) -> bool:
+    """Return whether the parameters of a group can be gathered in blocks."""
+    # Megatron's optimizer updates fp32 parameters in place, so that their change would be unknown afterwards.
+    halves = all(record.parameter_dtype != torch.float32 for record in records)
+    return rules.gathered is not None and rules.sharded and rules.owners > 1 and halves
+
+
 def _bucket_plan(
-    record: BucketRecord, rules: BucketRules, *, ours: bool, compresses: bool, gathers: bool
-) -> BucketPlan:
+    record: BucketRecord, rules: BucketRules, *, ours: bool, gathers: bool
+) -> BucketPlan:  # fmt: skip
     """Plan the reductions and the gather of one bucket.
 
     Args:
         ours: True if the group's tied embedding needs our reduction at all times.
-        compresses: True if any gradient of the group can be compressed.
         gathers: True if we gather the group's parameters.
     """
     fused = ours and rules.sharded and record.is_all_tied
     if fused:
         assert rules.fused is not None
-        warmup: ReductionPlan | None = _reduction(record, rules, rules.fused, record.parameters, ())
-        compressed = warmup if compresses else None
+        compressed = _reduction(record, rules, rules.fused, record.parameters, ())
+        warmup: ReductionPlan | None = compressed
     else:
         left_out = ours and not rules.sharded
         parameters = [parameter for parameter in record.parameters if not (left_out and parameter.tied)]
         coded = [parameter for parameter in parameters if rules.compresses(parameter)]
         others = [parameter for parameter in parameters if not rules.compresses(parameter)]
         warmup = _reduction(record, rules, "dense", (), parameters) if ours else None
-        compressed = _reduction(record, rules, rules.format, coded, others) if compresses else None
+        compressed = _reduction(record, rules, rules.format, coded, others)
+        if coded and not _pays(record, rules, coded, others):
+            compressed = _reduction(record, rules, "dense", (), parameters)
     gather = None
     if gathers:
         assert rules.gathered is not None
@@ -306,6 +343,22 @@ def _reduction(
         sharded=rules.sharded, formats=Formats(format if coded else rules.sums, rules.sums), levels=rules.levels,
         place=rules.place, in_fp32=rules.in_fp32,
     )  # fmt: skip
+
+
+def _pays(
+    record: BucketRecord, rules: BucketRules, coded: Sequence[ParameterRecord], others: Sequence[ParameterRecord]
+) -> bool:
+    """Return whether a bucket's compressed sum sends fewer bytes than Megatron's, on all ranks of a group alike.
+
+    With the distributed optimizer it may send more: low rank all-reduces factors and uncompressed gradients where
+    Megatron needs a reduce-scatter, and messages in blocks are as long as their longest compressed and uncompressed
+    parts together.
+    """
+    if rules.force or rules.format == "exact":
+        return True
+    rules = replace(rules, place=0, in_fp32=False)  # in two levels, bytes depend on a rank's place in its node
+    megatrons = _reduction(record, rules, "dense", (), [*coded, *others])
+    return _reduction(record, rules, rules.format, coded, others).sent_bytes() < megatrons.sent_bytes()
 
 
 def gather_plan(record: BucketRecord, format: str, ranks: int, like: ExchangePlan | None = None) -> ExchangePlan:

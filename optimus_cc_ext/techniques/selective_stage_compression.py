@@ -15,6 +15,7 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
@@ -240,6 +241,19 @@ class SelectiveStageCompression(Technique):
         """
         plans = [buckets.plan for buckets in self.buckets if buckets.plan.rules.encodes]
         return any(plan.compresses for plan in plans) if plans else None
+
+    @property
+    def unpaid(self) -> dict[str, tuple[int, int]]:
+        """Numbers of buckets that stay dense because compression would send no fewer bytes, and of all buckets, by the
+        name of their class.
+        """
+        plans = [buckets.plan for buckets in self.buckets]
+        gradients = plans if self.compresses_this_stage or self.stages_are_open else []
+        number = sum(len(plan.buckets) for plan in plans)
+        return {
+            DP_GRADIENTS.name: (sum(plan.unpaid for plan in gradients), number),
+            PARAM_GATHER.name: (sum(plan.ungathered for plan in plans), number),
+        }
 
     def planned(self, like: torch.Tensor | None) -> Planned:
         """Return the bytes that each reduction sends, for each group of buckets."""

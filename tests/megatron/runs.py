@@ -400,6 +400,16 @@ MIXTURE = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
     "--moe-ffn-hidden-size 64 --disable-bias-linear --train-iters 5"
 )
+# Every replica holds all experts, which low rank leaves dense. The distributed optimizer reduces them by a
+# reduce-scatter; with factors they would be all-reduced. The one bucket of the second case has layers without experts.
+EXPERTS_AMONG = RunSpec(
+    name="local experts", layout=(2, ""), flags=f"{MIXTURE} --untie-embeddings-and-output-weights {SHARDED} "
+    "--global-batch-size 4 --train-iters 2"
+)  # fmt: skip
+EXPERTS_UNPAID = EXPERTS_AMONG.but("low rank beside local experts", ours=SC4)
+EXPERTS_IN_ONE_LAYER = EXPERTS_UNPAID.but(
+    "low rank beside experts of one layer", flags=f"--overlap-grad-reduce {SMALL_BUCKETS} --moe-layer-freq [0,0,0,1]"
+)
 EXPERTS_APART = Limit(
     vanilla=RunSpec(
         name="experts apart",

@@ -38,8 +38,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained}
 
 
-def frozen(way: str, preset: str, ddp: dict[str, Any]) -> tuple[list[str], float, int]:
-    """Return the lines about what is left out, the largest error of a gradient, and the number of steps."""
+def frozen(way: str, preset: str, ddp: dict[str, Any]) -> tuple[list[str], float, int, bool]:
+    """Return the lines about what is left out, the largest error of a gradient, the number of steps, and whether there
+    is a process group for the embedding.
+    """
     own_loops.start(2)
     freeze_tied_embeddings()
     logger, lines = logging.getLogger("optimus_cc_ext"), list[str]()
@@ -66,7 +68,8 @@ def frozen(way: str, preset: str, ddp: dict[str, Any]) -> tuple[list[str], float
         own_loops.pass_of(model)
         far = error(gradients(model), expected)
         optimizer.step()
-    return [line for line in lines if "leaves out fused" in line], far, session.completed_steps
+    said = [line for line in lines if "leaves out fused" in line]
+    return said, far, session.completed_steps, session.embedding.group is not None
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -89,8 +92,9 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_a_frozen_tied_embedding_is_left_out_with_a_line(way: str, preset: str, ddp: dict[str, Any]) -> None:
     (first, *_), *_ = ranks = run_ranks(4, frozen, way, preset, ddp, timeout=150)
     assert first == [f"optimus-cc: {LEFT_OUT}"]
-    for said, far, steps in ranks:
+    for said, far, steps, has_group in ranks:
         assert steps == 1 and far < 0.5
+        assert not has_group, "a process group costs memory"
         assert said == first or not said, "one rank speaks for all"
 
 

@@ -10,10 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.announce import on_standard_output
+from optimus_cc_ext.config.classes import DP_GRADIENTS
+from optimus_cc_ext.techniques import bucket_plan
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
@@ -70,6 +74,46 @@ def differences(saved: Any, now: Any, name: str = "") -> list[str]:
 def test_a_checkpoint_of_d851e77_is_restored_to_the_bit_with_nothing_to_say() -> None:
     for said, different in run_ranks(4, restored, timeout=120):
         assert (said, different) == ("", [])
+
+
+def resumed_from_a_compressed_bucket(folder: Path) -> tuple[str, tuple[int, int], bool]:
+    """Save the state of a bucket that an older rule compressed; return the lines of resuming from it, the (raw, sent)
+    bytes of a step, and whether the state has gone.
+    """
+    from optimus_cc_ext.checkpoint.beside import resume_beside, save_beside
+
+    own_loops.start(1)
+    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, dp_compression_stages="all")
+    arguments, said = SimpleNamespace(**vars(ARGUMENTS) | {"world_size": 2}), io.StringIO()
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(bucket_plan, "_pays", lambda *_: True)
+        handle = trained(config)
+        assert handle._session.gradients.states.nbytes > 0
+        save_beside(handle._session, folder / "iter_0000001", 1, arguments)
+    handle = trained(config)
+    on_standard_output()
+    with contextlib.redirect_stdout(said):
+        resume_beside(handle._session, folder / "iter_0000001", 1, arguments)
+    return said.getvalue(), handle._session.traffic.total()[DP_GRADIENTS], handle._session.gradients.states.nbytes == 0
+
+
+def trained(config: OptimusConfig) -> Any:
+    """Train a model whose local experts are more than its other matrices for a step; return its handle."""
+    model = own_loops.build(1, experts=4, use_distributed_optimizer=True)
+    optimizer = own_loops.optimizer_of(model)
+    handle = optimus_cc_ext.compress(model, optimizer, config, train_iters=10)
+    own_loops.pass_of(model)
+    optimizer.step()
+    return handle
+
+
+def test_state_of_a_bucket_that_is_left_to_megatron_by_now_is_dropped_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    first, second = run_ranks(2, resumed_from_a_compressed_bucket, tmp_path, timeout=120)
+    said, (raw, sent), gone = first
+    assert raw == sent > 0 and gone and not second[0]
+    (line,) = said.splitlines()
+    assert "bucket 0: " in line and "either here or in the checkpoint" in line
 
 
 def test_the_comparison_sees_a_bit_and_a_missing_part() -> None:

@@ -12,15 +12,19 @@ from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.plan.hardware import CLUSTERS
 from optimus_cc_ext.plan.iteration import rank_costs, schedule_of
 from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.shapes import MODELS, Model
+from optimus_cc_ext.plan.shapes import MODELS, Mixture, Model
 
 SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
+EXPERTS = Mixture(experts=4, ffn=2048, layers=4)
+LOCAL = Model(layers=4, hidden=1024, heads=16, sequence=1024, ffn=4096, biases=False, mixture=EXPERTS)
 JOBS = {
     "8.3b": Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512),
     "2.5b": Job(model=MODELS["2.5b"], gpus=16, tp=1, pp=4, micro_batch=2, batch=64),
     "2.5b, interleaved": Job(model=MODELS["2.5b"], gpus=8, tp=2, pp=2, vpp=2, micro_batch=2, batch=16),
     "18b, one stage": Job(model=MODELS["18b"], gpus=32, tp=8, micro_batch=1, batch=8, sequence_parallel=True),
     "small, untied": Job(model=SMALL, gpus=8, tp=1, pp=4, micro_batch=4, batch=32),
+    "local experts": Job(model=LOCAL, gpus=4, tp=1, micro_batch=1, batch=8),
+    "experts apart": Job(model=LOCAL, gpus=4, tp=1, ep=2, micro_batch=1, batch=8),
 }
 CONFIGS = {
     "dense": {},
@@ -42,9 +46,13 @@ CONFIGS = {
 def gpt_of(job: Job) -> Gpt:
     """Return the model as doctor reads it from a launch line, without positions and the last norm."""
     model, vectors = job.model, [(job.model.hidden,)] * 4
-    matrices = [matrix.on_rank(job.tp)[::-1] for matrix in model.matrices]
-    biases = [(rows,) for rows, _ in matrices]
-    layers = [Parameter(shape) for shape in (*matrices, *biases, *vectors)] * job.layers_per_stage
+    matrices = [
+        Parameter(each.on_rank(job.tp)[::-1], expert=each.routed, router=each.router)
+        for each in model.matrices
+        for _ in range(each.copies // (job.ep if each.routed else 1))
+    ]
+    small = [*[(each.shape[0],) for each in matrices if model.biases], *vectors]
+    layers = [*matrices, *map(Parameter, small)] * job.layers_per_stage
     words = Parameter((model.vocabulary // job.tp, model.hidden), tied=model.tied and job.pp > 1, embedding=True)
     return Gpt(
         stages=[
@@ -57,6 +65,7 @@ def gpt_of(job: Job) -> Gpt:
         gradient_dtype=torch.float32,
         parameter_dtype=torch.bfloat16,
         tensor_parallel=job.tp,
+        expert_replicas=job.expert_replicas if job.ep > 1 else 0,
     )
 
 
@@ -118,10 +127,9 @@ def config_for(job: Job, form: str, **more: object) -> OptimusConfig:
 
 
 CASES = [(name, form, sharded) for name in JOBS for form in CONFIGS for sharded in (False, True)]
-EMBEDDING, PAIR, REST = (
+EMBEDDING, PAIR = (
     "an embedding that is encoded in its bucket is planned dense",
     "the replicas' part of a fused embedding is planned dense, and the sum over its two stages both ways",
-    "low rank all-reduces all that stays dense, and a reduce-scatter of it is planned",
 )
 KNOWN = {
     ("2.5b", "int4, first stage", False): (EMBEDDING, 1.038),
@@ -129,8 +137,6 @@ KNOWN = {
     ("small, untied", "int8", False): (EMBEDDING, 2.575),
     ("8.3b", "int8", True): (PAIR, 1.101),
     ("2.5b, interleaved", "int8", True): (PAIR, 1.212),
-    ("18b, one stage", "paper", True): (REST, 0.901),
-    ("small, untied", "paper", True): (REST, 0.564),
 }
 """Cases in which the planner's gradients differ from the plans': the reason, and planned over sent bytes."""
 
@@ -140,9 +146,7 @@ def reason(job: Job, config: OptimusConfig) -> str | None:
     low_rank = config.dp_compression_format == "low-rank"
     if config.fused_embedding_sync_format != "dense" and job.distributed_optimizer:
         return PAIR
-    if config.dp_compression and not low_rank and not config.fused_embedding_sync:
-        return EMBEDDING
-    return REST if config.dp_compression and low_rank and job.distributed_optimizer else None
+    return EMBEDDING if config.dp_compression and not low_rank and not config.fused_embedding_sync else None
 
 
 def measured(name: str, form: str, sharded: bool) -> tuple[str | None, dict[str, float], dict[str, int]]:

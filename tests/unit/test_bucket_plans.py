@@ -1,5 +1,6 @@
 """Plans of gradient buckets from plain records, without Megatron: compressed and dense parameters, and bytes."""
 
+import random
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,6 +13,7 @@ from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_byte
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan, replaced_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.reducers import DensePlan
 
 RANKS = 4
@@ -72,6 +74,69 @@ def test_low_rank_leaves_experts_and_embeddings_dense_and_matrices_on_which_it_s
     (forced,) = plan(records, format="low-rank", rank=128, force=True).buckets
     assert [p.shape for p in forced.compressed.low_rank] == [(256, 128), (128, 256), (8, 8)]
     assert ways(plan(records, format="low-rank", rank=128)) == [(None, None)], "nothing is saved at full rank"
+
+
+def test_low_rank_leaves_a_bucket_to_megatron_whose_factors_and_dense_rest_are_more_bytes_than_its_sum():
+    """Low rank all-reduces what stays dense, twice the bytes of the distributed optimizer's reduce-scatter."""
+    experts = bucket(*LAYER, *EXPERTS * 5)
+    rules = {"format": "low-rank", "rank": 16}
+    whole, shards = (plan(experts, **rules, sharded=sharded) for sharded in (False, True))
+    assert ways(whole) == [(None, "low-rank")] and whole.compressed_bytes() < 0.7 * whole.dense_bytes
+    assert ways(shards) == [(None, None)] and (shards.compresses, shards.matrices, shards.low_rank) == (False, [], [])
+    assert shards.compressed_bytes() == shards.dense_bytes and shards.kept_dense is None
+    assert ways(plan(experts, **rules, sharded=True, force=True)) == [(None, "low-rank")], "a test forces it"
+    assert plan(experts, **rules, sharded=True, ranks=1).kept_dense is None, "two ranks would not compress it either"
+    # In a group, a bucket that stays dense is reduced by the same collective as Megatron's, beside one that does not.
+    both = plan(bucket(*LAYER), experts, **rules, sharded=True)
+    assert ways(both) == [(None, "low-rank"), (None, "dense")]
+    assert (shards.unpaid, both.unpaid, whole.unpaid) == (1, 1, 0)
+    dense = both.buckets[1].compressed
+    assert dense.sent_bytes() == shards.dense_bytes and dense.runs == [(0, experts.numel)]
+    assert [index for index, _ in both.matrices] == [0, 0]
+    in_fp32 = plan(bucket(*LAYER), experts, **rules, sharded=True, in_fp32=True).buckets[1].compressed
+    assert in_fp32.matrices == 0 and in_fp32.sent_bytes() == shards.dense_bytes
+
+
+def test_blocks_leave_dense_what_a_large_router_makes_as_long_as_it_was():
+    """Messages are as long as the longest, so the shard with the router lengthens those of all others."""
+    record = bucket(
+        {"shape": (48, 128), "router": True}, *LAYER[:1], {"shape": (128, 64)}, parameter_dtype=torch.bfloat16
+    )
+    rules = {"format": "int8", "sharded": True, "gathered": "int8", "ranks": 8}
+    found = plan(record, **rules)
+    assert ways(found) == [(None, None)] and found.buckets[0].gather is None
+    assert (found.unpaid, found.ungathered) == (1, 1)
+    small = plan(bucket({"shape": (8, 128), "router": True}, *LAYER, parameter_dtype=torch.bfloat16), **rules)
+    assert ways(small) == [(None, "int8")] and small.buckets[0].gather is not None
+    assert (small.unpaid, small.ungathered) == (0, 0)
+    several = plan(record, *[small.buckets[0].record] * 3, **rules)
+    assert all(each.gather is not None for each in several.buckets), "a group is gathered as a whole, or by Megatron"
+    assert sum(each.gather.gathered_bytes() for each in several.buckets) < several.gather_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bucket_is_compressed_where_that_sends_less_than_megatron_and_all_ranks_of_a_group_choose_alike(seed: int):
+    draw = random.Random(seed)
+    sizes = [64, 128, 192, 384]
+    parameters = [
+        {"shape": (draw.choice(sizes),)} if draw.random() < 0.3
+        else {"shape": (draw.choice(sizes), draw.choice(sizes)), draw.choice(["expert", "embedding", "router"]): True}
+        if draw.random() < 0.5 else {"shape": (draw.choice(sizes), draw.choice(sizes))}
+        for _ in range(draw.randint(1, 9))
+    ]  # fmt: skip
+    record = bucket(*parameters, dtype=draw.choice([torch.float32, torch.bfloat16]))
+    levels = draw.choice([ONE_LEVEL, Levels(nodes=2, members=4)])
+    rules = {
+        "ranks": 8, "levels": levels, "sharded": draw.random() < 0.5, "rank": draw.choice([4, 16, 64]),
+        "wire": draw.choice([None, "int8", "int4"]),
+    }  # fmt: skip
+    for format in ("low-rank", "int8", "int4"):
+        places = [plan(record, **rules, format=format, place=place) for place in range(levels.members)]
+        assert len({found.compresses for found in places}) == 1
+        first = places[0]
+        assert first.compressed_bytes() < first.dense_bytes if first.compresses else (
+            first.compressed_bytes() == first.dense_bytes
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])

@@ -246,7 +246,7 @@ def test_a_rank_that_saves_nothing_is_told_as_doctor_tells_it_and_no_gain_is_cre
     _, *said = found.lines()
     assert said == [
         "forecast: --dp-compression-rank 128: saves nothing on this model: low rank would send more bytes, so "
-        "DP gradients traffic is sent uncompressed. Lower the rank"
+        "DP gradients traffic is sent uncompressed. Lower the rank, or choose int8"
     ]
     assert "saves nothing" not in both(forecast(cluster(1e6), SCHEDULE, config, None))
 
