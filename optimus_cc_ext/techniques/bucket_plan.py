@@ -356,7 +356,7 @@ def _pays(
     """
     if rules.force or rules.format == "exact":
         return True
-    rules = replace(rules, place=0, in_fp32=False)  # in two levels, bytes depend on a rank's place in its node
+    rules = replace(rules, place=0)  # in two levels, bytes depend on a rank's place in its node
     megatrons = _reduction(record, rules, "dense", (), [*coded, *others])
     return _reduction(record, rules, rules.format, coded, others).sent_bytes() < megatrons.sent_bytes()
 

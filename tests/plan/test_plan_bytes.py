@@ -16,7 +16,7 @@ from optimus_cc_ext.plan.shapes import MODELS, Mixture, Model
 
 SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
 EXPERTS = Mixture(experts=4, ffn=2048, layers=4)
-LOCAL = Model(layers=4, hidden=1024, heads=16, sequence=1024, ffn=4096, biases=False, mixture=EXPERTS)
+LOCAL = Model(layers=4, hidden=1024, heads=16, sequence=1024, ffn=4096, biases=False, mixture=EXPERTS, vocabulary=1024)
 JOBS = {
     "8.3b": Job(model=MODELS["8.3b"], gpus=128, tp=8, pp=4, micro_batch=8, batch=512),
     "2.5b": Job(model=MODELS["2.5b"], gpus=16, tp=1, pp=4, micro_batch=2, batch=64),

@@ -97,6 +97,20 @@ def test_low_rank_leaves_a_bucket_to_megatron_whose_factors_and_dense_rest_are_m
     assert in_fp32.matrices == 0 and in_fp32.sent_bytes() == shards.dense_bytes
 
 
+def test_equal_bytes_are_no_gain_and_blocks_that_tests_pass_through_are_kept():
+    """A matrix of 64 x 64 values in rank 16 is half as many, and an all-reduce sends them twice."""
+    square = bucket({"shape": (64, 64)})
+    rules = {"format": "low-rank", "sharded": True}
+    found = [plan(square, **rules, rank=rank) for rank in (15, 16)]
+    assert list(map(ways, found)) == [[(None, "low-rank")], [(None, None)]]
+    exact = plan(bucket(*LAYER, parameter_dtype=torch.bfloat16), format="exact", gathered="exact", sharded=True)
+    assert ways(exact) == [(None, "exact")] and exact.buckets[0].gather is not None
+    # A block is one rank's, and all messages are as long as its: with 8 ranks more bytes than the values themselves.
+    tiny = plan(bucket(*LAYER), bucket({"shape": (16, 8)}, {"shape": (8,)}), format="int8", ranks=8)
+    assert ways(tiny) == [(None, "int8"), (None, "dense")]
+    assert tiny.buckets[1].compressed.runs == [(0, 16 * 8 + 8)], "all its gradients are summed"
+
+
 def test_blocks_leave_dense_what_a_large_router_makes_as_long_as_it_was():
     """Messages are as long as the longest, so the shard with the router lengthens those of all others."""
     record = bucket(
