@@ -210,13 +210,14 @@ class GroupPlan:
     @property
     def in_one_level(self) -> "GroupPlan":
         """This plan with gradients in one level; a tied embedding's own bucket keeps its levels, as instances do."""
-        if self.rules.levels.instances:
+        if self.rules.levels.instances or not self.compresses:
             return self
         levels = replace(self.rules.levels, members=1)
         one = GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, levels=levels))
+        fused = [bucket.warmup if one.compresses else None for bucket in self.buckets]
         buckets = (
-            before if before.fused else replace(before, compressed=after.compressed)
-            for before, after in zip(self.buckets, one.buckets, strict=True)
+            replace(before, compressed=tied if before.fused else after.compressed)
+            for before, after, tied in zip(self.buckets, one.buckets, fused, strict=True)
         )
         return GroupPlan(rules=one.rules, buckets=tuple(buckets))
 
