@@ -172,6 +172,8 @@ def test_a_text_without_word_breaks_takes_time_that_is_linear_in_its_length(tmp_
     assert read_back(prepared) == texts
     words = "It isn't 3,000 words:\t" * 50
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json"))
+    pieces = [place for text in texts for _, place in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert max(end - start for start, end in pieces) == 1000
     usual = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(words)
     assert tokenizer.pre_tokenizer.pre_tokenize_str(words) == usual, "words of usual length stay as they were"
 
