@@ -166,7 +166,7 @@ def read_events(path: Path) -> Record:
         raise ReportError(f"{path}: no event files ({_EVENTS}). Train with --tensorboard-dir FOLDER")
     if others := {file.parent for file in files} - {files[0].parent}:
         raise ReportError(
-            f"{path}: event files of several runs, in {files[0].parent} and {min(others)}. Give the folder of one run"
+            f"{path}: event files of several runs, in {files[0].parent} and {min(others)}. Give one folder or file"
         )
     read = sorted((_read_events(file) for file in files), key=lambda each: each.written)
     scalars: _Scalars = {}
