@@ -1,0 +1,153 @@
+"""Every system call of a save, as the last one before a SIGKILL: what was saved stays loadable.
+
+A SIGKILL at a call leaves the folder as it is at that moment, so the folder is copied at each call of one run, instead
+of a run for each kill; real kills show that this is the same. The bar is what Megatron alone does.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.save_faults import (
+    FORMATS,
+    OURS,
+    Outcome,
+    Recorded,
+    Trainer,
+    Tree,
+    equal_rest,
+    iteration_folder,
+    outcome_of,
+    record,
+    shortened,
+    up_to,
+)  # fmt: skip
+from tests.system_calls import AVAILABLE, KILL, Call
+
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason="needs x86-64 and a kernel that lets a held call go on (5.5)"),
+    pytest.mark.timeout(3600),
+]
+Record = Callable[[str], Recorded]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The uninterrupted run in each format."""
+    return cache(lambda form: record(form, tmp_path_factory.mktemp(form)))
+
+
+# -- killed -----------------------------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_lost(run: Recorded) -> Counter[str | None]:
+    """Assert that at each call the iteration that the tracker names, and those before it, have their final contents;
+    return the number of calls by iteration.
+    """
+    trackers: Counter[str | None] = Counter()
+    for call, tree in run.calls:
+        tracker = run.store.tracker(tree)
+        trackers[tracker] += 1
+        for iteration in range(2, int(tracker or 0) + 1, 2):
+            kept = iteration_folder(run.end, iteration)
+            assert any(OURS in path for path in kept)
+            assert iteration_folder(tree, iteration) == kept, f"{call}: {iteration}, when the newest was {tracker}"
+    assert {None, "2", "4"} <= trackers.keys()
+    return trackers
+
+
+def assert_each_resumes(run: Recorded, copies: list[tuple[str, Tree]], folder: Path) -> Counter[str]:
+    """Assert that a run that resumes from a copy, among what was left there, trains as the uninterrupted run."""
+    counts: Counter[str] = Counter()
+    for number, (what, tree) in enumerate(copies):
+        tracker = run.store.tracker(tree)
+        outcome, ranks = run.resume(Trainer(run.form), tree, folder / str(number))
+        if tracker == "":  # Megatron empties its tracker file before it writes to the file
+            assert outcome.iteration is None, f"{what}: {outcome}"
+            counts[f"refused by Megatron: {outcome.said}"] += 1
+        else:
+            assert outcome == Outcome(int(tracker or 0)), f"{what}: {outcome}"
+            assert equal_rest(ranks, run.ranks, outcome.iteration or 0), what
+            counts[f"from {outcome.iteration}"] += 1
+    return counts
+
+
+def calls_like(run: Recorded, *patterns: str) -> list[tuple[int, Call, Tree]]:
+    """Return the first call of the save of 4 that is like each pattern, with its place among all calls."""
+    save = [item for item in enumerate(run.calls) if run.store.tracker(item[1][1]) == "2"]
+    found = (next(item for item in save if fnmatch.fnmatch(str(item[1][0]), pattern)) for pattern in patterns)
+    return [(at, *item) for at, item in found]
+
+
+def assert_a_kill_leaves_what_was_copied(run: Recorded, at: int, folder: Path) -> Tree:
+    """Resume at 2, and kill a rank at this call of the save of 4. Assert that the calls that it had made by then left
+    the same as in the copy; return what is left.
+    """
+    call, copied = run.calls[at]
+    run.store.put(up_to(run.store, run.end, 2), folder)
+    seen: list[Call] = []
+    outcome, _ = outcome_of(lambda: Trainer(run.form)(folder, f"--load {folder}", answer=at_call(call, 0, KILL, seen)))
+    assert seen and outcome.iteration is None, f"{call}: {outcome}"
+    left = run.store.take(folder)
+    made = {other.path for other, _ in run.calls[:at] if other.rank == call.rank}
+    assert run.store.tracker(left) == run.store.tracker(copied)
+    both = [{shortened(path) for path in tree} & made for tree in (left, copied)]
+    assert both[0] == both[1], call
+    shutil.rmtree(folder)
+    return left
+
+
+def at_call(wanted: Call, nth: int, then: int, seen: list[Call]) -> Callable[[Call], int | None]:
+    """Return an answer for the nth call, counted from 0, that equals `wanted`; `seen` is given that call."""
+    equals: list[Call] = []
+
+    def answer(call: Call) -> int | None:
+        if call == wanted:
+            equals.append(call)
+            if len(equals) == nth + 1:
+                seen.append(call)
+                return then
+        return None
+
+    return answer
+
+
+@pytest.mark.ci
+def test_a_kill_at_any_call_of_a_save_loses_nothing(recorded: Record, tmp_path: Path) -> None:
+    run = recorded("torch_dist")
+    calls = assert_nothing_is_lost(run)
+    ((_, call, copied),) = calls_like(run, "rank 0: rename .optimus_cc*")
+    resumes = assert_each_resumes(run, [(f"killed at {call}", copied)], tmp_path)
+    print(f"{len(run.calls)} calls, by tracker {dict(calls)}; resumed {dict(resumes)}")
+
+
+KILLED_AT = (
+    "rank 0: mkdir .optimus_cc*", "rank 0: write *rank_00000.pt", "rank 1: write *rank_00001.pt",
+    "rank 0: write *topology.json", "rank 0*: write* iter_0000004/*", "rank 1*: write* iter_0000004/*",
+    "rank 0: rename .optimus_cc*", "rank 0: fsync iter_0000004", "rank 0: write latest*",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_run_that_is_killed_at_any_call_of_a_save_goes_on_as_if_never_killed(
+    form: str, recorded: Record, tmp_path: Path
+) -> None:
+    run = recorded(form)
+    calls = assert_nothing_is_lost(run)
+    # The first save differs only in that there is nothing yet to lose.
+    later = [(call, tree) for call, tree in run.first_by(run.store.names) if run.store.tracker(tree) is not None]
+    first = next(item for item in run.calls if fnmatch.fnmatch(str(item[0]), "*: rename .optimus_cc*"))
+    copies = [(f"killed at {call}", tree) for call, tree in (first, *later)]
+    resumes = assert_each_resumes(run, copies, tmp_path)
+    kills = calls_like(run, *KILLED_AT)
+    for at, _, _ in kills:
+        assert_a_kill_leaves_what_was_copied(run, at, tmp_path / "killed")
+    print(f"{form}: {len(run.calls)} calls, by tracker {dict(calls)}; {len(kills)} kills; resumed {dict(resumes)}")
