@@ -164,3 +164,35 @@ def test_a_sample_of_mutations_gives_the_same_answer_or_a_refusal_with_its_line(
 @pytest.mark.ci
 def test_500_mutations_give_the_same_answer_or_a_refusal_with_its_line(tmp_path: Path) -> None:
     assert outcomes(tmp_path, range(500))["answered"] >= 200
+
+
+@pytest.mark.parametrize(("first", "last"), [(a, b) for a in LOGS for b in LOGS if a != b])
+def test_of_two_runs_in_one_log_the_last_one_is_read(first: str, last: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(LOGS[first] + LOGS[last])
+    assert read_log(path) == true_answer("log", LOGS[last])
+
+
+ITERATION = r"(?m)^.*\biteration +{}/.*\n"
+DAMAGE: dict[str, tuple[str, str, str]] = {
+    "a number is cut": ("pipeline", r"(\biteration +9/.*\(ms\): \d\d).*", r"\1"),
+    "a name is cut": ("experts", r"\bmoe_(ffn_hidden_size \.)", r"\1"),
+    "an iteration is lost": ("pipeline", ITERATION.format(9), ""),
+    "an iteration has two times": (
+        "pipeline", ITERATION.format(9), r"\g<0>iteration 9/ 14 | elapsed time per iteration (ms): 77.0 |\n"
+    ),
+    "a row's time is cut": ("today", r"(?m)^( *8589934592 .*? -1 +\d+)\d(?=[. ])", r"\1"),
+    "a rank is lost": ("today", r"(?m)^# +Rank +3 .*\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_that_would_give_another_number_is_refused_with_its_line(damage: str, tmp_path: Path) -> None:
+    name, pattern, instead = DAMAGE[damage]
+    text = (LOGS | TABLES)[name]
+    damaged = re.sub(pattern, instead, text, count=1)
+    assert damaged != text
+    path = tmp_path / "damaged.txt"
+    path.write_text(damaged)
+    with pytest.raises(PlanError, match=r"line \d+"):
+        (read_log if name in LOGS else read_table)(path)
