@@ -106,6 +106,8 @@ def _suggest(parser: argparse.ArgumentParser) -> None:
             if word.startswith("--")
         }
         hints = [f"{word}: did you mean {' or '.join(flags)}?" for word, flags in near.items() if flags]
+        if message.rstrip().endswith("unrecognized arguments:"):
+            message += "an empty word. Remove blanks behind backslashes"
         original(". ".join([message, *hints]))
 
     parser.error = error  # type: ignore[method-assign]

@@ -75,6 +75,7 @@ BAD = [
     (PP2 + "--optimus-cc --grad_comp", 4, "Give either the preset or the artifact's flags"),
     (PP2 + "--compressed-backprop --compressed-backprop-rank 0", 4, "a rank of 0"),
     # The parser refuses these command lines.
+    (PP2 + "--optimus-cc balanced ' '", 4, "unrecognized arguments:  an empty word. Remove blanks behind backslashes"),
     (PP2 + "--optimus-c", 4, "--optimus-c: did you mean --optimus-cc"),
     (PP2 + "--optimus-cc --compressed-backprop-rnak 8", 4, "did you mean --compressed-backprop-rank"),
     (PP2 + "--optimus-cc --dp-compression-stages most", 4, "--dp-compression-stages"),
