@@ -10,7 +10,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +25,7 @@ __all__ = [
     "UnfitState",
     "UnknownName",
     "UnsupportedMegatron",
+    "ends_the_run",
     "exit_with",
     "is_first_local_rank",
     "is_first_rank",
@@ -150,6 +152,15 @@ def exit_with(reason: Exception | str) -> NoReturn:
         time.sleep(5)
     print(f"optimus-cc: error: {reason}", file=sys.stderr, flush=True)
     raise SystemExit(2) from (reason if isinstance(reason, Exception) else None)
+
+
+@contextmanager
+def ends_the_run() -> Iterator[None]:
+    """End this rank with the reason and without a traceback if the `with` block fails, as it then does on all ranks."""
+    try:
+        yield
+    except OptimusError as error:
+        exit_with(error)
 
 
 def run_command(command: Callable[[], int | None], kept: str = "nothing was kept") -> int:

@@ -4,19 +4,19 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
-from optimus_cc_ext.errors import FlagError, exit_with, is_first_rank
+from optimus_cc_ext.errors import FlagError, ends_the_run, exit_with
 from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.patching import around
 
-__all__ = ["prepare_parser", "resolution_from", "wraps"]
+__all__ = ["prepare_parser", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
@@ -25,9 +25,11 @@ itself."""
 
 
 def wraps(
-    on_resolved: Callable[[Resolution, Layout], None],
+    on_resolved: Callable[[Callable[[Layout], Resolution], Layout], None],
 ) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seams of this file, with their wraps; `on_resolved` is called once the flags are valid."""
+    """Return the seams of this file, with their wraps; `on_resolved` is called once Megatron's flags are valid, with a
+    function that resolves ours on a layout, and with the layout of the command line.
+    """
     return [
         (Seam(f"{_MODULE}:add_megatron_arguments", ("parser",)), around(_add_arguments)),
         (Seam(f"{_MODULE}:parse_args", imported_by=_IMPORTED_BY), around(_parse)),
@@ -47,7 +49,7 @@ def _parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _validate(
-    on_resolved: Callable[[Resolution, Layout], None],
+    on_resolved: Callable[[Callable[[Layout], Resolution], Layout], None],
     original: Callable[..., Any],
     args: argparse.Namespace,
     *rest: Any,
@@ -59,14 +61,14 @@ def _validate(
     except SystemExit as ended:
         # Megatron ends with exit() if a flag is no longer valid: with status 0, although nothing was trained.
         raise SystemExit(ended.code or 2) from None
-    try:
-        resolution, layout = resolution_from(args)
-    except FlagError as error:
-        exit_with(error)
-    if is_first_rank():
-        for note in (*notes, *resolution.notes):
-            say(f"optimus-cc: {note}")
-    on_resolved(resolution, layout)
+    with ends_the_run():
+        request = request_from(args)
+
+        def resolved(layout: Layout) -> Resolution:
+            resolution = resolve(request, layout, args)
+            return replace(resolution, notes=(*notes, *resolution.notes))
+
+        on_resolved(resolved, layout_from(args))
     return result
 
 
@@ -111,13 +113,3 @@ def _suggest(parser: argparse.ArgumentParser) -> None:
         original(". ".join([message, *hints]))
 
     parser.error = error  # type: ignore[method-assign]
-
-
-def resolution_from(args: argparse.Namespace) -> tuple[Resolution, Layout]:
-    """Resolve our flags among Megatron's validated arguments.
-
-    Raises:
-        FlagError: a flag cannot work by itself, on this layout, or together with one of Megatron's options.
-    """
-    layout = layout_from(args)
-    return resolve(request_from(args), layout, args), layout

@@ -15,8 +15,7 @@ from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resol
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of
-from optimus_cc_ext.hooks.facts import layout_from, options_of
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.facts import is_tied, layout_from, options_of
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
 from optimus_cc_ext.hooks.sessions import bucket_groups_of, layers_of
 from optimus_cc_ext.hooks.steps import check_optimizer, follow
@@ -86,7 +85,7 @@ def _settled(
         OptimusError: the model cannot be compressed in this way.
     """
     check_optimizer(optimizer)
-    tied = any(map(_is_tied, models))
+    tied = any(map(is_tied, models))
     options = [options_of(model, grid, optimizer, train_iters, tied=tied) for model in models]
     layout = layout_from(options[0])
     if isinstance(config, str):
@@ -116,12 +115,6 @@ def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
             "gradient buckets are compressed. Wrap it first, or leave it out: a model without a handle stays vanilla"
         )
     return found
-
-
-def _is_tied(model: torch.nn.Module) -> bool:
-    """Return whether a model's word embedding is its output weight, too; the same on all stages."""
-    tied = (getattr(module, "share_embeddings_and_output_weights", False) for module in model.modules())
-    return any(tied) or tied_embedding(model) is not None
 
 
 def _preset(name: str, layout: Layout, options: argparse.Namespace) -> OptimusConfig:

@@ -8,9 +8,8 @@ they found before any of them uses it.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.beside import resume, stage
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint
 from optimus_cc_ext.checkpoint.saving import Save
-from optimus_cc_ext.errors import OptimusError, exit_with
+from optimus_cc_ext.errors import ends_the_run
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
@@ -91,7 +90,7 @@ class _Saving:
         setattr(megatron_args, _LEVELS, self._session.levels_of_sums)
         # starting a save removes an earlier save's files from this folder
         publish = partial(state_files.publish, None, iteration_folder)
-        with _ends_the_run():
+        with ends_the_run():
             save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
             if save is not None:
                 setattr(megatron_args, _MARK, save.mark)
@@ -136,7 +135,7 @@ class _Saving:
         if self._under_way is None or mark not in (None, self._under_way[0].mark):
             return
         (save, iteration_folder), self._under_way = self._under_way, None
-        with _ends_the_run():
+        with ends_the_run():
             save.finish_writing()
         save.publish(iteration_folder)
 
@@ -161,7 +160,7 @@ class _Loading:
         # Other models are loaded, too: a teacher to distil, or a model to compare with.
         if self._found and given["load_arg"] == "load" and given["optimizer"] is not None:
             found, release = self._found[-1]
-            with _ends_the_run():
+            with ends_the_run():
                 resume(self._session, found, get_args(), release=release)
             self._compare_levels()
         return result
@@ -186,15 +185,6 @@ class _Loading:
             self._levels = getattr(state_dict.get("args"), _LEVELS, None)
             self._found.append((FoundCheckpoint(folder, state_dict.get("iteration"), mark), release))
         return result
-
-
-@contextmanager
-def _ends_the_run() -> Iterator[None]:
-    """End this rank with the reason and without a traceback if the `with` block fails, as it then does on all ranks."""
-    try:
-        yield
-    except OptimusError as error:
-        exit_with(error)
 
 
 def _save_folder(args: Any, non_persistent: bool) -> str:

@@ -7,7 +7,6 @@ Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection
 import importlib.util
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
-from optimus_cc_ext.config.presets import Layout, cost_of_shards
+from optimus_cc_ext.config.presets import cost_of_shards
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
-from optimus_cc_ext.hooks.facts import layout_from, options_of
+from optimus_cc_ext.hooks.facts import as_built, is_tied, layout_from, options_of
 from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
@@ -79,17 +78,25 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
 def place(session: Session, model: Any) -> None:
     """Give the session this rank's place in the process groups of `model`, once; refuse what a model does not support.
 
+    Collective over all ranks of the first model if a technique is on.
+
     Raises:
-        FlagError: a technique is on that needs a process group which the model lacks.
+        FlagError: a technique is on that needs a process group which the model lacks, or something else of it.
     """
-    grid = grid_of(model) if session.grid is None else session.grid
-    # With several models in one session, nothing says whether their embeddings are tied, nor with which optimizer.
-    options = options_of(model, grid, None, session.train_iters, tied=True)
+    grid, tied = grid_of(model) if session.grid is None else session.grid, is_tied(model)
+    if session.grid is None and session.config.any_technique:
+        check_groups(session.config, grid)
+        grid.meet()
+        tied = any(grid.gather(tied))
+    options = options_of(model, grid, None, session.train_iters, tied=tied)
     refuse_unsupported(options, session.config)
     if session.grid is not None:
         return
-    check_groups(session.config, grid)
-    layout = _as_built(session.layout, model) or layout_from(options)
+    layout = layout_from(options)
+    if session.layout is not None:
+        layout = as_built(session.layout, layout)
+        if layout != session.layout and session.resolve is not None:
+            session.configure(session.resolve(layout))
     if session.config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
         raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     lines = session.place(grid, layout)
@@ -103,27 +110,6 @@ def place(session: Session, model: Any) -> None:
         lines += filter(None, [cost_of_shards(session.config, grid.data_parallel)])
     for line in lines if grid.is_first else ():
         say(f"optimus-cc: {line}")
-
-
-def _as_built(layout: Layout | None, model: Any) -> Layout | None:
-    """Return the layout of the command line with sharded buffers as DistributedDataParallel has them.
-
-    Which buffers a sharded Muon gets depends on the entry that builds the model: `training.get_model` shards them, the
-    configuration container does not (training/training.py and training/models/dist_utils.py). Ranks compare the layout
-    before the first message.
-
-    Raises:
-        OptimusError: the buffers differ from the command line's with another optimizer.
-    """
-    sharded = getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", None)
-    if layout is None or sharded is None or sharded == layout.distributed_optimizer:
-        return layout
-    if not layout.scales_errors:
-        raise OptimusError(
-            f"the command line says use_distributed_optimizer={layout.distributed_optimizer}, and this model's "
-            f"DistributedDataParallel has {sharded}. Build the model with the flags of the command line"
-        )
-    return replace(layout, distributed_optimizer=sharded)
 
 
 def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:

@@ -3,14 +3,17 @@ its command line or from the configurations of a model, and the layout that foll
 """
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from optimus_cc_ext.config.presets import Layout, experts_in
+from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.techniques.grid import Grid
 
-__all__ = ["layout_from", "options_from", "options_of"]
+__all__ = ["as_built", "is_tied", "layout_from", "options_from", "options_of"]
 
 _OTHER_NAMES = {
     "num_moe_experts": "num_experts",
@@ -82,6 +85,36 @@ def layout_from(options: argparse.Namespace) -> Layout:
         train_iters=_train_iters(options),
         seed=options.seed,
     )
+
+
+def is_tied(model: torch.nn.Module) -> bool:
+    """Return whether this rank's part of a model says that the word embedding is the output weight, too.
+
+    Models that are no GPT decide by themselves: Megatron's vision-language script leaves the command line's
+    `--untie-embeddings-and-output-weights` unread.
+    """
+    tied = (getattr(module, "share_embeddings_and_output_weights", False) for module in model.modules())
+    return any(tied) or tied_embedding(model) is not None
+
+
+def as_built(of_flags: Layout, of_model: Layout) -> Layout:
+    """Return the facts of the command line, with those that a built model knows better.
+
+    The model knows nothing of its optimizer. Which buffers a sharded Muon gets depends on the entry that builds the
+    model: `training.get_model` shards them, the configuration container does not (training/training.py and
+    training/models/dist_utils.py).
+
+    Raises:
+        OptimusError: the buffers differ from the command line's with another optimizer.
+    """
+    sharded = of_model.distributed_optimizer
+    if sharded != of_flags.distributed_optimizer and not of_flags.scales_errors:
+        raise OptimusError(
+            f"the command line says use_distributed_optimizer={of_flags.distributed_optimizer}, and this model's "
+            f"DistributedDataParallel has {sharded}. Build the model with the flags of the command line"
+        )
+    kept = ("optimizer", "master_copies", "train_iters", "seed")
+    return replace(of_model, **{name: getattr(of_flags, name) for name in kept})
 
 
 def _layer_wise(options: argparse.Namespace) -> bool:

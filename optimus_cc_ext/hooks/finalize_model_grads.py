@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.config.classes import EMBEDDING
-from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
@@ -71,12 +71,6 @@ def _sum_word_embedding(session: Session, chunk: Any, embedding: Any, vanilla: C
         vanilla: Megatron's sum.
     """
     fused = session.embedding
-    if chunk is None and fused.group is not None and session.active:
-        raise FlagError(
-            "--fused-embedding-sync",
-            "this stage's model holds no embedding that is tied to another stage's",
-            "Leave it out, or tie the embeddings",
-        )
     ours = fused.takes_over(session.in_step)
     if chunk is None or not ours:
         vanilla()

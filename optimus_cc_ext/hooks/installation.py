@@ -6,12 +6,13 @@
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from optimus_cc_ext.announce import on_standard_output, say
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
-from optimus_cc_ext.errors import is_first_rank
+from optimus_cc_ext.errors import ends_the_run, is_first_rank
 from optimus_cc_ext.hooks import arguments, checkpointing, distributed_data_parallel, training
 from optimus_cc_ext.hooks.handle import Handle, Off, shared_wraps
 from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version, megatron_version
@@ -58,7 +59,7 @@ class Installation:
             return
         self.handle = Handle(self.session)
         self.handle._sessions.of_every_model = self.session
-        self._applied.apply(_loop_wraps(self.handle._attach, self.session))
+        self._applied.apply(_loop_wraps(self._attach, self.session))
 
     def remove(self) -> None:
         """Remove every wrap. Models that were built in the meantime train on as vanilla (`Handle.remove`)."""
@@ -67,10 +68,26 @@ class Installation:
         self._applied.close()
         self.session = self.handle = None
 
-    def _resolved(self, resolution: Resolution, layout: Layout) -> None:
-        self.activate(resolution.config, layout)
-        if is_first_rank():
-            say(f"optimus-cc: {describe(resolution.config)} on megatron-core {megatron_version()}")
+    def _attach(self, model: Any) -> None:
+        assert self.handle is not None and self.session is not None, "the wrap is removed before the handle"
+        with nullcontext() if self.session.resolve is None else ends_the_run():
+            self.handle._attach(model)
+
+    def _resolved(self, resolve: Callable[[Layout], Resolution], layout: Layout) -> None:
+        known: list[str] = []
+
+        def resolved(layout: Layout) -> OptimusConfig:
+            resolution = resolve(layout)
+            on = f"{describe(resolution.config)} on megatron-core {megatron_version()}"
+            for line in (*resolution.notes, on):
+                if line not in known and is_first_rank():
+                    say(f"optimus-cc: {line}")
+                known.append(line)
+            return resolution.config
+
+        self.activate(resolved(layout), layout)
+        if self.session is not None:
+            self.session.resolve = resolved
 
 
 def all_seams() -> list[Seam]:

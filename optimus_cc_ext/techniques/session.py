@@ -7,7 +7,7 @@ wrapped, and told about steps and passes:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +91,10 @@ class Session:
     """
 
     def __init__(self, config: OptimusConfig, layout: Layout | None = None, train_iters: int | None = None) -> None:
-        self.config, self.layout, self.train_iters = config, layout, train_iters
+        self.layout, self.train_iters = layout, train_iters
+        self.resolve: Callable[[Layout], OptimusConfig] | None = None
+        """Makes the configuration anew if the built model is not as the command line says; None: it was given."""
+
         self.grid: Grid | None = None
         self.new_groups: NewGroups | None = None
         """Process groups of our own; None with every technique off."""
@@ -126,6 +129,19 @@ class Session:
         self.applied_steps = 0
         """Number of steps applied since the session was made; those before a checkpoint do not count."""
 
+        self.configure(config)
+        self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
+        # Usual clipping coefficients, by gradient-norm group, are equal on all ranks, because the norms are.
+        self._preallocated = False
+        self._unreported_steps = 0
+        self._fallback: str | None = None
+        """The reason why torch computes in place of Triton's kernels."""
+
+        self.step = StepProgress()
+
+    def configure(self, config: OptimusConfig) -> None:
+        """Make the techniques of a configuration; not after the session has taken its place."""
+        self.config = config
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
@@ -149,14 +165,6 @@ class Session:
             self.forward, self.backprop, self.dispatch, self.expert_gradients, self.gradients, self.parameters,
             self.embedding,
         )  # fmt: skip
-        self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
-        # Usual clipping coefficients, by gradient-norm group, are equal on all ranks, because the norms are.
-        self._preallocated = False
-        self._unreported_steps = 0
-        self._fallback: str | None = None
-        """The reason why torch computes in place of Triton's kernels."""
-
-        self.step = StepProgress()
 
     def new_codec(self, chosen: str) -> Codec | None:
         """Make a codec with memory of its own for the format `chosen`; None if that is no block format."""
@@ -222,7 +230,7 @@ class Session:
     # -- placing ------------------------------------------------------------------------------------------------
 
     def place(self, grid: Grid, layout: Layout) -> list[str]:
-        """Take a place in the grid, once; return the log lines about it.
+        """Take a place in the grid, once, with the layout of the built model; return the log lines about it.
 
         Collective over all ranks of the model if a technique is on, and over no others; with every technique off it
         waits for no rank.
@@ -231,8 +239,6 @@ class Session:
             FlagError: a technique cannot work on this layout.
             RanksDisagree: ranks run with different settings, or on machines that give different bits.
         """
-        if self.grid is not None:
-            return []
         check_layout(self.config, layout)
         self.grid, self.layout = grid, layout
         if not self.config.any_technique:
@@ -255,13 +261,10 @@ class Session:
         return next((technique.alone for technique in self.techniques if technique.alone is not None), None)
 
     def preallocate(self, schedule: Schedule, gradient: torch.Tensor | None) -> bool:
-        """Allocate message buffers and residuals before the first iteration.
+        """Allocate message buffers and residuals before the first iteration; return True if a technique is on.
 
         Args:
             gradient: has the shape, dtype and device of an activation gradient; None: these are not known beforehand.
-
-        Returns:
-            True in the first call, if a technique is on.
         """
         if self._preallocated:
             return False
@@ -321,10 +324,7 @@ class Session:
 
     def restart_step(self, *, measured: bool = False) -> None:
         """Discard the passes of a step that has not ended, because the gradients are zeroed and the passes will be
-        repeated.
-
-        Args:
-            measured: as in `begin_step`, whose value counts if the training loop announced the step.
+        repeated. `measured` is that of `begin_step`, whose value counts in a step that the training loop announced.
         """
         self._settle(applied=False)
         self.step.zeroed, self.step.reduced, self.step.strayed = True, False, False

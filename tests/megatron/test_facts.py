@@ -1,6 +1,7 @@
 """Law: the command line and a custom training loop give the same facts about one run, and so the same configuration."""
 
 import argparse
+import functools
 import logging
 import shlex
 from typing import Any
@@ -51,10 +52,10 @@ def both_ways(models: list[torch.nn.Module], optimizer: Any) -> tuple[Any, Any, 
 
     from optimus_cc_ext.hooks import attaching
     from optimus_cc_ext.hooks.distributed_data_parallel import grid_of
-    from optimus_cc_ext.hooks.facts import layout_from, options_of
+    from optimus_cc_ext.hooks.facts import is_tied, layout_from, options_of
 
     args, wrapped = get_args(), [attaching._wrapped(model) for model in models]
-    tied = any(map(attaching._is_tied, wrapped))
+    tied = any(map(is_tied, wrapped))
     options = options_of(wrapped[0], grid_of(wrapped[0]), optimizer, args.train_iters, tied=tied)
     pairs = {name: (getattr(args, name, None), getattr(options, name, None)) for name in names_read(args)}
     # What is off is None, False or empty.
@@ -99,6 +100,52 @@ def test_the_command_line_and_a_built_model_give_the_same_facts(model: str) -> N
         assert of_flags == of_model
         assert options.pop("unknown") <= OF_THE_TRAINING_LOOP
         assert not options
+
+
+# -- what a model decides by itself -----------------------------------------------------------------------------------
+
+
+def a_model_that_is_tied(tied: bool) -> None:
+    """Let GPT tie its embeddings as it will, whatever the command line says, as Megatron's vision-language model does."""
+    from megatron.core.models.gpt import GPTModel
+
+    built = GPTModel.__init__
+
+    def init(self: Any, *args: Any, share_embeddings_and_output_weights: bool, **rest: Any) -> None:
+        built(self, *args, share_embeddings_and_output_weights=tied, **rest)
+
+    GPTModel.__init__ = init
+
+
+STAGES = "--pipeline-model-parallel-size 2 --train-iters 2"
+UNTIED = "--untie-embeddings-and-output-weights"
+LEFT_OUT = "leaves out fused embedding sync: the embeddings are not tied"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("tied", "flags", "other_flags"), [(False, "", UNTIED), (True, UNTIED, "")])
+def test_a_preset_follows_a_model_that_ties_its_embeddings_otherwise_than_the_command_line(
+    tied: bool, flags: str, other_flags: str
+) -> None:
+    for preset in ("paper", "balanced"):
+        ours = f"--optimus-cc {preset} --dp-compression-rank 4 --compressed-backprop-rank 4"
+        its_own_way = run_megatron(
+            4, shlex.split(f"{STAGES} {flags} {ours}"), before=functools.partial(a_model_that_is_tied, tied)
+        )
+        by_flags = run_megatron(4, shlex.split(f"{STAGES} {other_flags} {ours}"))
+        for one, other in zip(its_own_way, by_flags, strict=True):
+            assert one.ended is None, one.printed[-5:]
+            assert (one.losses, one.weights) == (other.losses, other.weights)
+        assert tied != any(LEFT_OUT in line for line in its_own_way[0].said)
+
+
+def test_a_flag_that_the_built_model_cannot_follow_is_refused_in_a_sentence() -> None:
+    before = functools.partial(a_model_that_is_tied, False)
+    for run in run_megatron(2, shlex.split(f"{STAGES} --fused-embedding-sync"), before=before):
+        assert run.ended == 2
+        assert any(
+            "optimus-cc: error: --fused-embedding-sync: the embeddings are not tied" in line for line in run.printed
+        )
 
 
 # -- what an optimizer decides ----------------------------------------------------------------------------------------

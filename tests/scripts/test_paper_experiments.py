@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.flags import request_from
+from optimus_cc_ext.config.presets import resolve
 from tests.forked_ranks import run_ranks
 from tests.shell_scripts import ROOT, Launch, run_script
 
@@ -113,7 +115,8 @@ def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfi
     from megatron.training import arguments
 
     from optimus_cc_ext.devices import cpu_runtime
-    from optimus_cc_ext.hooks.arguments import prepare_parser, resolution_from
+    from optimus_cc_ext.hooks.arguments import prepare_parser
+    from optimus_cc_ext.hooks.facts import layout_from
 
     cpu_runtime.activate()
     parser = prepare_parser(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
@@ -124,7 +127,7 @@ def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfi
         args.rank, args.world_size = 0, world_size
         with contextlib.redirect_stdout(io.StringIO()):
             arguments.validate_args(args)
-        resolution, _ = resolution_from(args)
+        resolution = resolve(request_from(args), layout_from(args), args)
         assert resolution.notes == ()
         configs.append(resolution.config)
     return configs
