@@ -11,4 +11,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$root/scripts/find_python.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$(find_python "$root")" -P -m scripts.api_reference "$1"
+python="$(find_python "$root")"
+exec "$python" -P -m scripts.api_reference "$1"

@@ -9,4 +9,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$root/scripts/find_python.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-exec "$(find_python "$root")" -P -m scripts.compat.unit_tests "$@"
+python="$(find_python "$root")"
+exec "$python" -P -m scripts.compat.unit_tests "$@"

@@ -8,4 +8,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=scripts/find_python.sh
 source "$root/scripts/find_python.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 OPTIMUS_CC_DEVICE=cpu
-exec "$(find_python "$root")" -P -m scripts.compat.train_lines "$@"
+python="$(find_python "$root")"
+exec "$python" -P -m scripts.compat.train_lines "$@"

@@ -2,12 +2,18 @@
 # Sourced by other scripts: finds their Python, and the folder that they write to. ROOT holds scripts/: a checkout of
 # the repository, or the folder that `optimus-cc files` prints, where the package is installed.
 
-# Prints the interpreter of ROOT/.venv, or without .venv (an installed package) `python` on PATH; fails without either.
+# Prints the interpreter of ROOT/.venv, or without .venv (an installed package) `python` on PATH; fails without either,
+# or if it is older than the package's syntax.
 find_python() { # ROOT
   if [[ -x "$1/.venv/bin/python" ]]; then
     echo "$1/.venv/bin/python"
+  elif command -v python; then
+    python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || {
+      echo "error: python on PATH is older than 3.12. Activate the environment that optimus_cc_ext is installed in" >&2
+      return 2
+    }
   else
-    command -v python
+    return 1
   fi
 }
 

@@ -13,4 +13,5 @@ source "$root/scripts/find_python.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # With -P Python ignores a folder named scripts in the current folder. With exec signals reach the program itself. The
 # last --output counts.
-exec "$(find_python "$root")" -P -m scripts.quickstart --output "$(find_workspace "$root")/results/quickstart" "$@"
+python="$(find_python "$root")"
+exec "$python" -P -m scripts.quickstart --output "$(find_workspace "$root")/results/quickstart" "$@"

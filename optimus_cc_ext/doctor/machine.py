@@ -59,31 +59,28 @@ def kernels() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Return Megatron's version, and a finding for each function of Megatron that we wrap."""
-    from optimus_cc_ext.hooks.installation import all_seams
-    from optimus_cc_ext.hooks.registry import (
-        SUPPORTED_MEGATRON,
-        UNSUPPORTED_MEGATRON_VARIABLE,
-        check_version,
-        megatron_version,
-    )
+    """Return Megatron's version, a finding for each function of Megatron that we wrap, and one for all attributes that
+    we read, or for each that is missing.
+    """
+    from optimus_cc_ext.hooks.installation import all_seams, parts_of_megatron
+    from optimus_cc_ext.hooks.parts import check_megatron
+    from optimus_cc_ext.hooks.registry import megatron_version
 
-    found, override = [], f"is not supported; {UNSUPPORTED_MEGATRON_VARIABLE}=1 lets it train untested"
+    found = []
     spec = find_spec("megatron.core")
     if spec is not None and spec.origin is not None:
         found.append(Finding("megatron.core from", str(Path(spec.origin).parent)))
     try:
-        check_version()
-        version = megatron_version()
-        known = version in SUPPORTED_MEGATRON
-        said = "is supported" if known else override
-        found.append(Finding("megatron version", f"{version} {said}", "ok" if known else "warn"))
+        line = check_megatron(all_seams())
+        said = line or f"{megatron_version()} is supported"
+        found.append(Finding("megatron version", said, "warn" if line else "ok"))
     except UnsupportedMegatron as error:
         found.append(Finding("megatron version", str(error), "FAIL"))
-    for seam in all_seams():
-        try:
-            seam.resolve()
-            found.append(Finding("seam " + seam.target, "is as expected", "ok"))
-        except UnsupportedMegatron as error:
-            found.append(Finding("seam " + seam.target, str(error), "FAIL"))
-    return found
+    parts = parts_of_megatron()
+    if any(reason is not None and found[-1].state.startswith(reason) for reason in parts.values()):
+        found.pop()  # the part that does not hold has a finding of its own
+    attributes = [name for name, reason in parts.items() if name.startswith("attribute ") and reason is None]
+    for name, reason in parts.items():
+        if name not in attributes:
+            found.append(Finding(name, reason or "is as expected", "FAIL" if reason else "ok"))
+    return [*found, Finding("attributes", f"{len(attributes)} that are read are as expected", "ok")]

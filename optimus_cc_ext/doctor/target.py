@@ -134,12 +134,17 @@ def missing(args: Any) -> list[str]:
         "causal-conv1d": "M" in pattern,
         "einops": (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1,
         "nvidia-resiliency-ext": getattr(args, "inprocess_restart", False) or local,
-        "multi-storage-client": getattr(args, "enable_msc", False),
+        # Megatron 0.17 has --enable-msc on by default, and needs the package for such paths only.
+        "multi-storage-client": getattr(args, "enable_msc", False) and any(map(_is_remote, vars(args).values())),
         # A checkout compiles its dataset helper when training begins; wheels bring it compiled.
         "pybind11": find_spec("megatron.core.datasets.helpers_cpp") is None,
         "deep-ep": getattr(args, "moe_token_dispatcher_type", "") == "flex",
     }
     return [name for name, asked in needed.items() if asked and not _installed(name)]
+
+
+def _is_remote(value: Any) -> bool:
+    return any(str(each).startswith("msc://") for each in (value if isinstance(value, list) else [value]))
 
 
 def listed(packages: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.patching import around
 
-__all__ = ["prepare_parser", "wraps"]
+__all__ = ["bypassed", "prepare_parser", "wraps"]
 
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
@@ -39,6 +40,22 @@ def wraps(
 
 def _add_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return prepare_parser(original(parser))
+
+
+def bypassed() -> str | None:
+    """Return the sentence that Megatron's validation, which would have read our flags, was replaced after our wrap;
+    None: it was not, or none of our flags is given.
+    """
+    validate = importlib.import_module(_MODULE).validate_args
+    ours = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))._option_string_actions
+    given = [word for word in sys.argv[1:] if word.split("=")[0] in ours]
+    if not given or validate.__globals__.get("__name__") == around.__module__:
+        return None
+    return (
+        f"{given[0]}: no effect: {validate.__module__}.{validate.__qualname__} has replaced {_MODULE}.validate_args "
+        "after Optimus-CC had wrapped it, and does not call it. Make the replacement first, and call "
+        "optimus_cc_ext.startup.prepare() after it"
+    )
 
 
 def _parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Decides how a model is compressed, and attaches a handle to it: on all ranks of the model, or on none."""
 
 import argparse
+import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -13,11 +14,12 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
-from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.errors import FlagError, OptimusError, is_first_rank
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of
 from optimus_cc_ext.hooks.facts import is_tied, layout_from, options_of
-from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions
-from optimus_cc_ext.hooks.sessions import bucket_groups_of, layers_of
+from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions, shared_wraps
+from optimus_cc_ext.hooks.parts import check_megatron
+from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of, layers_of
 from optimus_cc_ext.hooks.steps import check_optimizer, follow
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import close_abandoned
@@ -40,11 +42,21 @@ def compress(
         return Off()
     if not isinstance(config, OptimusConfig | str):
         raise TypeError(f"config: a preset's name or an OptimusConfig is needed, not a {type(config).__name__}")
+    _check_once()
     wrapped = [_wrapped(chunk) for chunk in chunks]
     try:
         return _attach(wrapped, optimizer, config, train_iters, measure_every)
     finally:
         close_unless_used()  # removes the session if nothing was attached
+
+
+@functools.cache
+def _check_once() -> None:
+    """Check Megatron before it is wrapped, and say so if its version was not tested."""
+    seams = [seam for seam, _ in shared_wraps(Sessions())]
+    line = check_megatron(seams, "megatron.core")
+    if line is not None and is_first_rank():
+        say(f"optimus-cc: {line}")
 
 
 def _attach(
@@ -55,11 +67,12 @@ def _attach(
     measure_every: int,
 ) -> Handle:
     grid, refused = grid_of(models[0]), None
+    grid.meet()
+    tied = any(grid.gather(any(map(is_tied, models))))
     try:
-        chosen, layout = _settled(models, grid, optimizer, config, train_iters)
+        chosen, layout = _settled(models, grid, optimizer, config, train_iters, tied)
     except OptimusError as error:
         refused = error.naming_fields() if isinstance(error, FlagError) else error
-    grid.meet()
     for rank, reason in grid.reasons(None if refused is None else str(refused)):
         raise refused or OptimusError(f"rank {rank}: {reason}")
     close_abandoned(shared_sessions().abandoned(), grid)
@@ -77,7 +90,12 @@ def _attach(
 
 
 def _settled(
-    models: Sequence[torch.nn.Module], grid: Grid, optimizer: Any, config: OptimusConfig | str, train_iters: int | None
+    models: Sequence[torch.nn.Module],
+    grid: Grid,
+    optimizer: Any,
+    config: OptimusConfig | str,
+    train_iters: int | None,
+    tied: bool,
 ) -> tuple[OptimusConfig, Layout]:
     """Return the configuration for a model, and the facts that decided on it.
 
@@ -85,7 +103,6 @@ def _settled(
         OptimusError: the model cannot be compressed in this way.
     """
     check_optimizer(optimizer)
-    tied = any(map(is_tied, models))
     options = [options_of(model, grid, optimizer, train_iters, tied=tied) for model in models]
     layout = layout_from(options[0])
     if isinstance(config, str):

@@ -30,7 +30,7 @@ __all__ = ["wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
-_SAVE = ("iteration", "non_persistent_ckpt", "release")
+_SAVE = ("iteration", "non_persistent_ckpt")
 _LOAD = ("optimizer", "load_arg")
 _MARK = "optimus_cc_checkpoint"
 """Attribute of Megatron's arguments, which are part of its checkpoints, that holds the mark of a save."""
@@ -84,7 +84,9 @@ class _Saving:
         if given["non_persistent_ckpt"] and megatron_args.non_persistent_ckpt_type == "local":
             return original(*args, **kwargs)  # local checkpoints: classes that keep state are refused with them
         folder = _save_folder(megatron_args, given["non_persistent_ckpt"])
-        iteration_folder = Path(get_checkpoint_name(folder, given["iteration"], given["release"], return_base_dir=True))
+        iteration_folder = Path(
+            get_checkpoint_name(folder, given["iteration"], given.get("release", False), return_base_dir=True)
+        )
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
         setattr(megatron_args, _LEVELS, self._session.levels_of_sums)

@@ -20,8 +20,7 @@ from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.presets import cost_of_shards
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError
-from optimus_cc_ext.hooks.facts import as_built, is_tied, layout_from, options_of
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.facts import as_built, is_tied, layout_from, options_of, tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of, layers_of

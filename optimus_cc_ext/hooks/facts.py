@@ -10,10 +10,9 @@ import torch
 
 from optimus_cc_ext.config.presets import Layout, experts_in
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
 from optimus_cc_ext.techniques.grid import Grid
 
-__all__ = ["as_built", "is_tied", "layout_from", "options_from", "options_of"]
+__all__ = ["as_built", "is_tied", "layout_from", "options_from", "options_of", "tied_embedding"]
 
 _OTHER_NAMES = {
     "num_moe_experts": "num_experts",
@@ -85,6 +84,21 @@ def layout_from(options: argparse.Namespace) -> Layout:
         train_iters=_train_iters(options),
         seed=options.seed,
     )
+
+
+def tied_embedding(module: torch.nn.Module, *, trained: bool = True) -> Any:
+    """Return the word embedding parameter that this stage shares with another stage; None if it holds none.
+
+    Megatron marks it in `LanguageModule.setup_embeddings_and_output_layer`
+    (megatron/core/models/common/language_module/language_module.py).
+
+    Args:
+        trained: True for an embedding that is trained, False for a frozen one.
+    """
+    for parameter in module.parameters():
+        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad is trained:
+            return parameter
+    return None
 
 
 def is_tied(model: torch.nn.Module) -> bool:

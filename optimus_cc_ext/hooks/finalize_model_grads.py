@@ -7,6 +7,7 @@ import torch
 
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.hooks.facts import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import own_shard
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
@@ -16,24 +17,9 @@ from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, f
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["all_reduce_word_embedding", "tied_embedding", "wraps"]
+__all__ = ["all_reduce_word_embedding", "wraps"]
 
 _MODULE = "megatron.core.distributed.finalize_model_grads"
-
-
-def tied_embedding(module: torch.nn.Module, *, trained: bool = True) -> Any:
-    """Return the word embedding parameter that this stage shares with another stage; None if it holds none.
-
-    Megatron marks it in `LanguageModule.setup_embeddings_and_output_layer`
-    (megatron/core/models/common/language_module/language_module.py).
-
-    Args:
-        trained: True for an embedding that is trained, False for a frozen one.
-    """
-    for parameter in module.parameters():
-        if getattr(parameter, "shared_embedding", False) and parameter.requires_grad is trained:
-            return parameter
-    return None
 
 
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
@@ -82,7 +68,7 @@ def _sum_word_embedding(session: Session, chunk: Any, embedding: Any, vanilla: C
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:
     """Return the embedding's gradient, or the part of it that this rank's optimizer will read."""
-    if not technique.sharded or chunk.force_all_reduce:
+    if not technique.sharded or getattr(chunk, "force_all_reduce", False):
         return embedding.main_grad
     bucket_group = chunk.param_to_bucket_group[embedding]
     bucket = bucket_group.param_to_bucket[embedding]

@@ -20,9 +20,9 @@ from optimus_cc_ext.hooks import (
     token_dispatcher,
 )
 from optimus_cc_ext.hooks.distributed_data_parallel import join
-from optimus_cc_ext.hooks.finalize_model_grads import tied_embedding
+from optimus_cc_ext.hooks.facts import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import finish
-from optimus_cc_ext.hooks.registry import AppliedWraps, Seam, check_version
+from optimus_cc_ext.hooks.registry import AppliedWraps, Seam
 from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of
 from optimus_cc_ext.hooks.steps import Step
 from optimus_cc_ext.hooks.training import training_device
@@ -45,11 +45,10 @@ def shared_sessions() -> Sessions:
     """Return the sessions of this process; wrap Megatron if there were none.
 
     Raises:
-        UnsupportedMegatron: the version is not supported, or a seam does not hold.
+        UnsupportedMegatron: a seam does not hold.
     """
     global _shared
     if _shared is None:
-        check_version()
         sessions, applied = Sessions(), AppliedWraps()
         applied.apply(shared_wraps(sessions))
         _shared = sessions, applied

@@ -63,11 +63,12 @@ def attach(
     rules = BucketRules.of(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
         levels=groups.levels, place=groups.place, beside=groups.beside, left_dense=left_dense,
-        in_fp32=config.reduce_scatter_with_fp32_accumulation,
+        in_fp32=getattr(config, "reduce_scatter_with_fp32_accumulation", False),
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     _refuse_several_stages(session, replicas)
-    if gradients.reduces(plan) and any(bucket.params_with_extra_main_grads for bucket in bucket_group.buckets):
+    extra = (getattr(bucket, "params_with_extra_main_grads", ()) for bucket in bucket_group.buckets)  # missing in 0.16
+    if gradients.reduces(plan) and any(extra):
         raise FlagError(
             "--ddp-param-name-patterns-for-fp32-local-accumulation",
             "gradients that are accumulated outside of the gradient buffer are not supported by Optimus-CC",
@@ -198,19 +199,25 @@ def _start_grad_sync(
     buckets: BucketGroup,
     shards: Sequence[Shards],
     original: Callable[..., None],
-    force_all_reduce: bool | None = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """Reduce a bucket group, in place of `_ParamAndGradBucketGroup.start_grad_sync`."""
+    """Reduce a bucket group, in place of `_ParamAndGradBucketGroup.start_grad_sync`.
+
+    Its one parameter is `force_all_reduce`, which 0.16.0rc0 and older versions do not have.
+    """
+    force_all_reduce, original = any((*args, *kwargs.values())), partial(original, *args, **kwargs)
     session.before_reduction()
     reducers, in_step = buckets.reducers, session.in_step
-    started_already = bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None
+    # Megatron starts a reduction of the first batch once more in some cases; those versions never do.
+    started_already = getattr(bucket_group, "is_first_batch", False) and bucket_group.grad_reduce_handle is not None
     dense_bytes = buckets.plan.dense_bytes
     if force_all_reduce and buckets.plan.rules.instances > 1:
         reducers = []  # Megatron sums whole gradients inside one instance only, and so has no sum that we could replace
     if buckets.plan.tied_bytes and not started_already:
         session.embedding.left_out = in_step and buckets.plan.leaves_out
     if not in_step or not reducers or started_already:
-        original(force_all_reduce)
+        original()
         if in_step and not started_already:
             buckets.tied_saved = 0
             session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
@@ -218,27 +225,24 @@ def _start_grad_sync(
         return
     flats = buckets.gradients
     with _single_rank_group(session, bucket_group, buckets.plan):
-        original(force_all_reduce)
+        original()
     if bucket_group.grad_reduce_handle is not None:
         # Even over one rank, Megatron's collective may still write the buffer; our reduction must not run beside it.
         bucket_group.grad_reduce_handle.wait()
-    whole = bool(force_all_reduce)
     finish_gather(bucket_group, shards)
-    handle = buckets.start(reducers, flats, whole=whole)
+    handle = buckets.start(reducers, flats, whole=force_all_reduce)
     if buckets.overlapping:
         bucket_group.grad_reduce_handle = handle
     else:
         handle.wait()
-    sent = buckets.sent_bytes(reducers, whole=whole)
+    sent = buckets.sent_bytes(reducers, whole=force_all_reduce)
     session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=sent)
-    _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.leaving_bytes(reducers, whole=whole))
+    _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.leaving_bytes(reducers, whole=force_all_reduce))
 
 
-def _finish_grad_sync(
-    bucket_group: Any, original: Callable[..., None], force_all_reduce: bool | None = False
-) -> None:  # fmt: skip
+def _finish_grad_sync(bucket_group: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Wait for our reduction: with several instances Megatron's `finish_grad_sync` waits for its stream alone."""
-    original(force_all_reduce)
+    original(*args, **kwargs)
     if isinstance(bucket_group.grad_reduce_handle, Reduction):
         bucket_group.grad_reduce_handle.wait()
         bucket_group.grad_reduce_handle = None

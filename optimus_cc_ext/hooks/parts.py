@@ -1,67 +1,96 @@
-"""Everything of Megatron that the extension needs: the seams that it wraps, the attributes that it reads, and whether
-both are as expected in the Megatron of this process.
+"""The parts of Megatron that the extension needs: the seams that it wraps, and the attributes that it reads; and the
+check that they are as expected in the Megatron of this process.
 """
 
+import argparse
+import ast
+import importlib
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import UnsupportedMegatron
-from optimus_cc_ext.hooks import (
-    arguments,
-    checkpointing,
-    distrib_optimizer,
-    distributed_data_parallel,
-    finalize_model_grads,
-    p2p_communication,
-    schedules,
-    token_dispatcher,
-    training,
-)
-from optimus_cc_ext.hooks.attributes import ATTRIBUTES, lacking
 from optimus_cc_ext.hooks.registry import TESTED, UNSUPPORTED_MEGATRON_VARIABLE, Seam, cure, megatron_version
-from optimus_cc_ext.hooks.sessions import Sessions
-from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["check_megatron", "loop_wraps", "parts_of_megatron", "shared_wraps"]
+__all__ = ["ATTRIBUTES", "check_megatron", "importable", "lacking", "parts_of"]
 
-_Wraps = list[tuple[Seam, Callable[[Any], Any]]]
+PARSER = "megatron.training.arguments:add_megatron_arguments"
+"""The function that adds Megatron's flags; its attributes are those of the arguments, after validation."""
+
+_DDP = "megatron.core.distributed"
+_BUFFERS = f"{_DDP}.param_and_grad_buffer"
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{_DDP}.distributed_data_parallel:DistributedDataParallel": (
+        "bucket_groups", "config", "ddp_config", "expert_parallel_bucket_groups", "module", "param_to_bucket_group",
+        "zero_grad_buffer",
+    ),
+    f"{_DDP}.distributed_data_parallel_config:DistributedDataParallelConfig": (
+        "average_in_collective", "num_distributed_optimizer_instances", "overlap_grad_reduce", "overlap_param_gather",
+        "use_distributed_optimizer",
+    ),
+    f"{_BUFFERS}:_ParamAndGradBucketGroup": (
+        "buckets", "cached_grad_buffer_shard_list", "cached_param_buffer_shard_list", "data_parallel_group",
+        "ddp_config", "finish_grad_sync", "grad_reduce_handle", "inter_distributed_optimizer_instance_group",
+        "intra_distributed_optimizer_instance_group", "intra_distributed_optimizer_instance_rank",
+        "intra_distributed_optimizer_instance_size", "param_gather_handle", "param_to_bucket", "params",
+        "start_grad_sync", "start_param_sync",
+    ),
+    f"{_BUFFERS}:_ParamAndGradBucket": (
+        "grad_data", "gradient_scaling_factor", "param_data", "param_to_index", "params", "params_list",
+    ),
+    f"{_BUFFERS}:_ParamAndGradBuffer": ("buckets",),
+    _BUFFERS: ("main_grad",),
+    "megatron.core.models.common.language_module.language_module": ("shared_embedding",),
+    "megatron.core.transformer.transformer_config:TransformerConfig": (
+        "batch_p2p_comm", "batch_p2p_sync", "context_parallel_size", "fp16", "grad_scale_func", "hidden_size",
+        "microbatch_group_size_per_vp_stage", "mtp_num_layers", "num_moe_experts", "params_dtype", "pipeline_dtype",
+        "pipeline_model_parallel_layout", "sequence_parallel", "tensor_model_parallel_size", "variable_seq_lengths",
+        "virtual_pipeline_model_parallel_size",
+    ),
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer": ("buffers", "config"),
+    "megatron.core.optimizer.optimizer_config:OptimizerConfig": ("clip_grad", "use_precision_aware_optimizer"),
+    "megatron.core.optimizer": ("optimizer",),
+    "megatron.core.parallel_state": (
+        "get_data_parallel_group", "get_embedding_group", "get_expert_model_parallel_group",
+        "get_pipeline_model_parallel_group", "get_tensor_model_parallel_group",
+        "get_virtual_pipeline_model_parallel_world_size", "model_parallel_is_initialized",
+    ),
+    "megatron.core.pipeline_parallel.schedules": ("get_pp_rank_microbatches", "get_schedule_table"),
+    "megatron.core.transformer.enums:LayerType": ("mtp",),
+    "megatron.core.transformer.moe.moe_layer:BaseMoELayer": ("experts",),
+    "megatron.core.transformer.moe.router": ("Router",),
+    "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout": ("layout",),
+    "megatron.core.utils": ("get_model_config",),
+    "megatron.training": ("checkpointing", "get_args", "get_tensorboard_writer", "get_wandb_writer"),
+    "megatron.training.checkpointing": ("_NON_PERSISTENT_CKPT_SUBDIR", "get_checkpoint_name"),
+    "megatron.training.global_vars": ("get_args",),
+    PARSER: (
+        "async_save", "bf16", "clip_grad", "context_parallel_size", "data_parallel_size",
+        "distributed_timeout_minutes", "expert_model_parallel_size", "finetune", "fp16", "global_batch_size",
+        "log_interval", "moe_token_dispatcher_type", "mtp_num_layers", "no_load_optim", "non_persistent_ckpt_type",
+        "non_persistent_global_ckpt_dir", "num_experts", "optimizer", "pipeline_model_parallel_layout",
+        "pipeline_model_parallel_size", "save", "seed", "train_iters", "train_samples",
+        "untie_embeddings_and_output_weights", "use_distributed_optimizer", "use_precision_aware_optimizer",
+    ),
+}  # fmt: skip
+"""The attributes that the hooks read of Megatron's objects, by the module or class that has them. Those that they read
+by `getattr` with a default are missing here, because a Megatron may lack them.
+"""
 
 
-def shared_wraps(sessions: Sessions) -> _Wraps:
-    """Return the seams that models of all kinds share, with their wraps."""
-    return [
-        *p2p_communication.wraps(sessions),
-        *schedules.wraps(sessions),
-        *finalize_model_grads.wraps(sessions),
-        *distrib_optimizer.wraps(sessions),
-        *token_dispatcher.wraps(sessions),
-    ]
-
-
-def loop_wraps(attach: Callable[[Any], None], session: Session) -> _Wraps:
-    """Return the seams of Megatron's own training loop, with their wraps."""
-    loop = [*training.wraps(session), *checkpointing.wraps(session)]
-    return [*distributed_data_parallel.wraps(attach), *(wrap for wrap in loop if _importable(wrap[0].target))]
-
-
-def parts_of_megatron(package: str = "megatron") -> dict[str, str | None]:
-    """Return every seam and every attribute that some configuration needs, with the reason why it does not hold; None:
-    it does.
+def parts_of(seams: Iterable[Seam], package: str = "megatron") -> dict[str, str | None]:
+    """Return these seams and every attribute that is read, with the reason why it does not hold; None: it does.
 
     Args:
-        package: only those of modules inside this package.
+        package: only attributes of modules inside this package.
     """
-    session = Session(OptimusConfig())
-    wraps = [*arguments.wraps(lambda *_: None), *shared_wraps(Sessions()), *loop_wraps(print, session)]
-    found: dict[str, str | None] = {}
-    for seam, _ in wraps:
-        if seam.target.startswith(package) and _importable(seam.target):
-            found[f"seam {seam.target}"] = _reason(seam)
+    found = {f"seam {seam.target}": _reason(seam) for seam in seams}
     for owner, names in ATTRIBUTES.items():
-        if owner.startswith(package) and _importable(owner):
+        if owner.startswith(package) and importable(owner):
             try:
                 missing = dict.fromkeys(lacking(owner, names), "")
             except (ImportError, AttributeError) as error:
@@ -72,8 +101,12 @@ def parts_of_megatron(package: str = "megatron") -> dict[str, str | None]:
     return found
 
 
-def check_megatron(package: str = "megatron") -> str | None:
+def check_megatron(seams: Iterable[Seam], package: str = "megatron") -> str | None:
     """Check the version of Megatron, and every part that we need, before the first of them is wrapped.
+
+    Args:
+        seams: the seams that may be wrapped.
+        package: only attributes of modules inside this package.
 
     Returns:
         the line to log about a version that was not tested; None: it was.
@@ -85,7 +118,7 @@ def check_megatron(package: str = "megatron") -> str | None:
     from packaging.version import Version
 
     version, tested = megatron_version(), f"tested: {', '.join(TESTED)}"
-    parts = parts_of_megatron(package)
+    parts = parts_of(seams, package)
     reasons = [reason for reason in parts.values() if reason is not None]
     holds = f"{len(parts) - len(reasons)} of the {len(parts)} functions and attributes that Optimus-CC needs hold there"
     outside = not Version(TESTED[0]) <= Version(version) <= Version(TESTED[-1])
@@ -107,7 +140,51 @@ def _reason(seam: Seam) -> str | None:
     return None
 
 
-def _importable(target: str) -> bool:
+def importable(target: str) -> bool:
     """Return whether the package of a target is installed: custom training loops work without megatron.training."""
     package = ".".join(target.split(":")[0].split(".")[:2])
     return importlib.util.find_spec(package) is not None
+
+
+def lacking(owner: str, names: tuple[str, ...]) -> list[str]:
+    """Return the names that a module, the objects of a class, or Megatron's arguments do not have.
+
+    What an object has is read from its class and from the assignments in the source, because there is no object yet.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such class.
+    """
+    module_name, _, path = owner.partition(":")
+    module = importlib.import_module(module_name)
+    holder = getattr(module, path) if path else module
+    missing = set(names) - _declared(owner, holder)
+    for source in _sources(owner, module, holder) if missing else ():
+        missing -= {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    return [name for name in names if name in missing]
+
+
+def _declared(owner: str, holder: Any) -> set[str]:
+    """Return the names that a module or a class has without its source, or that a parser adds."""
+    if owner == PARSER:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        holder(parser)
+        return {action.dest for action in parser._actions}
+    annotated = (vars(base).get("__annotations__", {}) for base in getattr(holder, "__mro__", ()))
+    return {*dir(holder), *(name for names in annotated for name in names)}
+
+
+def _sources(owner: str, module: Any, holder: Any) -> Iterator[ast.Module]:
+    """Yield the parsed sources in which the attributes of a holder are assigned."""
+    package = module.__name__.partition(".")[0]
+    if owner == PARSER:
+        parts = [module.validate_args]  # it adds to the arguments
+    else:
+        parts = [base for base in getattr(holder, "__mro__", (holder,)) if _package(base) == package]
+    for part in parts:
+        yield ast.parse(textwrap.dedent(inspect.getsource(part)))
+
+
+def _package(holder: Any) -> str:
+    return str(getattr(holder, "__module__", holder.__name__)).partition(".")[0]

@@ -7,7 +7,6 @@ and all are wrapped, or nothing is touched.
 import importlib
 import importlib.metadata
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,19 +17,22 @@ from optimus_cc_ext.patching import Patches
 
 __all__ = [
     "SUPPORTED_MEGATRON",
+    "TESTED",
     "UNSUPPORTED_MEGATRON_VARIABLE",
     "AppliedWraps",
     "Seam",
     "arguments_of",
-    "check_version",
+    "cure",
     "megatron_version",
 ]
 
 SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
-"""Versions of megatron-core whose seams were tested; the last one is the reference. 0.19.0 is the wheel that
-Megatron-Bridge 0.6 uses; 0.19.1 is the version that Megatron-LM reports at the tag core_v0.19.0, and its wheel was
-withdrawn.
+"""Releases of megatron-core that CI tests; the last one is the reference. 0.19.0 is the wheel that Megatron-Bridge 0.6
+uses; 0.19.1 is the version that Megatron-LM reports at the tag core_v0.19.0, and its wheel was withdrawn.
 """
+
+TESTED = ("0.15.0rc3", "0.15.0", "0.15.3", "0.16.0rc0", "0.16.0", "0.16.1", *SUPPORTED_MEGATRON, "0.20.0")
+"""Versions that trained, in order; those of forks and of Megatron-LM's main branch name several trees each."""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"
 
@@ -67,20 +69,20 @@ class Seam:
             value = getattr(owner, name)
         except (ImportError, AttributeError) as error:
             raise UnsupportedMegatron(
-                f"megatron-core {megatron_version()}: {self.target} is missing ({error}). {_cure()}"
+                f"megatron-core {megatron_version()}: {self.target} is missing ({error}). {cure()}"
             ) from error
         found = inspect.signature(value).parameters
         missing = [parameter for parameter in self.parameters if parameter not in found]
         if missing:
-            cure = _cure()
+            advice = cure()
             if value.__module__.split(".")[0] != module_name.split(".")[0]:
-                cure = (
+                advice = (
                     f"{value.__module__}.{value.__qualname__} has replaced it: let the replacement keep the signature "
                     "(functools.wraps), or make it after Optimus-CC has wrapped the function"
                 )
             raise UnsupportedMegatron(
                 f"megatron-core {megatron_version()}: {self.target} has no parameter {', '.join(missing)} "
-                f"(it has: {', '.join(found)}). {cure}"
+                f"(it has: {', '.join(found)}). {advice}"
             )
         return owner, name, value
 
@@ -130,19 +132,6 @@ def megatron_version() -> str:
         ) from error
 
 
-def check_version() -> None:
-    """Refuse a version of Megatron that was not tested, unless the environment variable allows it.
-
-    Raises:
-        UnsupportedMegatron: the version is not supported; the message names the supported ones and the variable.
-    """
-    version = megatron_version()
-    if version not in SUPPORTED_MEGATRON and os.environ.get(UNSUPPORTED_MEGATRON_VARIABLE) != "1":
-        raise UnsupportedMegatron(
-            f"megatron-core {version} is not supported (supported: {', '.join(SUPPORTED_MEGATRON)}). {_cure()}, "
-            f"or set {UNSUPPORTED_MEGATRON_VARIABLE}=1 to try it untested"
-        )
-
-
-def _cure() -> str:
+def cure() -> str:
+    """Return the advice to install the version against which all tests run."""
     return f"Install megatron-core=={SUPPORTED_MEGATRON[-1]}"

@@ -27,17 +27,21 @@ _GRADIENT_NORM = 5
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    seams = [(Seam(f"{_MODULE}:train_step", ("iteration", "optimizer")), around(train_step, session))]
+    seams = [(Seam(f"{_MODULE}:train_step", ("optimizer",)), around(train_step, session))]
     if session.config.compression_metrics:
-        seam = Seam(f"{_MODULE}:training_log", ("iteration", "is_first_iteration"))
+        seam = Seam(f"{_MODULE}:training_log", ("iteration",))
         seams.append((seam, around(training_log, _Reporter(session))))
     return seams
 
 
 def train_step(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Tell the session that a step of Megatron's begins, and how it ended."""
+    from megatron.training import get_args
+
     given = arguments_of(original, args, kwargs)
     iteration = given.get("iteration")
+    if iteration is None:  # 0.16.0rc0 and older versions have no such parameter
+        iteration = getattr(get_args(), "curr_iteration", None)
     measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
     session.begin_step(iteration, measured=measured)
     result = original(*args, **kwargs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scripts.compat.lines import Line
 
-__all__ = ["SmallLine", "distinct_layouts"]
+__all__ = ["SMALL", "SmallLine", "distinct_layouts"]
 
 MOST_RANKS = 8
 _CAPPED = {
@@ -43,7 +43,7 @@ _KEPT = frozenset(
 )  # fmt: skip
 """Flags that are kept as they are: layout, overlap, precision of gradients, kind of model."""
 
-_SMALL = shlex.split("""
+SMALL = shlex.split("""
     --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --num-workers 0 --hidden-size 64 --ffn-hidden-size 128
     --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --train-iters 20 --lr 1e-3
     --lr-decay-style constant --eval-iters 0 --eval-interval 1000 --log-interval 1 --transformer-impl local
@@ -71,7 +71,7 @@ class SmallLine:
     @property
     def flags(self) -> list[str]:
         """All flags of the line for Megatron."""
-        return [*_SMALL, *self.layout, *self.sizes]
+        return [*SMALL, *self.layout, *self.sizes]
 
 
 def distinct_layouts(lines: Sequence[Line]) -> list[SmallLine]:

@@ -1,4 +1,4 @@
-"""Which seams hold in which version of Megatron, as a table.
+"""Which functions of Megatron that we wrap, and which attributes that we read, hold in which version, as a table.
 
     scripts/compat_versions.sh [--index VERSION ...] [CHECKOUT ...]
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 _PROBE = """
@@ -20,30 +21,41 @@ import json, warnings
 warnings.simplefilter("ignore")
 from optimus_cc_ext.devices import cpu_runtime
 cpu_runtime.activate()
+import megatron.core, megatron.training
 from optimus_cc_ext.errors import UnsupportedMegatron
-from optimus_cc_ext.hooks.installation import all_seams
-from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, megatron_version
-seams, broken = all_seams(), []
-for seam in seams:
-    try:
-        seam.resolve()
-    except UnsupportedMegatron as error:
-        broken.append(str(error).partition(": ")[2].partition(". ")[0])
-version = megatron_version()
-print("@" + json.dumps([version, version in SUPPORTED_MEGATRON, len(seams), broken]))
+from optimus_cc_ext.hooks.installation import all_seams, parts_of_megatron
+from optimus_cc_ext.hooks.parts import check_megatron
+from optimus_cc_ext.hooks.registry import megatron_version
+try:
+    trains = "yes" if check_megatron(all_seams()) is None else "untested"
+except UnsupportedMegatron:
+    trains = "no"
+print("@" + json.dumps([megatron_version(), trains, parts_of_megatron()]))
 """
 
 
-def probe(folder: Path) -> tuple[str, bool, int, list[str]]:
-    """Return (version, supported, number of seams, seams that do not hold) of the Megatron in `folder`."""
+def probe(folder: Path) -> tuple[str, str, Mapping[str, str | None]]:
+    """Return (version, whether it trains, the parts that we need with the reason why one does not hold) of the Megatron
+    in `folder`.
+    """
     env = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}", "OPTIMUS_CC_DEVICE": "cpu"}
     done = subprocess.run([sys.executable, "-P", "-c", _PROBE], env=env, capture_output=True, text=True, check=False)
     found = [line[1:] for line in done.stdout.splitlines() if line.startswith("@")]
     if not found:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return folder.name, False, 0, [f"cannot be imported here: {said}"]
-    version, supported, seams, broken = json.loads(found[0])
-    return version, supported, seams, broken
+        return folder.name, "no", {"": f": cannot be imported here: {said}"}
+    version, trains, parts = json.loads(found[0])
+    return version, trains, parts
+
+
+def row(name: str, version: str, trains: str, parts: Mapping[str, str | None]) -> str:
+    """Return the row of a version in Markdown."""
+    counts = []
+    for kind in ("seam", "attribute"):
+        reasons = [reason for part, reason in parts.items() if part.startswith(f"{kind} ")]
+        counts.append(f"{reasons.count(None)} of {len(reasons)}" if reasons else "-")
+    broken = [reason.partition(": ")[2].partition(". ")[0] for reason in parts.values() if reason is not None]
+    return f"| {' | '.join((name, version, trains, *counts, '; '.join(broken)))} |"
 
 
 def main() -> int:
@@ -52,7 +64,9 @@ def main() -> int:
     parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT", help="folder that holds megatron/")
     parser.add_argument("--index", nargs="+", default=[], metavar="VERSION", help="releases of megatron-core")
     options = parser.parse_args()
-    print("| Megatron | calls itself | supported | seams that hold | others |\n|---|---|---|---:|---|")
+    print(
+        "| Megatron | calls itself | trains | functions that hold | attributes | others |\n|---|---|---|---:|---:|---|"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folders = {f"checkout {path.name}": path.resolve() for path in options.checkouts}
         for release in options.index:
@@ -63,10 +77,7 @@ def main() -> int:
             zipfile.ZipFile(wheel).extractall(target)
             folders[f"megatron-core {release}"] = target
         for name, folder in folders.items():
-            version, supported, seams, broken = probe(folder)
-            holding = f"{seams - len(broken)} of {seams}" if seams else "-"
-            cells = name, version, "yes" if supported else "no", holding, "; ".join(broken)
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print(row(name, *probe(folder)), flush=True)
     return 0
 
 

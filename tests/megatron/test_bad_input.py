@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,6 +235,43 @@ def test_a_megatron_whose_seam_has_moved_is_refused_by_name_and_version() -> Non
     found = launch(shlex.split(PP2 + ALL), before=moved_seam)
     assert found.code == 2
     assert "megatron-core 0.19.2: megatron.training.arguments:validate_args is missing" in found.output
+
+
+def attribute_gone() -> None:
+    import inspect
+
+    from optimus_cc_ext.hooks import parts
+
+    source = inspect.getsource
+    parts.inspect.getsource = lambda each: source(each).replace("self.grad_reduce_handle", "self.handle")
+
+
+@pytest.mark.parametrize("flags", [ALL, ""])
+def test_a_megatron_without_an_attribute_that_we_read_is_refused_by_name_before_training(flags: str) -> None:
+    found = launch(shlex.split(PP2 + flags), before=attribute_gone)
+    assert found.code == 2 and len(found.ours) == 1
+    assert "param_and_grad_buffer:_ParamAndGradBucketGroup has no grad_reduce_handle" in found.ours[0]
+    assert "Traceback" not in found.output
+
+
+def replaced_after_the_check() -> None:
+    """Let another extension replace a function between our start and the parsing of flags, with other parameters."""
+    from megatron.training import arguments, training
+
+    validate = arguments.validate_args
+
+    def theirs(args: Any, *rest: Any, **more: Any) -> Any:
+        training.train_step = lambda *everything: None
+        return validate(args, *rest, **more)
+
+    arguments.validate_args = theirs
+
+
+def test_a_function_that_was_replaced_after_the_check_is_refused_in_a_sentence() -> None:
+    found = launch(shlex.split(PP2 + ALL), before=replaced_after_the_check)
+    assert found.code == 2 and "Traceback" not in found.output
+    assert "training:train_step has no parameter optimizer" in found.ours[-1]
+    assert "has replaced it: let the replacement keep the signature" in found.ours[-1]
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:

@@ -10,7 +10,9 @@ from functools import partial
 
 import pytest
 
-from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE, check_version
+from optimus_cc_ext.hooks.installation import all_seams
+from optimus_cc_ext.hooks.parts import check_megatron
+from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE
 from tests.forked_ranks import run_ranks
 from tests.launches import launch
 from tests.megatron import interventions, minimal_entry
@@ -53,7 +55,7 @@ def version_in_a_rank():
     import megatron.training
     import torch
 
-    check_version()
+    assert check_megatron(all_seams()) is None
     return torch.__version__, megatron.core.__version__, megatron.core.__file__, megatron.training.__file__
 
 

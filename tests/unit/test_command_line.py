@@ -1,10 +1,12 @@
 """doctor's reading of a launch line: script, flags and number of processes."""
 
+import argparse
 import shlex
 
 import pytest
 
 from optimus_cc_ext.doctor.command_line import read_command_line
+from optimus_cc_ext.doctor.target import missing
 from optimus_cc_ext.errors import FlagError
 
 FLAGS = "--num-layers 4 --optimus-cc"
@@ -158,3 +160,11 @@ def test_what_is_no_launch_line_is_refused(line: str, says: str) -> None:
     with pytest.raises(FlagError) as refused:
         read_command_line(shlex.split(line))
     assert says in str(refused.value)
+
+
+def test_the_storage_client_is_needed_for_its_own_paths_only() -> None:
+    # Megatron 0.17 has --enable-msc on by default.
+    line = argparse.Namespace(transformer_impl="local", enable_msc=True, data_path=["a"], save=None)
+    assert "multi-storage-client" not in missing(line)
+    for remote in ({"save": "msc://store/a"}, {"data_path": ["1.0", "msc://store/b"]}):
+        assert "multi-storage-client" in missing(argparse.Namespace(**vars(line) | remote))

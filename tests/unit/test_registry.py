@@ -10,10 +10,8 @@ import pytest
 from optimus_cc_ext.errors import UnsupportedMegatron
 from optimus_cc_ext.hooks.registry import (
     SUPPORTED_MEGATRON,
-    UNSUPPORTED_MEGATRON_VARIABLE,
     AppliedWraps,
     Seam,
-    check_version,
     megatron_version,
 )
 
@@ -28,7 +26,6 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     package_info = types.ModuleType("megatron.core.package_info")
     package_info.__version__ = SUPPORTED_MEGATRON[-1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, package_info.__name__, package_info)
-    monkeypatch.delenv(UNSUPPORTED_MEGATRON_VARIABLE, raising=False)
     return package_info
 
 
@@ -149,29 +146,13 @@ def test_a_wrap_is_put_where_the_target_was_imported_by_name_too(
 @pytest.mark.parametrize(
     "version", ["0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", f"{SUPPORTED_MEGATRON[-1]}+416f5c1"]
 )
-def test_a_supported_version_passes_whatever_commit_is_appended(megatron: types.ModuleType, version: str) -> None:
+def test_a_version_is_the_same_whatever_commit_is_appended(megatron: types.ModuleType, version: str) -> None:
     megatron.__version__ = version  # type: ignore[attr-defined]
-    check_version()
     assert megatron_version() == version.partition("+")[0]
-
-
-@pytest.mark.parametrize("version", ["0.16.1", "0.18.0", "0.19.20", "0.99.0"])
-def test_an_unsupported_version_is_refused_by_its_number_unless_the_variable_lets_it_pass(
-    megatron: types.ModuleType, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    megatron.__version__ = version  # type: ignore[attr-defined]
-    said = refused(check_version)
-    assert f"megatron-core {version} is not supported (supported: {', '.join(SUPPORTED_MEGATRON)})" in said
-    assert INSTALL in said
-    assert f"{UNSUPPORTED_MEGATRON_VARIABLE}=1" in said
-    monkeypatch.setenv(UNSUPPORTED_MEGATRON_VARIABLE, "0")
-    assert refused(check_version) == said
-    monkeypatch.setenv(UNSUPPORTED_MEGATRON_VARIABLE, "1")
-    check_version()
 
 
 def test_an_absent_megatron_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
-    said = refused(check_version)
+    said = refused(megatron_version)
     assert "megatron-core is not installed" in said
     assert INSTALL in said
