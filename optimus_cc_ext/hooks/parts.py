@@ -66,6 +66,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout": ("layout",),
     "megatron.core.utils": ("get_model_config",),
     "megatron.training": ("checkpointing", "get_args", "get_tensorboard_writer", "get_wandb_writer"),
+    "megatron.training.arguments": ("validate_args",),
     "megatron.training.checkpointing": ("_NON_PERSISTENT_CKPT_SUBDIR", "get_checkpoint_name"),
     "megatron.training.global_vars": ("get_args",),
     PARSER: (

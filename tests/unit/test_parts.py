@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import importlib.util
 import inspect
 import logging
@@ -30,8 +31,8 @@ def reads_nothing() -> None:
 OTHERS = (
     torch, torch.Tensor, torch.nn, torch.nn.Module, torch.distributed, torch.distributed.ProcessGroup, torch.cuda,
     torch._C, torch.optim, torch.optim.Optimizer, str, dict, list, argparse, argparse.ArgumentParser("x"),
-    argparse.HelpFormatter("x"), importlib, inspect, inspect.Signature, inspect.BoundArguments, inspect.Parameter,
-    logging, sys, Path, Exception, SystemExit(1), reads_nothing, types,
+    argparse.HelpFormatter("x"), functools, importlib, inspect, inspect.Signature, inspect.BoundArguments,
+    inspect.Parameter, logging, sys, Path, Exception, SystemExit(1), reads_nothing, types,
 )  # fmt: skip
 """Objects of torch and Python, whose attributes are none of Megatron's."""
 
