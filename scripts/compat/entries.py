@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from scripts.compat import sentences
 from scripts.compat.forks import Forks
 from scripts.compat.small_lines import SMALL
 
@@ -33,12 +34,16 @@ _KINDS = {
     "vlm": "--encoder-num-layers 2 --decoder-num-layers 4 --img-h 28 --img-w 28 --patch-dim 14 "
     "--dataloader-seq-length 64 --disable-vision-class-token --ckpt-format torch",
     "hybrid|mamba": "--spec scripts.compat.hybrid_local spec",
+    "bert": _LAYERS,
+    # Megatron's T5 has one stage only.
+    "t5": "--pipeline-model-parallel-size 1 --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64 "
+    "--decoder-seq-length 64",
 }
 """Flags of scripts, by a part of their names; of all others, `_LAYERS`."""
 
 
-def _flags(script: Path) -> list[str]:
-    """Return Megatron's flags for a script."""
+def _flags(script: Path, folder: Path) -> list[str]:
+    """Return Megatron's flags for a script, whose data go to a folder."""
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -46,7 +51,9 @@ def _flags(script: Path) -> list[str]:
     if "--spec" in own:  # Since 0.19 the pattern of a hybrid model says how many layers it has, and on which stage.
         pattern = "--hybrid-layer-pattern *-|*-", f"--hybrid-override-pattern *-*- {_LAYERS}"
         own += f" {pattern['--hybrid-layer-pattern' not in parser._option_string_actions]}"
-    return [*SMALL, *shlex.split(f"{_FLAGS} {own}")]
+    data = sentences.flags(folder) if re.search("bert|t5", script.name) else []
+    without = ("--mock-data",) if data else ()
+    return [*(flag for flag in SMALL if flag not in without), *shlex.split(f"{_FLAGS} {own}"), *data]
 
 
 def _followed() -> Callable[[], str]:
@@ -147,11 +154,13 @@ def _trained(script: Path, modes: list[str], ranks: int, limit: float) -> dict[s
     megatron.core.datasets.__path__.append(str(wheel))
     import optimus_cc_ext.hooks.installation  # noqa: F401
 
-    flags, found = _flags(script), {}
-    for mode in modes:
-        found[mode] = train(script, flags, mode, ranks, limit)
-        if mode == "vanilla" and "reason" in found[mode]:
-            break
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="compat-entries-") as folder:
+        flags = _flags(script, Path(folder))
+        for mode in modes:
+            found[mode] = train(script, flags, mode, ranks, limit)
+            if mode == "vanilla" and "reason" in found[mode]:
+                break
     return found
 
 
