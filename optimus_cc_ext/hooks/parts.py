@@ -3,12 +3,12 @@ check that they are as expected in the Megatron of this process.
 """
 
 import argparse
-import ast
 import importlib
 import importlib.util
 import inspect
 import os
-import textwrap
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -147,10 +147,10 @@ def importable(target: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def lacking(owner: str, names: tuple[str, ...]) -> list[str]:
+def lacking(owner: str, names: Iterable[str]) -> list[str]:
     """Return the names that a module, the objects of a class, or Megatron's arguments do not have.
 
-    What an object has is read from its class and from the assignments in the source, because there is no object yet.
+    What an object has is read from its class, and from the assignments in the source, because there is no object yet.
 
     Raises:
         ImportError: there is no such module.
@@ -159,11 +159,9 @@ def lacking(owner: str, names: tuple[str, ...]) -> list[str]:
     module_name, _, path = owner.partition(":")
     module = importlib.import_module(module_name)
     holder = getattr(module, path) if path else module
-    missing = set(names) - _declared(owner, holder)
-    for source in _sources(owner, module, holder) if missing else ():
-        missing -= {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)
-                    and isinstance(node.ctx, ast.Store)}  # fmt: skip
-    return [name for name in names if name in missing]
+    declared = _declared(owner, holder)
+    missing = [name for name in names if name not in declared]
+    return [name for name in missing if not any(_assigns(text, name) for text in _sources(owner, module, holder))]
 
 
 def _declared(owner: str, holder: Any) -> set[str]:
@@ -176,16 +174,24 @@ def _declared(owner: str, holder: Any) -> set[str]:
     return {*dir(holder), *(name for names in annotated for name in names)}
 
 
-def _sources(owner: str, module: Any, holder: Any) -> Iterator[ast.Module]:
-    """Yield the parsed sources in which the attributes of a holder are assigned."""
+def _sources(owner: str, module: Any, holder: Any) -> Iterator[str | None]:
+    """Yield the source of a module, or of a class and of its bases in the same package; None if there is no source."""
     package = module.__name__.partition(".")[0]
-    if owner == PARSER:
-        parts = [module.validate_args]  # it adds to the arguments
-    else:
-        parts = [base for base in getattr(holder, "__mro__", (holder,)) if _package(base) == package]
-    for part in parts:
-        yield ast.parse(textwrap.dedent(inspect.getsource(part)))
+    # Megatron's validation, which is in the parser's module, adds to the arguments.
+    classes = [] if owner == PARSER else getattr(holder, "__mro__", ())
+    for name, kind in [(each.__module__, each) for each in classes] or [(module.__name__, None)]:
+        if name.partition(".")[0] == package:
+            try:
+                source = inspect.getsource(sys.modules[name])
+            except OSError:
+                source = None
+            if kind is not None and source is not None:
+                found = re.search(rf"^class {kind.__name__}\b.*?(?=^(?:class|def|@)|\Z)", source, re.M | re.S)
+                source = None if found is None else found[0]
+            yield source
 
 
-def _package(holder: Any) -> str:
-    return str(getattr(holder, "__module__", holder.__name__)).partition(".")[0]
+def _assigns(source: str | None, name: str) -> bool:
+    """Return whether a source assigns an attribute of this name; True if there is no source to look at."""
+    pattern = rf"^\s*\(?[\w.\[\], ]*\.{name}\b(?:\s*[,:][^=\n]*)?\s*\)?\s*=(?!=)"
+    return source is None or re.search(pattern, source, re.M) is not None

@@ -56,6 +56,18 @@ def _flags(script: Path, folder: Path) -> list[str]:
     return [*(flag for flag in SMALL if flag not in without), *shlex.split(f"{_FLAGS} {own}"), *data]
 
 
+def _norms_of_torch() -> None:
+    """Let Megatron's vision model, whose norms are Transformer Engine's, use those of torch that Megatron wraps."""
+    import torch
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    defaults = CLIPViTModel.__init__.__defaults__
+    CLIPViTModel.__init__.__defaults__ = tuple(
+        WrappedTorchNorm if each is torch.nn.LayerNorm else each for each in defaults
+    )
+
+
 def _followed() -> Callable[[], str]:
     """Note every optimizer that is made; return a function that hashes their weights."""
     import torch
@@ -154,6 +166,8 @@ def _trained(script: Path, modes: list[str], ranks: int, limit: float) -> dict[s
     megatron.core.datasets.__path__.append(str(wheel))
     import optimus_cc_ext.hooks.installation  # noqa: F401
 
+    if "vlm" in script.name:
+        _norms_of_torch()
     found = {}
     with tempfile.TemporaryDirectory(prefix="compat-entries-") as folder:
         flags = _flags(script, Path(folder))
