@@ -25,7 +25,7 @@ from scripts.compat.forks import Forks
 from scripts.compat.small_lines import SMALL
 
 MODES = {
-    "vanilla": "", "off": "", "balanced": "--optimus-cc balanced --dp-compression-stages all --no-compression-trial",
+    "vanilla": "", "off": "", "balanced": "--optimus-cc balanced --dp-compression-stages all",
     "paper": "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8",
 }  # fmt: skip
 _FLAGS = "--train-iters 3 --global-batch-size 16 --pipeline-model-parallel-size 2"

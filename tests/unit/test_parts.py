@@ -95,7 +95,8 @@ class Inner:
     """Stand-in for a class of Megatron's."""
 
     def __init__(self) -> None:
-        self.late, (self.first, self.second) = 1, (2, 3)
+        self.late: int = 1
+        self.first, self.second = 2, 3
 
 
 class Outer(Inner):
