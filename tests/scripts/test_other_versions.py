@@ -83,3 +83,26 @@ def test_what_is_no_version_is_refused_with_an_example(arguments: list[str], clo
     code, errors, calls = clone.test(*arguments)
     assert (code, calls) == (2, [])
     assert errors == f"error: {arguments[0]} needs a version, such as 0.18.2 of Megatron or 2.9.1 of torch\n"
+
+
+def test_an_older_python_on_path_is_named_in_a_sentence(tmp_path: Path) -> None:
+    for name in ("compat_versions.sh", "find_python.sh"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
+    older = tmp_path / "bin/python"
+    older.parent.mkdir()
+    older.write_text("#!/bin/sh\nexit 1\n")
+    older.chmod(0o755)
+    ended = run_script(str(tmp_path / "scripts/compat_versions.sh"), env={"PATH": f"{older.parent}:/usr/bin:/bin"})
+    assert ended.code == 2
+    assert ended.errors.startswith("error: python on PATH is older than 3.12. Activate the environment")
+
+
+@pytest.mark.ci
+def test_a_module_that_a_checkout_lacks_is_named_instead_of_missing_functions(tmp_path: Path) -> None:
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").write_text("import no_such_module\n")
+    ended = run_script("compat_versions.sh", str(tmp_path), limit=120)
+    assert ended.code == 0 and ended.output.splitlines()[-1].endswith(
+        "| no | - | - | cannot be imported here: ModuleNotFoundError: No module named 'no_such_module' |"
+    )
