@@ -31,7 +31,7 @@ SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 uses; 0.19.1 is the version that Megatron-LM reports at the tag core_v0.19.0, and its wheel was withdrawn.
 """
 
-TESTED = ("0.15.0rc3", "0.15.0", "0.15.3", "0.16.0rc0", "0.16.0", "0.16.1", *SUPPORTED_MEGATRON, "0.20.0")
+TESTED = ("0.16.0rc0", "0.16.0", "0.16.1", *SUPPORTED_MEGATRON, "0.20.0")
 """Versions that trained, in order; those of forks and of Megatron-LM's main branch name several trees each."""
 
 UNSUPPORTED_MEGATRON_VARIABLE = "OPTIMUS_CC_UNSUPPORTED_MEGATRON"

@@ -28,7 +28,8 @@ MODES = {
     "vanilla": "", "off": "", "balanced": "--optimus-cc balanced --dp-compression-stages all",
     "paper": "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8",
 }  # fmt: skip
-_FLAGS = "--train-iters 3 --global-batch-size 16 --pipeline-model-parallel-size 2"
+# The mock data of versions before 0.17 have 4,096 words.
+_FLAGS = "--train-iters 3 --global-batch-size 16 --pipeline-model-parallel-size 2 --vocab-size 5000"
 _LAYERS = "--num-layers 4"
 _KINDS = {
     "vlm": "--encoder-num-layers 2 --decoder-num-layers 4 --img-h 28 --img-w 28 --patch-dim 14 "

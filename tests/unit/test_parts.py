@@ -139,13 +139,13 @@ def test_a_version_between_two_that_were_tested_trains_with_one_line_if_all_part
         assert parts.check_megatron([]) is None
     versioned(monkeypatch, "0.18.0")
     said = parts.check_megatron([])
-    assert said is not None and said.startswith("megatron-core 0.18.0 was not tested (tested: 0.15.0rc3, ")
+    assert said is not None and said.startswith("megatron-core 0.18.0 was not tested (tested: 0.16.0rc0, ")
     versioned(monkeypatch, "0.18.0", attribute="megatron-core 0.18.0: x:Y has no z. Install it")
     with pytest.raises(UnsupportedMegatron, match=r"^megatron-core 0.18.0: x:Y has no z\. Install it$"):
         parts.check_megatron([])
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.15.0rc2", "0.20.1", "0.99.0"])
+@pytest.mark.parametrize("version", ["0.14.0", "0.15.0rc3", "0.20.1", "0.99.0"])
 def test_a_version_outside_of_those_tested_is_refused_with_what_holds_unless_the_variable_lets_it_pass(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_version_outside_of_those_tested_is_refused_with_what_holds_unless_the
     with pytest.raises(UnsupportedMegatron) as caught:
         parts.check_megatron([])
     said = str(caught.value)
-    assert said.startswith(f"megatron-core {version} is not supported (tested: 0.15.0rc3, ")
+    assert said.startswith(f"megatron-core {version} is not supported (tested: 0.16.0rc0, ")
     assert "2 of the 3 functions and attributes that Optimus-CC needs hold there. Install megatron-core==0.19.2" in said
     assert said.endswith(f"or set {UNSUPPORTED_MEGATRON_VARIABLE}=1 to try it untested")
     monkeypatch.setenv(UNSUPPORTED_MEGATRON_VARIABLE, "1")
