@@ -29,6 +29,11 @@ _CHECKED_STEPS = 3
 wrongly fails in its first steps.
 """
 
+_UNSEEN = (
+    "gradients were reduced outside of the forward-backward passes that Optimus-CC sees. Call megatron-core's schedule "
+    "after compress(), by get_forward_backward_func(), and not by a name that was imported before"
+)
+
 _WITHOUT_END, _WITHOUT_NEXT_END = 5, 15
 """Numbers of consecutive steps without an end at which a warning is logged: before a step has ended for the first time,
 and afterwards, when a loop may give up several steps in a row.
@@ -112,9 +117,13 @@ class _Loop:
         """Zero the gradients in `DistributedDataParallel.zero_grad_buffer`: a step begins, or is repeated.
 
         Raises:
-            OptimusError: steps have to be announced, and this one was not.
+            OptimusError: steps have to be announced, and this one was not; or the pass before was seen by nobody, and
+                the parameters were updated past the optimizer's methods, which would have refused that.
         """
         session, every = self._session, self._measure_every
+        step, early = session.step, session.applied_steps < _CHECKED_STEPS
+        if early and step.zeroed and step.strayed and not session.in_step and session.grid is not None:
+            raise OptimusError(f"rank {session.grid.place.rank}: {_UNSEEN}")
         if session.steps_are_announced and session.in_step and not session.step.open:
             raise OptimusError(
                 "optimizer: compress() was given None, so nothing ends the step that this pass began. Give the "
@@ -229,10 +238,7 @@ def _without_messages(session: Session) -> str | None:
     step, embedding = session.step, session.embedding
     step.zeroed = False
     if step.strayed and not session.in_step:
-        return (
-            "gradients were reduced outside of the forward-backward passes that Optimus-CC sees. Call megatron-core's "
-            "schedule after compress(), by get_forward_backward_func(), and not by a name that was imported before"
-        )
+        return _UNSEEN
     if not session.in_step:
         return None
     if not step.reduced and (session.gradients.expects_reductions or embedding.group is not None):
