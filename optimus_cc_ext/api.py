@@ -235,6 +235,11 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     _handle().load_state_dict(state)
 
 
+def is_installed() -> bool:
+    """Return whether Optimus-CC is installed in this process, with or without a known configuration."""
+    return _installation is not None
+
+
 def current_session() -> "Session | None":
     """Return the session of the installation in this process; None before its configuration is known."""
     return _installation.session if _installation is not None else None

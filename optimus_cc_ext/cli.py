@@ -1,4 +1,4 @@
-"""Command line of `optimus-cc`: doctor, plan, report, files and completion."""
+"""Command line of `optimus-cc`: doctor, plan, patch, report, files and completion."""
 
 import argparse
 import dataclasses
@@ -11,8 +11,11 @@ from optimus_cc_ext._version import __version__
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.doctor.findings import Diagnosis
+from optimus_cc_ext.doctor.machine import seams_in_brief
 from optimus_cc_ext.doctor.target import TARGETS
 from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.patch.command import add_arguments as patch_arguments
+from optimus_cc_ext.patch.command import run as run_patch
 from optimus_cc_ext.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.plan.command import run as run_plan
 
@@ -39,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     if options.command == "plan":
         return run_plan(options)
+    if options.command == "patch":
+        return run_command(lambda: run_patch(options, seams_in_brief))
     if options.command == "report":
         return run_command(lambda: _report(options))
     if options.command == "files":
@@ -109,6 +114,14 @@ def build_parser() -> argparse.ArgumentParser:
             help="predict the seconds per iteration on a cluster, vanilla and compressed",
             description="Predict the seconds per iteration of a GPT on a cluster, with vanilla Megatron and with each "
             "technique and format, from published measurements. Needs neither the cluster nor a GPU.",
+        )
+    )
+    patch_arguments(
+        commands.add_parser(
+            "patch",
+            help="let plain torchrun of any fork's entry script load Optimus-CC, or undo this",
+            description="Put a block ahead of the first import of an entry script that leads to Megatron, so that "
+            "plain torchrun of the script knows --optimus-cc; or take the block out, or print the state.",
         )
     )
     report = commands.add_parser(

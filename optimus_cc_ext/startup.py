@@ -1,16 +1,17 @@
-"""Prepare a process before Megatron is imported: for the launcher, and for a patched pretrain_gpt.py."""
+"""Prepare a process before Megatron is imported: for the launcher, and for a patched script."""
 
 import os
 import runpy
 import socket
 import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 
-from optimus_cc_ext.api import install
+from optimus_cc_ext.api import install, is_installed
 from optimus_cc_ext.devices import cpu_runtime, parent_death
-from optimus_cc_ext.errors import OptimusError, exit_with, require_megatron, require_torch
+from optimus_cc_ext.errors import OptimusError, ends_the_run, exit_with, require_megatron, require_torch
 
-__all__ = ["launch", "prepare"]
+__all__ = ["launch", "prepare", "prepare_script"]
 
 
 def launch(argv: list[str]) -> None:
@@ -30,7 +31,33 @@ def launch(argv: list[str]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     prepare()
     sys.argv = argv
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ImportError:
+        # The script's other modules may not fit the Megatron that is imported.
+        from optimus_cc_ext.hooks.registry import check_one_megatron
+
+        with ends_the_run():
+            check_one_megatron()
+        raise
+
+
+def prepare_script() -> None:
+    """Prepare a script from the block that `optimus-cc patch` has put into it, unless this process is prepared.
+
+    If Megatron is imported already, functions may have been imported by name before they are wrapped. Then the process
+    ends with status 2 and a message that names who imported it.
+    """
+    if is_installed():
+        return  # The launcher has started the script, or another patched script.
+    if "megatron.core" in sys.modules:
+        exit_with(
+            f"megatron.core was imported ahead of Optimus-CC's block, by {_importer_of_megatron()}. Patch anew "
+            f"(optimus-cc patch {sys.argv[0]} --undo, then without --undo), or move the block, with both marker lines, "
+            "above that import. If it replaces functions of Megatron, call optimus_cc_ext.startup.prepare() after it, "
+            "instead of the block"
+        )
+    prepare()
 
 
 def prepare() -> None:
@@ -66,6 +93,17 @@ def _run_own_entry(argv: list[str]) -> None:
         )
     sys.argv = [own_entry.__file__, *argv]
     own_entry.main()
+
+
+def _importer_of_megatron() -> str:
+    """Return the first module that holds something of Megatron, and its file."""
+    modules = {name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)}
+    for name, module in modules.items():
+        held = [each for each in vars(module).values() if isinstance(each, ModuleType | FunctionType | type)]
+        homes = {str(each.__name__ if isinstance(each, ModuleType) else each.__module__) for each in held}
+        if not name.startswith("megatron") and any(home.partition(".")[0] == "megatron" for home in homes):
+            return f"{name} ({getattr(module, '__file__', None)})"
+    return "a module that holds nothing of it"
 
 
 def _which_megatron() -> str:

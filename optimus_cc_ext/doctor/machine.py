@@ -5,6 +5,7 @@ that we wrap.
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from optimus_cc_ext._version import __version__
 from optimus_cc_ext.doctor.findings import Finding
 from optimus_cc_ext.errors import UnsupportedMegatron
 
-__all__ = ["find_checkout", "kernels", "packages", "seams"]
+__all__ = ["find_checkout", "kernels", "packages", "seams", "seams_in_brief"]
 
 PACKAGES = (
     "torch",
@@ -84,3 +85,15 @@ def seams() -> list[Finding]:
         if name not in attributes:
             found.append(Finding(name, reason or "is as expected", "FAIL" if reason else "ok"))
     return [*found, Finding("attributes", f"{len(attributes)} that are read are as expected", "ok")]
+
+
+def seams_in_brief(shown: int = 3) -> Iterator[str]:
+    """Yield the findings of `seams` as lines: the number of seams that hold, and at most `shown` that do not."""
+    found = seams()
+    wrapped = [each for each in found if each.subject.startswith("seam ")]
+    lacking = [each for each in found if each.mark == "FAIL"]
+    told = [each for each in found if each not in wrapped + lacking]
+    yield from (f"{each.subject}: {each.state}" for each in told + lacking[:shown])
+    if len(lacking) > shown:
+        yield f"and {len(lacking) - shown} more that do not hold, which optimus-cc doctor lists"
+    yield f"seams: {sum(each.mark == 'ok' for each in wrapped)} of {len(wrapped)} are as expected"

@@ -14,7 +14,7 @@ from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import FlagError, ends_the_run, exit_with
 from optimus_cc_ext.hooks.facts import layout_from
-from optimus_cc_ext.hooks.registry import Seam
+from optimus_cc_ext.hooks.registry import Seam, check_one_megatron
 from optimus_cc_ext.patching import around
 
 __all__ = ["bypassed", "prepare_parser", "wraps"]
@@ -72,6 +72,8 @@ def _validate(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
+    with ends_the_run():
+        check_one_megatron()
     notes = take_notes(args)
     try:
         result = original(args, *rest, **kwargs)

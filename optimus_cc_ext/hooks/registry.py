@@ -7,9 +7,11 @@ and all are wrapped, or nothing is touched.
 import importlib
 import importlib.metadata
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from optimus_cc_ext.errors import UnsupportedMegatron
@@ -22,6 +24,7 @@ __all__ = [
     "AppliedWraps",
     "Seam",
     "arguments_of",
+    "check_one_megatron",
     "cure",
     "megatron_version",
 ]
@@ -130,6 +133,30 @@ def megatron_version() -> str:
         raise UnsupportedMegatron(
             f"megatron-core is not installed ({error}). Install megatron-core=={SUPPORTED_MEGATRON[-1]}"
         ) from error
+
+
+def check_one_megatron() -> None:
+    """Refuse a script whose own changes of `sys.path` lead to another Megatron than the imported one.
+
+    Raises:
+        UnsupportedMegatron: they do; the message names both folders.
+    """
+    package = _spec("megatron", None)
+    for name in ("megatron.core", "megatron.training"):
+        imported = getattr(sys.modules.get(name), "__file__", None)
+        found = _spec(name, package.submodule_search_locations) if package is not None else None
+        if imported and found and found.origin and os.path.realpath(imported) != os.path.realpath(found.origin):
+            wanted = os.path.dirname(os.path.dirname(os.path.dirname(found.origin)))
+            raise UnsupportedMegatron(
+                f"{name} was imported from {os.path.dirname(imported)}, but the script has changed sys.path, and would "
+                f"import it from {os.path.dirname(found.origin)}. Let both see the same: PYTHONPATH={wanted}"
+            )
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Find a module as if none had been imported."""
+    finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for find_spec in finders if (spec := find_spec(name, path))), None)
 
 
 def cure() -> str:

@@ -22,7 +22,7 @@ LONGEST_CHAIN = 24
 """Largest number of files that import each other in a row."""
 
 EXTENSION = {"config", "compressors", "techniques", "hooks", "checkpoint", "metrics", "startup.py", "api.py"}
-TOOLS = {"plan", "report", "doctor", "data"}
+TOOLS = {"plan", "report", "doctor", "data", "patch"}
 """Folders of tools, which import the extension and are not imported by it, so that it stays thin."""
 
 MEGATRON_AT_ONCE = ("pretrain_gpt.py",)

@@ -96,7 +96,7 @@ def test_installed_scripts_take_the_python_on_path_and_write_nothing_beside_them
     share = installed / "share"
     before = sorted(share.rglob("*"))
     shown = run_installed(f"{share}/patches/apply.sh", cwd=tmp_path)
-    assert shown.returncode == 2 and "apply.sh DIR --undo" in shown.stderr
+    assert shown.returncode == 2 and "apply.sh DIR [SCRIPT ...] --undo" in shown.stderr
     experiment = f"{share}/scripts/paper/table2/335m-cb-fe-sc.sh"
     printed = run_installed(experiment, "--scale", "tiny", "--dry-run", cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
