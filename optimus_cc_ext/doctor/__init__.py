@@ -7,10 +7,13 @@ runs Megatron's own validation, `estimate.py` computes bytes.
 import argparse
 import dataclasses
 import math
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from optimus_cc_ext.announce import COMPRESSION_STATE
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe
@@ -125,6 +128,10 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
         return Diagnosis(Finding(target, f"Megatron: {error}", "FAIL"), 1, notes, {"target": target})
     except Exception as error:  # the line trains, whatever its estimates need
         numbers, estimates = {}, [Finding("estimates", f"none: {in_words(error)}", "warn")]
+    state = numbers.get("memory_per_rank", {}).get(COMPRESSION_STATE, 0) // 2  # kept twice in memory
+    saves = _saves(args, config, placement, state * args.world_size, here=target == HERE)
+    if saves and saves[0].mark == "FAIL":
+        return Diagnosis(dataclasses.replace(saves[0], subject=target), REFUSED, notes, {"target": target})
     placed = [Finding("placement", placement_line(placement).removeprefix("placement "))] if args.world_size > 1 else []
     placed += [Finding("nodes", line) for line in lines]
     formats = {traffic.tag: config.format_of(traffic) for traffic in CLASSES}
@@ -136,6 +143,7 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
             Finding("layout", _layout(args)),
             *placed,
             *_shards(args, config),
+            *saves,
             *notes,
             *estimates,
         ],
@@ -191,6 +199,25 @@ def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:
         return []
     cost = cost_of_shards(config, args.data_parallel_size * args.context_parallel_size)
     return [] if cost is None else [Finding("shards", cost)]
+
+
+def _saves(
+    args: argparse.Namespace, config: OptimusConfig, placement: Placement, nbytes: float, *, here: bool
+) -> list[Finding]:
+    """Return the findings about the folder to which ranks save their state: `nbytes` or less of all ranks together."""
+    if not args.save or not any(config.remembers(each) and config.format_of(each) == "low-rank" for each in CLASSES):
+        return []
+    folder = Path(args.save).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if here and not os.access(there, os.W_OK):
+        return [Finding("saves", f"--save: {there} cannot be written, and low rank has a state to save", "FAIL")]
+    found = []
+    if args.world_size > placement.ranks_per_node:
+        found.append(Finding("saves", f"all nodes have to see {folder}: each rank writes its state there"))
+    if here and (free := shutil.disk_usage(there).free) < nbytes:
+        room = f"{_size(free)} are free in {there}, and the state takes at most {_size(nbytes)}"
+        found.append(Finding("saves", room, "warn"))
+    return found
 
 
 def _micro_batches(args: argparse.Namespace) -> int:

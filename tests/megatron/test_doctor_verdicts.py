@@ -5,6 +5,7 @@ lines whose sizes are in a checkpoint.
 import functools
 import random
 import shlex
+import subprocess
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -172,3 +173,25 @@ def test_sizes_in_a_checkpoint_that_is_not_here_give_no_verdict(tmp_path: Path) 
     found = ask_doctor(line, 4, "--target", "h100")
     assert found.code == 2 and found.output.startswith("warn h100"), found.output
     assert "no verdict: with --use-checkpoint-args" in found.output and "elsewhere" in found.output
+
+
+# -- the folder of checkpoints ----------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_sees_of_the_folder_to_which_ranks_save_their_state(small_disk: Path) -> None:
+    paper = f"{PP2} --optimus-cc --dp-compression-rank 4 --save-interval 2 --save {small_disk}/gpt"
+
+    def about_saves(line: str, *options: str) -> list[str]:
+        output = ask_doctor(line, 4, "--target", "here", *options).output
+        return [text for text in output.splitlines() if " saves " in text or "--save" in text]
+
+    (room,) = about_saves(paper)
+    assert room.startswith("warn saves") and f"0.066 MB are free in {small_disk}, and the state takes at most" in room
+    shared, _ = about_saves(paper, "--ranks-per-node", "2")
+    assert f"all nodes have to see {small_disk}/gpt: each rank writes its state there" in shared
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    refused = ask_doctor(paper, 4, "--target", "here")
+    assert refused.code == 2 and refused.output.startswith("FAIL here")
+    assert f"--save: {small_disk} cannot be written, and low rank has a state to save" in refused.output
+    assert ask_doctor(paper, 4).code == 0, "another machine, whose folder it is"
+    assert about_saves(paper.replace("--optimus-cc --dp-compression-rank 4", "--optimus-cc balanced")) == []
