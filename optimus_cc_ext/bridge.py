@@ -60,10 +60,15 @@ class Compression:
         self._session = session
 
     def on_train_start(self, context: Any) -> None:
-        """Load the compression state from beside the checkpoint, once Bridge has loaded the model from it."""
+        """Load the compression state from beside the checkpoint, once Bridge has loaded the model from it, and prove
+        that it can be saved.
+        """
         from optimus_cc_ext.checkpoint.beside import resume_beside
+        from optimus_cc_ext.checkpoint.saving import rehearse
 
         config, step = context.state.cfg, context.state.train_state.step
+        if config.checkpoint.save:
+            rehearse(self._session, [Path(config.checkpoint.save)])
         if config.checkpoint.load and step:
             resume_beside(self._session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 

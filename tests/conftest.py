@@ -5,7 +5,9 @@ The default time limit of a test is in pytest.ini.
 
 import itertools
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,18 @@ def sanitized() -> Iterator[list[str]]:
     with sanitizer.sanitized() as reports:
         yield reports
     assert not reports, "\n".join(reports[:5])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KB, which later mounts can change."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this test mounts a file system, which only root may: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

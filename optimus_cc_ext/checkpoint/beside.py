@@ -13,7 +13,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
 from optimus_cc_ext.checkpoint.resuming import settings_of
-from optimus_cc_ext.checkpoint.saving import Remembers, Save
+from optimus_cc_ext.checkpoint.saving import Remembers, Save, on_all_ranks
 
 __all__ = ["resume", "resume_beside", "save_beside", "stage"]
 
@@ -70,7 +70,7 @@ def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, ar
     Raises:
         OptimusError: on all ranks: a file is missing or damaged, or ranks found different checkpoints.
     """
-    manifest = state_files.read_manifest(iteration_folder)
+    (manifest, *_) = on_all_ranks(lambda: state_files.read_manifest(iteration_folder), "")
     mark = None if manifest is None else manifest.checkpoint
     resume(session, FoundCheckpoint(iteration_folder, iteration, mark), args)
 

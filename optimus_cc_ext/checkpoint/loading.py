@@ -10,7 +10,7 @@ import torch.distributed as dist
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.resuming import Resumption, decide
 from optimus_cc_ext.checkpoint.saving import Remembers, on_all_ranks
-from optimus_cc_ext.checkpoint.state_files import DamagedState, Manifest
+from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.errors import OptimusError
 
 __all__ = ["FoundCheckpoint", "Resume"]
@@ -36,7 +36,8 @@ class _Answer:
     """Findings of one rank about the checkpoint's files, which all ranks compare."""
 
     mark: str | None
-    mismatches: Mapping[str, str]
+    misfits: Mapping[str, str]
+    """Techniques whose state does not fit this rank, each with the reason."""
 
 
 class Resume:
@@ -71,34 +72,30 @@ class Resume:
         if not self._settings:
             ignored = f"no technique that keeps state is on, so {self._found.files} is ignored"
             return [ignored] if self._found.files.exists() else []
-        self._agree(on_all_ranks(lambda: self._read(session), ""))
+        # The disk of another node may have no file of a state that is the same on all ranks.
+        (of_first_rank, *_) = on_all_ranks(lambda: self._manifest() if dist.get_rank() == 0 else None, "")
+        self._agree(on_all_ranks(lambda: self._read(session, of_first_rank), ""))
         if self._resumption.restored:
             session.load_state_dict(self._restored_state())
         return self._resumption.lines()
 
-    def _read(self, session: Remembers) -> _Answer:
-        """Decide which techniques' state to restore, and read it from this rank's file."""
-        found = self._found
-        manifest = None if self._unwanted else state_files.read_manifest(found.iteration_folder)
-        self._resumption = decide(
-            self._settings, self._topology, manifest, checkpoint=found.mark, unwanted=self._unwanted
-        )
-        if manifest is None:
-            return _Answer(None, {})
-        if self._resumption.restored:
-            self._check_save(manifest)
-            self._state = state_files.read_rank_file(found.iteration_folder, manifest, dist.get_rank())
-        return _Answer(manifest.checkpoint, session.mismatches(self._restored_state()))
+    def _manifest(self) -> Manifest | None:
+        return None if self._unwanted else state_files.read_manifest(self._found.iteration_folder)
 
-    def _check_save(self, manifest: Manifest) -> None:
-        """Raise DamagedState if the files belong to another save than the checkpoint."""
-        found = self._found
-        if found.mark != manifest.checkpoint or found.iteration not in (None, manifest.iteration):
-            raise DamagedState(
-                found.files / state_files.MANIFEST,
-                f"the file belongs to another save (iteration {manifest.iteration}) than the checkpoint "
-                f"(iteration {found.iteration})",
-            )
+    def _read(self, session: Remembers, of_first_rank: Manifest | None) -> _Answer:
+        """Decide which techniques' state to restore, and read it from this rank's file."""
+        found, manifest = self._found, of_first_rank
+        if dist.get_rank() > 0 and (manifest is None or manifest.common is None):
+            manifest = self._manifest()
+        self._resumption = decide(
+            self._settings, self._topology, manifest,
+            checkpoint=found.mark, iteration=found.iteration, unwanted=self._unwanted,
+        )  # fmt: skip
+        if manifest is None:
+            return _Answer(None, self._resumption.reset)
+        if self._resumption.restored:
+            self._state = state_files.read_rank_file(found.iteration_folder, manifest, dist.get_rank())
+        return _Answer(manifest.checkpoint, self._resumption.reset | session.mismatches(self._restored_state()))
 
     def _agree(self, answers: Sequence[_Answer]) -> None:
         """Reset a technique on all ranks if its state does not fit on one of them."""
@@ -107,7 +104,7 @@ class Resume:
                 f"ranks find different files in {self._found.files}. Give all ranks the same checkpoint folder (--load)"
             )
         for answer in answers:
-            self._resumption = self._resumption.without(answer.mismatches)
+            self._resumption = self._resumption.without(answer.misfits)
 
     def _restored_state(self) -> dict[str, Any]:
         """Return the state of the techniques that are restored."""

@@ -1,7 +1,7 @@
 """Rules for which state of a checkpoint a run restores, and which it resets; pure functions, the same on every rank."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optimus_cc_ext.checkpoint.state_files import Manifest
@@ -18,20 +18,27 @@ class Resumption:
     """The decision about the state of each technique: restored, reset or ignored."""
 
     restored: tuple[str, ...] = ()
-    reset: Mapping[str, str]
+    reset: dict[str, str]
     """The techniques that start with empty residuals and new factors, each with the reason."""
 
     ignored: tuple[str, ...] = ()
     """The techniques that are off, or keep no state in their format, but have state in the checkpoint."""
 
+    iteration: int | None = None
+    """The iteration at whose end the state was saved."""
+
     def without(self, reasons: Mapping[str, str]) -> "Resumption":
         """Return this decision with further techniques reset: the keys of `reasons`, each with its reason."""
         kept = tuple(technique for technique in self.restored if technique not in reasons)
-        return Resumption(restored=kept, reset={**self.reset, **reasons}, ignored=self.ignored)
+        return replace(self, restored=kept, reset={**self.reset, **reasons})
 
     def lines(self) -> list[str]:
-        """Return the log lines about state that is reset or ignored, one line for each reason."""
+        """Return the log lines: one about state that is restored, and one for each reason why other state is reset or
+        ignored.
+        """
         lines = []
+        if self.restored:
+            lines.append(f"the state of {_and(self.restored)} is restored from iteration {self.iteration}")
         for reason in dict.fromkeys(self.reset.values()):
             names = _and(technique for technique in self.reset if self.reset[technique] == reason)
             lines.append(f"warning: the state of {names} is reset (empty residuals, new factors): {reason}")
@@ -65,6 +72,7 @@ def decide(
     manifest: Manifest | None,
     *,
     checkpoint: str | None,
+    iteration: int | None,
     unwanted: str | None,
 ) -> Resumption:
     """Decide which techniques' state is restored, reset or ignored.
@@ -74,6 +82,7 @@ def decide(
         topology: this run's layout, by description.
         manifest: the description of the checkpoint's files; None: the checkpoint has none.
         checkpoint: the mark in Megatron's own files; None: they were saved without Optimus-CC.
+        iteration: the iteration in Megatron's own files; None: unknown.
         unwanted: the reason why the state is not to be restored in any case, if there is one.
     """
     saved = manifest.techniques if manifest else {}
@@ -86,6 +95,11 @@ def decide(
         if checkpoint is None:
             # A run without Optimus-CC resumed from an earlier checkpoint, and saved this iteration again.
             return "the checkpoint was overwritten without Optimus-CC, and the state belongs to the earlier one"
+        if checkpoint != manifest.checkpoint or iteration not in (None, manifest.iteration):
+            return (
+                f"the checkpoint contains the state of another save (iteration {manifest.iteration}): two runs saved "
+                "into one folder, or a run ended while it saved an iteration again"
+            )
         if difference := _difference(topology, manifest.topology):
             return difference
         if technique not in saved:
@@ -99,6 +113,7 @@ def decide(
         restored=tuple(technique for technique in settings if technique not in reset),
         reset=reset,
         ignored=tuple(technique for technique in saved if technique not in settings),
+        iteration=manifest.iteration if manifest else None,
     )
 
 

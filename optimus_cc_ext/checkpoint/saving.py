@@ -7,10 +7,11 @@ save.finish_writing()               # writes every rank's file, then topology.js
 save.publish(iteration_folder)      # moves all files into the checkpoint in one step
 """
 
-import uuid
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,10 @@ from optimus_cc_ext.checkpoint.state_files import Manifest, RankFile
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["Remembers", "Save", "on_all_ranks"]
+__all__ = ["Remembers", "Save", "on_all_ranks", "rehearse"]
 
 _PREPARING_FAILED = "preparing to save the compression state failed: "
+_UNFIT = "--save: low rank has a state to save on each rank, which int8 and int4 (--optimus-cc balanced) have not, and "
 _WRITING_FAILED = "writing the compression state failed: "
 
 
@@ -66,6 +68,42 @@ def on_all_ranks[T](work: Callable[[], T], failed: str) -> list[T]:
     return [result for result, _ in everyone]
 
 
+def rehearse(session: Remembers, save_folders: Iterable[Path]) -> None:
+    """Prove that each rank can write its state where a save will: into a folder that the first rank has made, with
+    room for the states of all ranks. Collective over all ranks; a state without tensors needs no proof.
+
+    Raises:
+        OptimusError: on all ranks, if one of them could not.
+    """
+    state = session.state_dict()
+    sizes = on_all_ranks(lambda: state_files.tensor_bytes(state), "")
+    # The state of links is made with their first messages.
+    if not any(sizes) and not session.config.backprop_remembers:
+        return
+    for save_folder in save_folders:
+        _write_nothing(save_folder, sum(sizes))
+
+
+def _write_nothing(save_folder: Path, nbytes: int) -> None:
+    """Write an empty state of each rank, and remove it; first check that there is room for `nbytes`."""
+    rank = dist.get_rank()
+    mark = state_files.new_mark()
+
+    def start() -> str:
+        if rank == 0:
+            state_files.start_staging(save_folder, mark)
+            state_files.check_room(save_folder, nbytes)
+        return mark
+
+    try:
+        (mark, *_) = on_all_ranks(start, _UNFIT)
+        staging = state_files.staging_folder(save_folder, mark)
+        on_all_ranks(partial(state_files.write_rank_file, staging, rank, 0, {}), _UNFIT)
+    finally:
+        if rank == 0:
+            shutil.rmtree(state_files.staging_folder(save_folder, mark), ignore_errors=True)
+
+
 class Save:
     """The files of one save, on one rank.
 
@@ -105,12 +143,12 @@ class Save:
         """
 
         def take_state() -> tuple[str, dict[str, Any] | None]:
-            mark = uuid.uuid4().hex
+            mark = state_files.new_mark()
             if self._rank == 0:
                 state_files.start_staging(self._save_folder, mark)
             now = session.state_dict()
             self._state = state_files.copy_on_host(now) if copied else now
-            return mark, None if state_files.has_tensors(now) else self._state
+            return mark, None if state_files.tensor_bytes(now) else self._state
 
         everyone = on_all_ranks(take_state, _PREPARING_FAILED)
         mark, common = everyone[0]
@@ -140,9 +178,15 @@ class Save:
         on_all_ranks(self._describe, _WRITING_FAILED)
 
     def publish(self, iteration_folder: Path) -> None:
-        """Move the staged files into the checkpoint `iteration_folder`. Done by the first rank; other ranks return at
-        once.
+        """Let the first rank call `put_in_place`. Collective over all ranks.
+
+        Raises:
+            OptimusError: on all ranks, if the first rank could not.
         """
+        on_all_ranks(partial(self.put_in_place, iteration_folder), "")
+
+    def put_in_place(self, iteration_folder: Path) -> None:
+        """Move the staged files into the checkpoint `iteration_folder`, on the first rank."""
         if self._rank == 0:
             state_files.publish(self.staging, iteration_folder)
 

@@ -6,16 +6,19 @@
 A state without tensors that is the same on all ranks lies in topology.json, and no rank has a file.
 
 The files are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one
-step, so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError,
-unreadable files raise `DamagedState`.
+step, so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError with
+file, reason and cure, unreadable files raise `DamagedState`.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -31,13 +34,15 @@ __all__ = [
     "DamagedState",
     "Manifest",
     "RankFile",
+    "check_room",
     "copy_on_host",
-    "has_tensors",
+    "new_mark",
     "publish",
     "read_manifest",
     "read_rank_file",
     "staging_folder",
     "start_staging",
+    "tensor_bytes",
     "write_manifest",
     "write_rank_file",
 ]
@@ -46,6 +51,9 @@ FOLDER = "optimus_cc"
 """Name of our folder within the folder of a checkpoint's iteration."""
 
 _STAGING = ".optimus_cc_incomplete"
+_ABANDONED_SECONDS = 24 * 60 * 60
+"""Age at which a staged folder of an unknown owner is abandoned: no save takes a day."""
+
 MANIFEST = "topology.json"
 _FORMAT = 3
 """Version of the file format that is written; all versions can be read. Format 3 may hold the state in topology.json,
@@ -97,6 +105,13 @@ class Manifest:
     format: int = _FORMAT
 
 
+def new_mark() -> str:
+    """Return a mark for a save: a random word that begins with the process that saves, by which a later run finds out
+    if that process still lives.
+    """
+    return f"{_processes()}-{os.getpid()}-{uuid.uuid4().hex}"
+
+
 def staging_folder(save_folder: Path, mark: str) -> Path:
     """Return the folder, on the checkpoints' file system, that the save `mark` writes to first.
 
@@ -107,17 +122,29 @@ def staging_folder(save_folder: Path, mark: str) -> Path:
 
 
 def start_staging(save_folder: Path, mark: str) -> None:
-    """Make `staging_folder`; leftovers of a killed run are removed."""
-    for leftover in save_folder.glob(f"{_STAGING}*"):
-        shutil.rmtree(leftover)
-    staging_folder(save_folder, mark).mkdir(parents=True)
+    """Make `staging_folder`; leftovers of runs that have ended are removed."""
+    _remove_leftovers(save_folder)
+    staging = staging_folder(save_folder, mark)
+    with _naming(staging, "made"):
+        staging.mkdir(parents=True)
 
 
-def has_tensors(state: Any) -> bool:
-    """Return True if there is a tensor in `state`, which JSON could not hold."""
+def check_room(save_folder: Path, nbytes: int) -> None:
+    """Raise OSError if the file system of `save_folder` has less than `nbytes` free."""
+    there = shutil.disk_usage(save_folder)
+    sizes = f"a state of {nbytes / 1e6:.3f} MB, as {there.free / 1e6:.3f} MB are free"
+    if there.total and there.free < nbytes:  # some network file systems have no sizes
+        with _naming(save_folder, f"filled with {sizes}"):
+            raise OSError(errno.ENOSPC, "")
+
+
+def tensor_bytes(state: Any) -> int:
+    """Return the bytes of all tensors in `state`."""
     if isinstance(state, dict):
-        return any(map(has_tensors, state.values()))
-    return any(map(has_tensors, state)) if isinstance(state, list | tuple) else isinstance(state, torch.Tensor)
+        return sum(map(tensor_bytes, state.values()))
+    if isinstance(state, list | tuple):
+        return sum(map(tensor_bytes, state))
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
 def copy_on_host(state: Any) -> Any:
@@ -132,7 +159,7 @@ def copy_on_host(state: Any) -> Any:
 def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, Any]) -> RankFile:
     """Write one rank's state: tensors, numbers, strings, and lists and dicts of them."""
     path = staging / _rank_file(rank)
-    with _naming(path), path.open("wb") as file:
+    with _naming(path, "written"), path.open("wb") as file:
         hashed = _Hashed(file)
         torch.save({"rank": rank, "iteration": iteration, "state": state}, cast(BinaryIO, hashed))
         _to_disk(file)
@@ -142,24 +169,28 @@ def write_rank_file(staging: Path, rank: int, iteration: int, state: dict[str, A
 def write_manifest(staging: Path, manifest: Manifest) -> None:
     """Write topology.json, the last file of a save."""
     path = staging / MANIFEST
-    with _naming(path), path.open("wb") as file:
+    with _naming(path, "written"), path.open("wb") as file:
         file.write(json.dumps({"ranks": len(manifest.files), **asdict(manifest)}, indent=1).encode())
         _to_disk(file)
 
 
 def publish(staging: Path | None, iteration_folder: Path) -> None:
-    """Move the staged files into the checkpoint `iteration_folder`, replacing older ones.
+    """Move the staged files into the checkpoint `iteration_folder`, replacing older ones, which are deleted last.
 
     Args:
         staging: the staged folder; None: the checkpoint has no state, and files of an earlier save are removed.
     """
     folder = iteration_folder / FOLDER
-    if folder.exists():
-        shutil.rmtree(folder)
-    if staging is not None:
-        staging.rename(folder)
-        _names_to_disk(folder)
-        _names_to_disk(iteration_folder)
+    with _naming(folder, "put into the checkpoint"):
+        if staging is None:
+            _set_aside(folder)
+        else:
+            new = iteration_folder / staging.name
+            _move(staging, new)
+            _replace(folder, new)
+            _names_to_disk(folder)
+            _names_to_disk(iteration_folder)
+    _remove_leftovers(iteration_folder)
 
 
 def read_manifest(iteration_folder: Path) -> Manifest | None:
@@ -276,21 +307,104 @@ class _Hashed:
         self._file.flush()
 
 
+_NOT_SHARED = "Give all ranks one shared folder of checkpoints, in which no other program deletes"
+_NOT_ALLOWED = "Let the user of this job write there"
+_FULL = "Make room"
+_CURES = {
+    errno.ENOENT: _NOT_SHARED,
+    errno.ENOTDIR: _NOT_SHARED,
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+    errno.EROFS: "Mount the file system for writing",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: f"{_FULL}, or let the quota be raised",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f)",
+}
+
+
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let a failed write raise OSError with file, reason and cure. Neither Python nor torch.save names the file."""
+def _naming(path: Path, done: str) -> Iterator[None]:
+    """Let what fails raise OSError with path, reason and cure. Neither Python nor torch.save names the file."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         # torch.save raises a failed write as a RuntimeError, with the OSError as its cause or its context.
         causes = (error, error.__cause__, error.__context__)
-        reason = next(
-            (os.strerror(cause.errno) for cause in causes if isinstance(cause, OSError) and cause.errno), None
-        )
+        number = next((cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno), None)
+        reason = os.strerror(number) if number else error
+        cure = _CURES.get(number or 0, "Mend the disk or its mount")
         raise OSError(
-            f"{path} cannot be written: {reason or error}. Make room or mend the disk, then resume: all earlier "
-            "checkpoints are whole"
+            f"{path} cannot be {done}: {reason}. {cure}, then resume: earlier checkpoints are whole"
         ) from error
+
+
+def _processes() -> str:
+    """Return a word for the processes that share this process's numbers: those of one container, or of one boot of a
+    host.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the staged folders to which no run can write any more. Another run may save into `folder`, too."""
+    with suppress(OSError):  # a leftover that stays costs no more than its room
+        for leftover in filter(_is_abandoned, folder.glob(f"{_STAGING}*")):
+            if leftover.is_symlink():
+                leftover.unlink()
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_abandoned(leftover: Path) -> bool:
+    processes, pid, *_ = (leftover.name.removeprefix(f"{_STAGING}_") + "-").split("-")
+    if processes == _processes() and (pid == str(os.getpid()) or not Path("/proc", pid).exists()):
+        return True
+    with suppress(OSError):  # its run may have just moved it into a checkpoint
+        newest = max(path.lstat().st_mtime for path in (leftover, *leftover.glob("*")))
+        return time.time() - newest > _ABANDONED_SECONDS
+    return False
+
+
+def _move(staging: Path, new: Path) -> None:
+    """Move a folder of files. The folder of an iteration may be a link to another file system."""
+    try:
+        staging.rename(new)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        new.mkdir()
+        for file in staging.iterdir():
+            with file.open("rb") as source, (new / file.name).open("wb") as target:
+                shutil.copyfileobj(source, target)
+                _to_disk(target)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Rename `new` to `folder`. An older `folder` is set aside, and put back if that fails."""
+    old = None
+    for tries_left in reversed(range(10)):  # another run may save the same iteration at the same time
+        try:
+            new.rename(folder)
+            return
+        except OSError as error:
+            if not tries_left or error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                if old is not None:
+                    with suppress(OSError):
+                        old.rename(folder)
+                raise
+        old = _set_aside(folder)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename `folder`, if it exists, to a leftover of this process."""
+    aside = staging_folder(folder.parent, new_mark())
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    return aside
 
 
 def _to_disk(file: BinaryIO) -> None:
@@ -300,9 +414,12 @@ def _to_disk(file: BinaryIO) -> None:
 
 
 def _names_to_disk(path: Path) -> None:
-    """Wait until a folder's list of names would survive a power failure."""
+    """Wait until a folder's list of names would survive a power failure, where its file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

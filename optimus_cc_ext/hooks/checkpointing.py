@@ -20,13 +20,13 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.beside import resume, stage
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint
-from optimus_cc_ext.checkpoint.saving import Save
-from optimus_cc_ext.errors import ends_the_run
+from optimus_cc_ext.checkpoint.saving import Save, rehearse
+from optimus_cc_ext.errors import OptimusError, ends_the_run
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["wraps"]
+__all__ = ["prove_saves", "wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
@@ -54,6 +54,16 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
         (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), around(loading.load)),
         (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), around(loading.note)),
     ]
+
+
+def prove_saves(session: Session) -> None:
+    """End the run on all ranks if one of them could not save its state. Collective over all ranks."""
+    from megatron.training import get_args
+
+    args = get_args()
+    kinds = (False, True) if getattr(args, "non_persistent_ckpt_type", None) == "global" else (False,)
+    with ends_the_run():
+        rehearse(session, [Path(_save_folder(args, kind)) for kind in kinds if args.save])
 
 
 class _Saving:
@@ -96,7 +106,7 @@ class _Saving:
             save = stage(self._session, Path(folder), given["iteration"], megatron_args, copied=in_background)
             if save is not None:
                 setattr(megatron_args, _MARK, save.mark)
-                publish = partial(save.publish, iteration_folder)
+                publish = partial(save.put_in_place, iteration_folder)
                 if not in_background:
                     save.finish_writing()
         if dist.get_rank() == 0 and not (save and in_background):
@@ -126,7 +136,11 @@ class _Saving:
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
         # The first rank asks for the tracker file's name when every rank's part of the checkpoint has been written.
         if self._before_tracker is not None and str(checkpoints_path) == self._before_tracker[0]:
-            self._before_tracker[1]()
+            with ends_the_run():  # the other ranks are in Megatron's barrier, and the launcher ends them
+                try:
+                    self._before_tracker[1]()
+                except OSError as error:
+                    raise OptimusError(f"rank 0: {error}") from error
             self._before_tracker = None
         return original(checkpoints_path)
 
@@ -139,7 +153,7 @@ class _Saving:
         (save, iteration_folder), self._under_way = self._under_way, None
         with ends_the_run():
             save.finish_writing()
-        save.publish(iteration_folder)
+            save.publish(iteration_folder)
 
 
 class _Loading:

@@ -6,6 +6,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from optimus_cc_ext.announce import on_standard_output, say
@@ -112,5 +113,5 @@ def parts_of_megatron() -> dict[str, str | None]:
 
 
 def _loop_wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    wraps = [*training.wraps(session), *checkpointing.wraps(session)]
+    wraps = [*training.wraps(session, partial(checkpointing.prove_saves, session)), *checkpointing.wraps(session)]
     return [wrap for wrap in wraps if importable(wrap[0].target)]

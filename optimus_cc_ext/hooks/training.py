@@ -26,18 +26,26 @@ _GRADIENT_NORM = 5
 """Index of the norm before clipping in `train_step`'s return tuple: a number on the host; None without an update."""
 
 
-def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    seams = [(Seam(f"{_MODULE}:train_step", ("optimizer",)), around(train_step, session))]
+def wraps(session: Session, before_first: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
+    seams = [(Seam(f"{_MODULE}:train_step", ("optimizer",)), around(train_step, session, [before_first]))]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration",))
         seams.append((seam, around(training_log, _Reporter(session))))
     return seams
 
 
-def train_step(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tell the session that a step of Megatron's begins, and how it ended."""
+def train_step(
+    session: Session, first: list[Callable[[], None]], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Tell the session that a step of Megatron's begins, and how it ended.
+
+    Args:
+        first: functions to call before the first step; they are removed then.
+    """
     from megatron.training import get_args
 
+    while first:
+        first.pop()()
     given = arguments_of(original, args, kwargs)
     iteration = given.get("iteration")
     if iteration is None:  # 0.16.0rc0 and older versions have no such parameter

@@ -423,7 +423,7 @@ class Session:
         if self._each_pass_counts:
             self._settle(applied=True)
         state: dict[str, Any] = {"iteration": self.step.iteration}
-        if self.step.loss_scale is not None:
+        if self.step.loss_scale is not None and any(technique.states.state_dict() for technique in self.techniques):
             state["loss_scale"] = self.step.loss_scale
         if self._usual_clipping:
             state["usual_clipping"] = {group: usual.state for group, usual in self._usual_clipping.items()}

@@ -1,5 +1,6 @@
 """The compression state beside a checkpoint, saved and restored by real ranks, without Megatron."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch.distributed as dist
 
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
-from optimus_cc_ext.checkpoint.saving import Save, on_all_ranks
+from optimus_cc_ext.checkpoint.saving import Save, on_all_ranks, rehearse
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {"dp_compression": {"--dp-compression-rank": 4}}
 TOPOLOGY = {"the number of ranks": 2}
+RESTORED = ["the state of data-parallel compression is restored from iteration 7"]
 
 
 class Remembering:
@@ -71,7 +73,8 @@ def save_and_restore(folder: Path) -> tuple[float, list[str], list[str]]:
 
 def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
     names = ["rank_00000.pt", "rank_00001.pt", "topology.json"]
-    assert run_ranks(2, save_and_restore, tmp_path, timeout=60) == [(1.0, [], names), (2.0, [], names)]
+    found = run_ranks(2, save_and_restore, tmp_path, timeout=60)
+    assert found == [(1.0, RESTORED, names), (2.0, RESTORED, names)]
 
 
 class Choosing(Remembering):
@@ -88,21 +91,23 @@ class Choosing(Remembering):
         self.stages = state["dp_compression"]["stages"]
 
 
-def choose_and_restore(folder: Path, *, alike: bool, background: bool) -> tuple[list[int], list[str]]:
-    stages = [0, 2] if alike else [start(), 2]
-    if alike:
-        start()
+def choose_and_restore(
+    folder: Path, *, alike: bool, background: bool = False, local: bool = False
+) -> tuple[list[int], list[str]]:
+    """Save and restore a choice of stages; `local`: each rank has a disk of its own."""
+    rank = start()
+    folder = folder / str(rank) if local else folder
     save, checkpoint = Save(folder, 7, SETTINGS, TOPOLOGY), folder / "iter_0000007"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    save.stage(Choosing(stages), copied=background)
+    save.stage(Choosing([0 if alike else rank, 2]), copied=background)
     if background:
         save.start_writing(ThreadPoolExecutor(1))
     save.finish_writing()
     save.publish(checkpoint)
     dist.barrier()
     session = Choosing([])
-    assert restored(session, checkpoint, save.mark) == []
-    return session.stages, sorted(file.name for file in (checkpoint / "optimus_cc").iterdir())
+    assert restored(session, checkpoint, save.mark) == RESTORED
+    return session.stages, sorted(file.name for file in checkpoint.glob("optimus_cc/*"))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -111,9 +116,14 @@ def test_a_state_without_tensors_that_all_ranks_share_takes_one_file(background:
     assert found == [([0, 2], ["topology.json"])] * 2
 
 
+def test_a_state_that_all_ranks_share_is_restored_where_each_rank_has_a_disk_of_its_own(tmp_path: Path) -> None:
+    found = run_ranks(2, partial(choose_and_restore, alike=True, local=True), tmp_path, timeout=60)
+    assert found == [([0, 2], ["topology.json"]), ([0, 2], [])]
+
+
 def test_a_state_without_tensors_that_differs_is_kept_by_each_rank(tmp_path: Path) -> None:
     names = ["rank_00000.pt", "rank_00001.pt", "topology.json"]
-    found = run_ranks(2, partial(choose_and_restore, alike=False, background=False), tmp_path, timeout=60)
+    found = run_ranks(2, partial(choose_and_restore, alike=False), tmp_path, timeout=60)
     assert found == [([0, 2], names), ([1, 2], names)]
 
 
@@ -167,6 +177,7 @@ def restore_otherwise(folder: Path) -> dict[str, tuple[str, float]]:
         "without us": {"mark": None},
         "another iteration": {"iteration": 8},
         "another save": {"mark": "another"},
+        "another save for one rank": {"mark": "another" if rank == 1 else mark},
         "other files": {"folder": other},
         "off": {"settings": {}},
     }
@@ -203,13 +214,87 @@ def test_what_does_not_fit_on_one_rank_is_restored_on_none(tmp_path: Path) -> No
             "one misfit": "bucket 0 has another shape",
             "other settings": "--dp-compression-rank is 8 here and 4 in the checkpoint",
             "without us": "overwritten without Optimus-CC",
-            "another iteration": "the file belongs to another save (iteration 7) than the checkpoint (iteration 8)",
-            "another save": "the file belongs to another save",
+            "another iteration": "contains the state of another save (iteration 7)",
+            "another save": "contains the state of another save (iteration 7)",
+            "another save for one rank": "contains the state of another save (iteration 7)",
             "other files": "ranks find different files in",
             "off": "no technique that keeps state is on",
         }
         for name, expected in says.items():
             assert expected in answers[name][0], name
+
+
+def a_folder_that_is_gone(folder: Path) -> str:
+    start()
+    save = Save(folder, 7, SETTINGS, TOPOLOGY)
+    save.stage(Remembering(0.0))
+    save.finish_writing()
+    with pytest.raises(OptimusError) as failed:
+        save.publish(folder / "iter_0000007")
+    return str(failed.value)
+
+
+def test_a_state_that_cannot_be_put_into_its_checkpoint_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    said = f"rank 0: {tmp_path}/iter_0000007/optimus_cc cannot be put into the checkpoint: No such file or directory. "
+    for line in run_ranks(2, a_folder_that_is_gone, tmp_path, timeout=60):
+        assert line.startswith(f"{said}Give all ranks one shared folder of checkpoints")
+
+
+def one_of_two_runs(folder: Path, saves: int) -> str:
+    """Save one iteration again and again, in a run of one rank; return the mark of the last save."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(saves):
+        save = Save(folder, 7, SETTINGS, TOPOLOGY)
+        save.stage(Remembering(1.0))
+        save.finish_writing()
+        save.publish(folder / "iter_0000007")
+    return save.mark
+
+
+def test_two_runs_that_save_one_iteration_into_one_folder_at_the_same_time_both_end(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    marks = run_ranks(2, one_of_two_runs, tmp_path, 100, timeout=60)
+    manifest = state_files.read_manifest(tmp_path / "iter_0000007")
+    assert manifest is not None and manifest.checkpoint in marks
+    assert "dp_compression" in state_files.read_rank_file(tmp_path / "iter_0000007", manifest, 0)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_dir()] == ["iter_0000007", "optimus_cc"]
+
+
+def rehearsed(folders: list[Path], numbers: int) -> str:
+    session = Remembering(0.0)
+    session.tensor = torch.zeros(numbers)
+    dist.init_process_group("gloo")
+    try:
+        rehearse(session, [folders[dist.get_rank()]])
+    except OptimusError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_see_different_folders_are_refused_before_the_first_save(tmp_path: Path) -> None:
+    there = [tmp_path / "node 0", tmp_path / "node 1"]
+    for said in run_ranks(2, rehearsed, there, 3, timeout=60):
+        assert said.startswith("rank 1: --save: low rank has a state to save on each rank")
+        assert f"{there[1]}/.optimus_cc_incomplete_" in said and "No such file or directory. Give all ranks one" in said
+    assert [*there[0].iterdir()] == [], "the trial leaves nothing"
+
+
+def test_a_shared_folder_and_a_state_without_tensors_on_disks_of_the_nodes_are_accepted(tmp_path: Path) -> None:
+    shared, apart = [tmp_path / "shared"] * 2, [tmp_path / "0", tmp_path / "1"]
+    assert run_ranks(2, rehearsed, shared, 3, timeout=60) == run_ranks(2, rehearsed, apart, 0, timeout=60) == ["", ""]
+    assert [path.name for path in tmp_path.rglob("*")] == ["shared"]
+
+
+def test_a_folder_without_room_for_all_states_or_that_cannot_be_written_is_refused(
+    small_disk: Path,
+) -> None:
+    for said in run_ranks(2, rehearsed, [small_disk] * 2, 16_000, timeout=60):
+        assert said.startswith("rank 0: --save: low rank has a state") and "No space left on device. Make room" in said
+        assert f"{small_disk} cannot be filled with a state of 0.128 MB, as 0.066 MB are free" in said
+    assert [*small_disk.iterdir()] == []
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for said in run_ranks(2, rehearsed, [small_disk] * 2, 3, timeout=60):
+        assert "cannot be made: Read-only file system. Mount the file system for writing" in said
 
 
 def one_rank_fails() -> str:

@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,26 @@ def full_disk_on_rank_1() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
+def disks_of_nodes(ranks: int) -> None:
+    """Give each node of `ranks` consecutive ranks its own folders below --save and --load."""
+    for at, word in enumerate(sys.argv[:-1]):
+        if word in ("--save", "--load"):
+            sys.argv[at + 1] += f"/node_{int(os.environ['RANK']) // ranks}"
+
+
+def clean_up_before_publishing() -> None:
+    """Delete the folders that are no checkpoint, as a script from outside, when state files are ready to be moved."""
+    from optimus_cc_ext.checkpoint import state_files
+
+    publish = state_files.publish
+
+    def publish_nothing(staging: Path, iteration_folder: Path) -> None:
+        shutil.rmtree(staging)
+        publish(staging, iteration_folder)
+
+    state_files.publish = publish_nothing
+
+
 def hold_up_writers() -> None:
     """Hold up writers until training has overwritten the state that they save, two iterations later."""
     from megatron.training import get_args
@@ -84,7 +105,7 @@ def hold_up_writers() -> None:
 
     def write_later(staging: Path, rank: int, iteration: int, state: Any) -> Any:
         give_up = time.monotonic() + 20
-        while get_args().curr_iteration <= iteration + 1 < get_args().train_iters:
+        while iteration and get_args().curr_iteration <= iteration + 1 < get_args().train_iters:
             if time.monotonic() > give_up:
                 raise RuntimeError("training waits for this file")
             time.sleep(0.01)
@@ -306,6 +327,20 @@ def only(iteration: int, folder: Path) -> None:
         if checkpoint.name != f"iter_{iteration:07d}":
             shutil.rmtree(checkpoint)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def go_back_on_both_disks(folder: Path) -> None:
+    """Make the first checkpoint the latest; only the first node has a tracker file, and people copy it to the other."""
+    for node in (0, 1):
+        (folder / f"node_{node}" / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+def archive_the_last(folder: Path) -> None:
+    """Move the last checkpoint to another file system, leave a link, and make the first the latest."""
+    archive = Path(tempfile.mkdtemp(dir="/dev/shm")) / "iter_0000008"
+    shutil.move(folder / archive.name, archive)
+    (folder / archive.name).symlink_to(archive)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
 
 
 def damage(folder: Path) -> None:

@@ -4,7 +4,9 @@ so.
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
     for part in parts:
         assert_goes_on(part, whole, int(part.spec.name.split()[-1]))
         assert not [line for line in part.said if "warning" in line]
+        restored = f"is restored from iteration {part.spec.name.split()[-1]}"
+        assert len([line for line in part.said if line.endswith(restored)]) == 1
 
 
 def assert_files_come_first(saves: list[dict[str, Any]], saved: list[int], *, in_background: bool) -> None:
@@ -206,6 +210,64 @@ def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs
     # Each folder is valid by itself: one of them is another save of the same run, as a node that did not mount the
     # shared folder sees it.
     assert "ranks find different files" in assert_all_ended_before_the_first_step(runs)
+
+
+# -- other disks ------------------------------------------------------------------------------------------------------
+
+ON_LOCAL_DISKS = table.saving(
+    "balanced on disks of the nodes", "--ckpt-format torch --fp16 --initial-loss-scale 1024",
+    "--optimus-cc balanced",
+    before=(partial(interventions.nodes_of, 2), partial(interventions.disks_of_nodes, 2)),
+)  # fmt: skip
+FROM_LOCAL_DISKS = replace(
+    resumed(ON_LOCAL_DISKS, 4),
+    spoil=interventions.go_back_on_both_disks,
+    flags=f"{ON_LOCAL_DISKS.flags} --load {{here}}",
+)
+NOT_SHARED = replace(
+    ON_LOCAL_DISKS, name="low rank on disks of the nodes", ours=table.ALL_MESSAGES, ends=True,
+    before=(*ON_LOCAL_DISKS.before, interventions.impatient),
+)  # fmt: skip
+THROUGH_A_LINK = replace(resumed(table.SAVED, 4), name="saved through a link", spoil=interventions.archive_the_last)
+CLEANED = replace(
+    table.SAVED_IN_BACKGROUND, name="async, cleaned from outside", ends=True,
+    before=(interventions.clean_up_before_publishing, interventions.impatient),
+)  # fmt: skip
+
+
+@uses(in_ci(ON_LOCAL_DISKS, FROM_LOCAL_DISKS))
+def test_balanced_goes_on_where_each_node_has_a_disk_of_its_own(runs):
+    whole, resumed = runs
+    assert [path.name for path in whole.folder.glob("node_*/iter_0000004/optimus_cc/*")] == ["topology.json"]
+    assert_goes_on(resumed, whole, 4)
+    assert [line for line in resumed.said if line.endswith("is restored from iteration 4")]
+
+
+@uses(NOT_SHARED)
+def test_low_rank_on_disks_of_the_nodes_is_refused_before_the_first_step(runs):
+    line = assert_all_ended_before_the_first_step(runs)
+    assert "rank 2: --save: low rank has a state" in line and "Give all ranks one shared folder of checkpoints" in line
+
+
+@uses(in_ci(table.SAVED, THROUGH_A_LINK))
+def test_a_checkpoint_that_is_a_link_to_another_file_system_is_saved_again(runs):
+    whole, resumed = runs
+    link = resumed.folder / "iter_0000008"
+    assert link.is_symlink()
+    assert_goes_on(resumed, whole, 4)
+    assert_described(resumed.folder, 8, ranks=4)
+    shutil.rmtree(link.resolve().parent)
+
+
+@uses(in_ci(CLEANED))
+def test_staged_files_that_another_program_deletes_end_all_ranks_with_a_sentence_and_no_checkpoint_counts(runs):
+    assert {rank.ended for rank in runs.ranks} == {2}
+    line = the_error(runs)
+    assert line.startswith(
+        f"error: rank 0: {runs.folder}/iter_0000004/optimus_cc cannot be put into the checkpoint: No such"
+    )
+    assert "in which no other program deletes" in line
+    assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
 
 
 @uses(table.DISK_FULL)

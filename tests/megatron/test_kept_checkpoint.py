@@ -1,11 +1,12 @@
-"""State that commit d851e77 saved beside a checkpoint, kept in this repository, is restored to the bit.
+"""States that earlier commits saved beside a checkpoint, kept in this repository, are restored to the bit.
 
-`save_beside` of that commit wrote the files after three passes of `train`: PP 2, DP 2, low rank on both classes that
-carry state.
+`save_beside` of commits d851e77 and 8b301ab wrote the files after three passes of `train`: PP 2, DP 2, low rank on both
+classes that carry state, or a state that all ranks share.
 """
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,15 @@ from optimus_cc_ext.techniques import bucket_plan
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
-FOLDER = Path(__file__).parent / "checkpoint_of_d851e77" / "iter_0000003"
+HERE = Path(__file__).parent
+LOW_RANK = OptimusConfig(
+    compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
+    residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
+    compression_state_dtype="bf16", compression_forecast=False,
+)  # fmt: skip
+SHARED = OptimusConfig(
+    dp_compression_format="int4", dp_compression_stages="auto", _force_compression=True, compression_forecast=False
+)
 PASSES = 3
 ARGUMENTS = SimpleNamespace(
     world_size=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, data_parallel_size=2,
@@ -30,14 +39,9 @@ ARGUMENTS = SimpleNamespace(
 )  # fmt: skip
 
 
-def train(passes: int) -> Any:
+def train(passes: int, config: OptimusConfig = LOW_RANK) -> Any:
     """Run `passes` training passes on this rank, and return the session that compressed them."""
     own_loops.start(2)
-    config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-        residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
-        compression_state_dtype="bf16", compression_forecast=False,
-    )  # fmt: skip
     optimus_cc_ext.install(config)
     model = own_loops.build(2, hidden=16)
     for _ in range(passes):
@@ -49,15 +53,19 @@ def train(passes: int) -> Any:
     return session
 
 
-def restored() -> tuple[str, list[str]]:
+def restored(folder: Path, config: OptimusConfig) -> tuple[str, list[str]]:
     """Return the lines of restoring, and the parts of the saved state that differ from the session's."""
     from optimus_cc_ext.checkpoint.beside import resume_beside
 
-    session, said = train(1), io.StringIO()
+    session, said = train(1, config), io.StringIO()
     with contextlib.redirect_stdout(said):
-        resume_beside(session, FOLDER, PASSES, ARGUMENTS)
-    saved = torch.load(FOLDER / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt", weights_only=True)
-    return said.getvalue(), differences(saved["state"], session.state_dict())
+        resume_beside(session, folder, PASSES, ARGUMENTS)
+    if not config.compressed_backprop:
+        saved = json.loads((folder / "optimus_cc" / "topology.json").read_text())["common"]
+    else:
+        file = folder / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt"
+        saved = torch.load(file, weights_only=True)["state"]
+    return said.getvalue(), differences(saved, session.state_dict())
 
 
 def differences(saved: Any, now: Any, name: str = "") -> list[str]:
@@ -71,9 +79,20 @@ def differences(saved: Any, now: Any, name: str = "") -> list[str]:
     return [] if saved == now else [name]
 
 
-def test_a_checkpoint_of_d851e77_is_restored_to_the_bit_with_nothing_to_say() -> None:
-    for said, different in run_ranks(4, restored, timeout=120):
-        assert (said, different) == ("", [])
+@pytest.mark.parametrize(
+    ("folder", "config", "names"),
+    [
+        ("checkpoint_of_d851e77", LOW_RANK, "compressed backpropagation and data-parallel compression"),
+        ("checkpoints_of_8b301ab/low_rank", LOW_RANK, "compressed backpropagation and data-parallel compression"),
+        ("checkpoints_of_8b301ab/common", SHARED, "data-parallel compression"),
+    ],
+)
+def test_a_checkpoint_of_an_earlier_commit_is_restored_to_the_bit(
+    folder: str, config: OptimusConfig, names: str
+) -> None:
+    line = f"optimus-cc: the state of {names} is restored from iteration 3\n"
+    found = run_ranks(4, restored, HERE / folder / "iter_0000003", config, timeout=120)
+    assert found == [(line, []), *[("", [])] * 3]
 
 
 def resumed_from_a_compressed_bucket(folder: Path) -> tuple[str, tuple[int, int], bool]:

@@ -24,7 +24,7 @@ def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **cha
             techniques=settings_of(saved, changes.pop("saved_messages", MESSAGES)),
             files=(),
         )
-    given = {"checkpoint": "mark", "unwanted": None, "topology": TOPOLOGY} | changes
+    given = {"checkpoint": "mark", "iteration": 4, "unwanted": None, "topology": TOPOLOGY} | changes
     return decide(settings_of(now, MESSAGES), given.pop("topology"), manifest, **given)
 
 
@@ -34,6 +34,8 @@ def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **cha
         ({"unwanted": "--finetune"}, "--finetune"),
         ({"saved": None}, "the checkpoint does not contain it"),
         ({"checkpoint": None}, "overwritten without Optimus-CC"),
+        ({"checkpoint": "another mark"}, "contains the state of another save (iteration 4)"),
+        ({"iteration": 6}, "contains the state of another save (iteration 4)"),
         (
             {"topology": TOPOLOGY | {"--pipeline-model-parallel-size": 4}},
             "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint",
@@ -61,8 +63,9 @@ def test_what_concerns_the_whole_checkpoint_resets_everything_in_one_line(change
 )
 def test_what_concerns_one_technique_resets_that_one(changes: dict[str, Any], kept: str, says: str) -> None:
     found = decided(**changes) if "saved_messages" in changes else decided(now=BOTH.replace(**changes))
-    (line,) = found.lines()
+    restored, line = found.lines()
     assert found.restored == (kept,) and says in line
+    assert restored.startswith("the state of") and restored.endswith("is restored from iteration 4")
 
 
 @pytest.mark.parametrize(
@@ -81,17 +84,19 @@ def test_the_same_run_goes_on_from_everything_also_where_what_the_state_does_not
     changes: dict[str, Any],
 ) -> None:
     found = decided(now=BOTH.replace(**changes))
-    assert found.restored == (CB, SC) and found.lines() == []
+    both = "the state of compressed backpropagation and data-parallel compression is restored from iteration 4"
+    assert found.restored == (CB, SC) and found.lines() == [both]
 
 
 def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignored() -> None:
     newly = decided(saved=BOTH.replace(dp_compression=False))
     assert newly.restored == (CB,)
-    (line,) = newly.lines()
+    _, line = newly.lines()
     assert "the state of data-parallel compression is reset" in line and "does not contain it" in line
     off = decided(now=BOTH.replace(dp_compression=False))
     assert off.restored == (CB,)
-    assert off.lines() == ["the checkpoint's state of data-parallel compression is ignored: this run does not use it"]
+    ignored = "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
+    assert off.lines()[1:] == [ignored]
 
 
 def test_a_format_that_remembers_nothing_neither_asks_for_state_nor_warns() -> None:
@@ -136,9 +141,9 @@ def test_what_means_nothing_to_a_format_does_not_matter_and_an_old_description_w
     old = {"--dp-compression-rank": 128, "--dp-compression-stages": "all", "--dp-error-feedback": True}
     manifest = Manifest(iteration=4, checkpoint="mark", topology=TOPOLOGY, techniques={SC: old}, files=())
     settings = settings_of(OptimusConfig(dp_compression=True), MESSAGES)
-    assert decide(settings, TOPOLOGY, manifest, checkpoint="mark", unwanted=None).restored == (SC,)
+    assert decide(settings, TOPOLOGY, manifest, checkpoint="mark", iteration=4, unwanted=None).restored == (SC,)
 
 
 def test_what_a_rank_finds_out_later_resets_as_well() -> None:
     found = decided().without({SC: "other buckets"})
-    assert found.restored == (CB,) and found.lines()[0].endswith(": other buckets")
+    assert found.restored == (CB,) and found.lines()[1].endswith(": other buckets")

@@ -1,18 +1,27 @@
 """Files of a checkpoint: complete or absent; a damaged file gives an error with file, reason and cure."""
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.state_files import (
     FOLDER,
     DamagedState,
     Manifest,
+    new_mark,
     publish,
     read_manifest,
     read_rank_file,
@@ -35,12 +44,13 @@ def state(rank: int, iteration: int = 4) -> dict:
 
 def save(folder: Path, iteration: int = 4) -> Path:
     """Save as a run of two ranks does; return the folder of the iteration."""
-    start_staging(folder, "mark")
-    staging = staging_folder(folder, "mark")
+    mark = new_mark()
+    start_staging(folder, mark)
+    staging = staging_folder(folder, mark)
     files = tuple(write_rank_file(staging, rank, iteration, state(rank, iteration)) for rank in range(RANKS))
     described = {
         "iteration": iteration,
-        "checkpoint": "mark",
+        "checkpoint": mark,
         "topology": {"ranks": RANKS},
         "techniques": {"dp_compression": {}},
     }
@@ -102,7 +112,7 @@ def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_
     start_staging(tmp_path, "mark")
     write_rank_file(staging_folder(tmp_path, "mark"), 0, 4, state(0))
     assert load(folder, 1)["iteration"] == 4
-    # The next save removes all leftovers of the killed one, also the file of a rank that does not exist any more.
+    # The next save's folder has no file of a rank that does not exist any more.
     (staging_folder(tmp_path, "mark") / "rank_00007.pt").touch()
     folder = save(tmp_path, 6)
     assert sorted(path.name for path in (folder / FOLDER).iterdir()) == [
@@ -122,10 +132,130 @@ def test_an_iteration_that_is_saved_again_has_the_new_state_only(tmp_path: Path)
 
 def test_no_two_saves_have_one_staging_folder(tmp_path: Path) -> None:
     """A client of a network file system may still resolve the name of an earlier folder, which has been renamed."""
-    assert staging_folder(tmp_path, "one") != staging_folder(tmp_path, "other")
-    start_staging(tmp_path, "one")
-    start_staging(tmp_path, "other")
-    assert [path.name for path in tmp_path.iterdir()] == [staging_folder(tmp_path, "other").name]
+    assert staging_folder(tmp_path, new_mark()) != staging_folder(tmp_path, new_mark())
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from optimus_cc_ext.checkpoint.state_files import new_mark, start_staging
+start_staging(Path(sys.argv[1]), new_mark())
+print("staged", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process that has begun a save into `tmp_path`, and lives until its standard input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STAGE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None and run.stdout.readline() == "staged\n"
+        yield run
+        run.kill()
+
+
+def staged(folder: Path) -> list[Path]:
+    return list(folder.glob(".optimus_cc_incomplete*"))
+
+
+def test_a_save_leaves_the_staged_files_of_a_living_run_and_removes_those_of_a_dead_one(
+    other_run: subprocess.Popen, tmp_path: Path
+) -> None:
+    (theirs,) = staged(tmp_path)
+    save(tmp_path)
+    assert staged(tmp_path) == [theirs], "another run still writes there"
+    other_run.communicate("")
+    save(tmp_path, 6)
+    assert staged(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", [".", "iter_0000004"])
+def test_staged_files_whose_run_is_unknown_are_removed_after_a_day(place: str, tmp_path: Path) -> None:
+    """The names are those of an earlier version, of another host, and of a process whose number has been given away."""
+    here = new_mark().split("-")[0]
+    folder = save(tmp_path)
+    leftovers = [
+        tmp_path / place / f".optimus_cc_incomplete{end}" for end in ("_0f3a", "_0badcafe-7-0f", f"_{here}-1-0")
+    ]
+    for leftover in leftovers:
+        leftover.mkdir()
+        (leftover / "rank_00000.pt").touch()
+    save(tmp_path)
+    assert all(leftover.exists() for leftover in leftovers), "a run on another host may still write there"
+    for leftover in leftovers:
+        for path in (leftover / "rank_00000.pt", leftover):
+            os.utime(path, (0, path.stat().st_mtime - 25 * 3600))
+    (leftovers[0] / "rank_00001.pt").touch()
+    os.utime(leftovers[0], (0, 0))
+    save(tmp_path)
+    assert [leftover.exists() for leftover in leftovers] == [True, False, False], "rank 1 of the first has just written"
+    assert load(folder, 1)["iteration"] == 4
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another file system."""
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
+        pytest.skip("/dev/shm is no other file system here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_an_iteration_that_is_a_link_to_another_file_system_is_saved_again(elsewhere: Path, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000004").symlink_to(elsewhere)
+    for _ in range(2):
+        folder = save(tmp_path)
+        assert load(folder, 1)["iteration"] == 4
+        assert [path.name for path in elsewhere.iterdir()] == [FOLDER] and staged(tmp_path) == []
+
+
+def test_state_that_is_a_link_to_another_file_system_is_replaced_and_its_archive_stays(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path)
+    archive = elsewhere / "archive"
+    shutil.copytree(folder / FOLDER, archive)
+    shutil.rmtree(folder / FOLDER)
+    (folder / FOLDER).symlink_to(archive)
+    assert load(save(tmp_path), 1)["iteration"] == 4
+    assert not (folder / FOLDER).is_symlink() and (archive / "topology.json").exists() and staged(folder) == []
+
+
+@pytest.mark.parametrize("fault", ["deleted", "below a file"])
+def test_the_old_state_stays_if_the_new_one_cannot_be_put_in_its_place(fault: str, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    staging = tmp_path / ".optimus_cc_incomplete_mark"
+    if fault == "below a file":
+        staging.write_text("a file in place of the folder")
+        staging = staging / "below"
+    with pytest.raises(OSError) as failed:
+        publish(staging, folder)
+    reason = {"deleted": "No such file or directory", "below a file": "Not a directory"}[fault]
+    assert str(failed.value).startswith(
+        f"{folder / FOLDER} cannot be put into the checkpoint: {reason}. Give all ranks"
+    )
+    assert load(folder, 1)["iteration"] == 4
+
+
+CURES = {
+    "Make room": {errno.ENOSPC},
+    "Make room, or let the quota be raised": {errno.EDQUOT},
+    "Let the user of this job write there": {errno.EACCES, errno.EPERM},
+    "Mount the file system for writing": {errno.EROFS},
+    "Raise the limit of a file's size (ulimit -f)": {errno.EFBIG},
+    "Give all ranks one shared folder of checkpoints, in which no other program deletes": {errno.ENOENT, errno.ENOTDIR},
+}
+
+
+def test_each_error_of_a_file_system_is_one_sentence_with_path_reason_and_its_own_cure() -> None:
+    for number in errno.errorcode:
+        cure = next((cure for cure, numbers in CURES.items() if number in numbers), "Mend the disk or its mount")
+        said = f"place cannot be written: {os.strerror(number)}. {cure}, then resume: earlier checkpoints are whole"
+        with pytest.raises(OSError) as failed, state_files._naming(Path("place"), "written"):
+            raise OSError(number, os.strerror(number), "place")
+        assert str(failed.value) == said
 
 
 @pytest.mark.parametrize("values", [1, 1 << 18])
