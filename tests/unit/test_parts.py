@@ -3,9 +3,10 @@
 import argparse
 import ast
 import functools
-import importlib.util
+import importlib.machinery
 import inspect
 import logging
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ OTHERS = (
     torch, torch.Tensor, torch.nn, torch.nn.Module, torch.distributed, torch.distributed.ProcessGroup, torch.cuda,
     torch._C, torch.optim, torch.optim.Optimizer, str, dict, list, argparse, argparse.ArgumentParser("x"),
     argparse.HelpFormatter("x"), functools, importlib, inspect, inspect.Signature, inspect.BoundArguments,
-    inspect.Parameter, logging, sys, Path, Exception, SystemExit(1), reads_nothing, types,
+    inspect.Parameter, logging, os, os.path, sys, Path, Exception, SystemExit(1), reads_nothing, types,
+    importlib.machinery.ModuleSpec("x", None),
 )  # fmt: skip
 """Objects of torch and Python, whose attributes are none of Megatron's."""
 
