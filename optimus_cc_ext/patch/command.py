@@ -67,13 +67,14 @@ def _change(script: Path, undo: bool, force: bool) -> tuple[bytes | None, str]:
     bare = remove(source, block) if block is not None else source
     if undo:
         return (None, "not patched") if block is None else (bare, f"undone, the block stood at line {block.first}")
-    line, where = (block.first, "") if block is not None else find_place(source, script, Imports.of(script))
+    imports = Imports.of(script)
+    line, where = (block.first, "") if block is not None else find_place(source, script, imports)
     new = insert(bare, line)
     _verify(new, bare, script)
     return (
         (None, f"already patched at line {line}")
         if new == source
-        else (new, f"patched at line {line} {where}".rstrip())
+        else (new, "\n".join([f"patched at line {line} {where}".rstrip(), *imports.unread]))
     )
 
 
@@ -119,6 +120,7 @@ def _state(script: Path, megatron: Callable[[], Iterable[str]]) -> Iterator[str]
         _verify(source, remove(source, block), script)
         yield f"{script}: patched at line {block.first}" + (f", and edited:\n{block.edited}" if block.edited else "")
         imports.first(parse(source, script), script)
+    yield from imports.unread
     sys.path[:] = [*map(str, imports.ahead), *sys.path, *map(str, imports.behind)]
     yield from megatron()
 

@@ -24,10 +24,12 @@ class Imports:
             `sys.path.insert`, the script's own folder, and PYTHONPATH.
         behind: folders that Python searches last (`sys.path.append`), and the nearest one above the script that holds
             megatron/.
+        unread: sentences about `sys.path` lines whose folder only a run of the script tells.
     """
 
     ahead: list[Path]
     behind: list[Path]
+    unread: list[str] = field(default_factory=list)
     _ways: dict[Path, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -43,7 +45,7 @@ class Imports:
         texts = {"__file__": str(file.absolute())}
         for index, statement in enumerate(tree.body[:until]):
             for node in _run_by_import(statement):
-                self._follow_path(node, texts)
+                self._follow_path(node, texts, file)
                 for module, folders in _modules(node, file):
                     if way := self._way(module, folders):
                         return index, getattr(node, "lineno", statement.lineno), way
@@ -73,14 +75,31 @@ class Imports:
             self._ways[file] = [module, *found[2]] if found else []
         return self._ways[file]
 
-    def _follow_path(self, node: ast.AST, texts: dict[str, str]) -> None:
+    def _follow_path(self, node: ast.AST, texts: dict[str, str], file: Path) -> None:
         """Look where the script's `sys.path` lines make Python look, if they can be read without running them."""
         match node:
             case ast.Assign(targets=[ast.Name(name)], value=value):
                 texts[name] = _path(value, texts)
-            case ast.Call(ast.Attribute(changed, "insert" | "append" as how), [*_, value]):
-                if ast.unparse(changed) == "sys.path" and (path := _path(value, texts)):
-                    (self.ahead if how == "insert" else self.behind).insert(0, Path(path))
+                return
+            case ast.Call(ast.Attribute(changed, "insert" | "append"), [*_, value]):
+                added = [value]
+            case ast.Call(ast.Attribute(changed, "extend"), [value]) | ast.AugAssign(changed, value=value):
+                added = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            case ast.Assign(targets=[changed], value=value):
+                added = [value]
+            case _:
+                return
+        if not ast.unparse(changed).startswith("sys.path"):
+            return
+        searched = self.ahead if ast.unparse(node).startswith("sys.path.insert") else self.behind
+        for each in added:
+            if path := _path(each, texts):
+                searched.insert(0, Path(path))
+            else:
+                self.unread.append(
+                    f"{file}: line {node.lineno} puts `{ast.unparse(each)[:60]}` into sys.path, which is unknown here, "
+                    "so imports from there are not followed. If that reads a variable, set it as the run does"
+                )
 
 
 def parse(source: bytes, file: Path) -> ast.Module:
@@ -162,7 +181,8 @@ def _modules(node: ast.AST, file: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def _path(node: ast.expr, texts: dict[str, str]) -> str:
-    """Return the path that an expression of literals, `__file__` and functions of paths stands for; empty: unknown."""
+    """Return the path that an expression of literals, `__file__`, set variables and functions of paths
+    stands for; empty: unknown."""
 
     def value(node: ast.expr) -> str:
         match node:
@@ -170,6 +190,12 @@ def _path(node: ast.expr, texts: dict[str, str]) -> str:
                 return text
             case ast.Name(name) if texts.get(name):
                 return texts[name]
+            case ast.Subscript(of, ast.Constant(str(name))) if ast.unparse(of).endswith("environ"):
+                return os.environ[name]
+            case ast.Call(how, [ast.Constant(str(name)), *default]) if ast.unparse(how).endswith(
+                ("environ.get", "getenv")
+            ):
+                return os.environ.get(name) or value(default[0])
             case ast.Attribute(_, "pardir"):
                 return os.pardir
             case ast.Attribute(path, "parent") | ast.Call(ast.Attribute(_, "dirname"), [path]):

@@ -44,6 +44,17 @@ PLACES = {
         "import sys\nfrom pathlib import Path\nroot = Path(__file__).resolve().parent / 'elsewhere'\n"
         "if str(root) not in sys.path:\n    sys.path.insert(0, str(root))\n>from deep import far\n"
     ),
+    "a sys.path line with a variable": (
+        "import os, sys\nsys.path.insert(0, os.environ['OPTIMUS_CC_ELSEWHERE'])\n>from deep import far\n"
+    ),
+    "a sys.path line with a default": (
+        "import os, sys\nsys.path += [os.getenv('OPTIMUS_CC_UNSET', os.environ.get('OPTIMUS_CC_ELSEWHERE'))]\n"
+        ">from deep import far\n"
+    ),
+    "a sys.path line with several folders": (
+        "import os, sys\nhere = os.path.dirname(__file__)\nsys.path.extend([here, os.path.join(here, 'elsewhere')])\n"
+        ">from deep import far\n"
+    ),
     "a sys.path line that cannot be read": "import sys\nsys.path.append(f())\nfrom deep import far\n>import leads\n",
     "the guard of a shim": "import runpy\nimport later\n>if __name__ == '__main__':\n    runpy.run_path('x.py')\n",
 }
@@ -58,11 +69,24 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("marked", PLACES.values(), ids=PLACES)
-def test_the_block_goes_ahead_of_the_first_import_that_leads_to_megatron(script: Path, marked: str) -> None:
+def test_the_block_goes_ahead_of_the_first_import_that_leads_to_megatron(
+    script: Path, marked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTIMUS_CC_ELSEWHERE", str(script.parent / "elsewhere"))
     lines = marked.splitlines()
     [expected] = [number for number, line in enumerate(lines, 1) if line.startswith(">")]
     found, _ = find_place(marked.replace(">", "", 1).encode(), script, Imports.of(script))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "line", ["sys.path.insert(0, os.environ['UNSET'])", "sys.path[:0] = folders", "sys.path = f()", "sys.path += f()"]
+)
+def test_a_sys_path_line_whose_folder_is_not_known_is_named(script: Path, line: str) -> None:
+    imports = Imports.of(script)
+    find_place(f"import os, sys\n{line}\nimport leads\n".encode(), script, imports)
+    [said] = imports.unread
+    assert said.startswith(f"{script}: line 2 puts ") and "into sys.path, which is unknown here" in said
 
 
 def test_the_nearest_folder_above_with_a_megatron_and_pythonpath_are_searched(
