@@ -12,7 +12,7 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.errors import UnfitState
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
-from tests.megatron.test_kept_checkpoint import FOLDER, differences
+from tests.megatron.test_kept_checkpoint import HERE, differences
 
 LOW_RANK = OptimusConfig(
     compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
@@ -83,7 +83,8 @@ def test_a_state_that_does_not_fit_is_refused_by_name_on_all_ranks_and_changes_n
 def of_d851e77() -> list[str]:
     own_loops.start(2)
     handle = trained(steps=1)
-    saved = torch.load(FOLDER / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt", weights_only=True)
+    folder = HERE / "checkpoint_of_d851e77" / "iter_0000003" / "optimus_cc"
+    saved = torch.load(folder / f"rank_{torch.distributed.get_rank():05d}.pt", weights_only=True)
     handle.load_state_dict(saved["state"])
     state = handle.state_dict()
     del state["made_by"]
