@@ -235,7 +235,7 @@ CLEANED = replace(
 )  # fmt: skip
 
 
-@uses(in_ci(ON_LOCAL_DISKS, FROM_LOCAL_DISKS))
+@uses(full(ON_LOCAL_DISKS, FROM_LOCAL_DISKS))
 def test_balanced_goes_on_where_each_node_has_a_disk_of_its_own(runs):
     whole, resumed = runs
     assert [path.name for path in whole.folder.glob("node_*/iter_0000004/optimus_cc/*")] == ["topology.json"]
@@ -249,7 +249,7 @@ def test_low_rank_on_disks_of_the_nodes_is_refused_before_the_first_step(runs):
     assert "rank 2: --save: low rank has a state" in line and "Give all ranks one shared folder of checkpoints" in line
 
 
-@uses(in_ci(table.SAVED, THROUGH_A_LINK))
+@uses(full(table.SAVED, THROUGH_A_LINK))
 def test_a_checkpoint_that_is_a_link_to_another_file_system_is_saved_again(runs):
     whole, resumed = runs
     link = resumed.folder / "iter_0000008"

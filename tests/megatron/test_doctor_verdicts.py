@@ -77,7 +77,7 @@ def verdicts(seeds: range) -> list[tuple[int, str, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.ci)], ids=["ten lines", "the others"]
+    "seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.full)], ids=["ten lines", "the others"]
 )
 def test_a_random_layout_gets_a_verdict_or_a_sentence(seeds: range) -> None:
     [found] = run_ranks(1, verdicts, seeds, timeout=280, env={"OPTIMUS_CC_DEVICE": "cpu"})

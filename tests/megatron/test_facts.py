@@ -124,7 +124,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 ON = f" on megatron-core {SUPPORTED_MEGATRON[-1]}"
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.parametrize(("tied", "flags", "other_flags"), [(False, "", UNTIED), (True, UNTIED, "")])
 def test_a_preset_follows_a_model_that_ties_its_embeddings_otherwise_than_the_command_line(
     tied: bool, flags: str, other_flags: str

@@ -81,7 +81,7 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     [
         ("compress", "balanced", {"overlap_grad_reduce": True}), ("bridge", "paper", {}),
         *(
-            pytest.param(*case, marks=pytest.mark.ci)
+            pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("compress", "paper", {}), ("compress", "balanced", {"use_distributed_optimizer": True}),
                 ("explicit", "", {}),

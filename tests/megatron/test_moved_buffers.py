@@ -176,7 +176,7 @@ def test_gradients_that_a_loop_frees_and_allocates_anew_are_reduced_to_the_bit()
     check_gradients(2, 1, {"int8": Case(INT8), "low rank": Case(LOW_RANK)})
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_moved_gradients_are_reduced_with_shards_and_beside_the_backward_pass() -> None:
     both = GATHER.replace(dp_compression_format="int4")
     check_gradients(2, 1, {
@@ -186,7 +186,7 @@ def test_moved_gradients_are_reduced_with_shards_and_beside_the_backward_pass() 
     })  # fmt: skip
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_moved_gradients_are_reduced_in_two_levels() -> None:
     cases = {"int8": Case(INT8), "factors": Case(FACTORS_IN_INT8), "sharded": Case(INT8, ddp=SHARDED)}
     check_gradients(4, 1, cases, node="ranks:2")
@@ -236,7 +236,7 @@ def moved_parameters(overlaps: list[bool]) -> list[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize("overlapped", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["", "overlapped"])
+@pytest.mark.parametrize("overlapped", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "overlapped"])
 def test_parameters_that_a_loop_moves_are_gathered_to_the_bit(overlapped: bool) -> None:
     for [(expected, weights, held)] in run_ranks(2, moved_parameters, [overlapped], timeout=90):
         assert weights == expected

@@ -93,7 +93,7 @@ def trained(before: Callable[[], Any]) -> list[MegatronRun]:
     return runs
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_an_overlay_that_calls_what_it_replaces_changes_nothing_in_either_order() -> None:
     alone = trained(optimus_cc_ext.install)
     for before in (ours_first, theirs_first, bypassed_first):

@@ -23,7 +23,7 @@ SEEN: list[tuple] = []
 
 @needs_triton
 @elsewhere
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_short_run_holds_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestTritonPath and odd_shards")
 
