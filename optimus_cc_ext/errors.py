@@ -156,7 +156,7 @@ def exit_with(reason: Exception | str) -> NoReturn:
 
 @contextmanager
 def ends_the_run() -> Iterator[None]:
-    """End this rank with the reason and without a traceback if the `with` block fails, as it then does on all ranks."""
+    """End this rank with a message and without a traceback if the `with` block raises OptimusError."""
     try:
         yield
     except OptimusError as error:

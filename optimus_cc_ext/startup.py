@@ -1,4 +1,4 @@
-"""Prepare a process before Megatron is imported: for the launcher, and for a patched script."""
+"""Preparation of a process before Megatron is imported, for the launcher and for patched scripts."""
 
 import os
 import runpy

@@ -178,7 +178,7 @@ class Save:
         on_all_ranks(self._describe, _WRITING_FAILED)
 
     def publish(self, iteration_folder: Path) -> None:
-        """Let the first rank call `put_in_place`. Collective over all ranks.
+        """Call `put_in_place` on the first rank, and wait for it on all others. Collective over all ranks.
 
         Raises:
             OptimusError: on all ranks, if the first rank could not.

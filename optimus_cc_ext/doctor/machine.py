@@ -88,7 +88,7 @@ def seams() -> list[Finding]:
 
 
 def seams_in_brief(shown: int = 3) -> Iterator[str]:
-    """Yield the findings of `seams` as lines: the number of seams that hold, and at most `shown` that do not."""
+    """Yield the findings of `seams` as lines: how many seams hold, and at most `shown` of those that are missing."""
     found = seams()
     wrapped = [each for each in found if each.subject.startswith("seam ")]
     lacking = [each for each in found if each.mark == "FAIL"]

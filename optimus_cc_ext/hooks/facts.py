@@ -112,7 +112,7 @@ def is_tied(model: torch.nn.Module) -> bool:
 
 
 def as_built(of_flags: Layout, of_model: Layout) -> Layout:
-    """Return the facts of the command line, with those that a built model knows better.
+    """Return the facts of a run: from the built model where it has them, else from the command line.
 
     The model knows nothing of its optimizer. Which buffers a sharded Muon gets depends on the entry that builds the
     model: `training.get_model` shards them, the configuration container does not (training/training.py and

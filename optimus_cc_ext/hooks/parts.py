@@ -148,7 +148,7 @@ def importable(target: str) -> bool:
 
 
 def lacking(owner: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a module, the objects of a class, or Megatron's arguments do not have.
+    """Return those of the given names that a module, a class or Megatron's arguments lack.
 
     What an object has is read from its class, and from the assignments in the source, because there is no object yet.
 

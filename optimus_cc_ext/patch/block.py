@@ -42,7 +42,7 @@ if __name__ == "__main__":
     optimus_cc_startup.prepare()
 
 """.splitlines()
-"""Lines that earlier releases inserted, without markers."""
+"""Lines that patches/apply.sh of commit 8b301ab inserted, without markers."""
 
 
 def _sha256(lines: Sequence[str]) -> str:
@@ -69,7 +69,7 @@ class Block:
 
 
 def find(source: bytes) -> Block | None:
-    """Return the block of ours in a file, recognised by its markers alone, or by the exact text of earlier releases.
+    """Return the block of ours in a file, recognised by its markers alone, or by the exact text of commit 8b301ab.
 
     Raises:
         OptimusError: there are several blocks, or a marker is missing; the message names the lines.
@@ -95,7 +95,7 @@ def find(source: bytes) -> Block | None:
 
 
 def insert(source: bytes, line: int) -> bytes:
-    """Return the source with the block ahead of the line of this number, in the line endings of that line."""
+    """Insert the block above a line, counted from 1, with the line endings of that line; return the new source."""
     bom, lines = _lines(source)
     endings = re.findall(rb"\r\n|\n|\r", b"".join(lines[line - 1 :] + lines)) or [b"\n"]
     return b"".join([bom, *lines[: line - 1], BLOCK.encode().replace(b"\n", endings[0]), *lines[line - 1 :]])

@@ -136,7 +136,7 @@ def _read(script: Path) -> tuple[bytes, Block | None]:
 
 
 def _replace(script: Path, source: bytes) -> None:
-    """Write a file beside the script, or beside the file that it links to, and put it in that file's place."""
+    """Replace the script's content in one step; a symbolic link stays, and its target is replaced."""
     target = script.resolve()
     found = target.stat()
     if not found.st_mode & stat.S_IWUSR:

@@ -1,6 +1,6 @@
 """Place of the block in an entry script: ahead of the first statement that imports Megatron, directly or not.
 
-Sources are parsed, and nothing of them is run or imported.
+The script and the modules that it imports are parsed, but never run or imported.
 """
 
 import ast
@@ -121,7 +121,7 @@ def parse(source: bytes, file: Path) -> ast.Module:
 
 
 def find_place(source: bytes, file: Path, imports: Imports) -> tuple[int, str]:
-    """Return the number of the line at which the block goes into a script that has none, and what follows it.
+    """Return the number of the line above which the block is inserted, and the reason in words.
 
     Raises:
         OptimusError: there is no such line; the message says why, and what to do.

@@ -15,13 +15,12 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from scripts.compat import sentences
-from scripts.compat.forks import Forks
+from scripts.compat.forks import run_forks
 from scripts.compat.small_lines import SMALL
 
 MODES = {
@@ -44,7 +43,7 @@ _KINDS = {
 
 
 def _flags(script: Path, folder: Path) -> list[str]:
-    """Return Megatron's flags for a script, whose data go to a folder."""
+    """Return Megatron's flags for a script. The data that it trains on are written to a folder."""
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -113,15 +112,8 @@ def train(script: Path, flags: list[str], mode: str, ranks: int, limit: float) -
     there are none.
     """
     with tempfile.TemporaryDirectory(prefix="compat-entries-") as folder:
-        here, deadline = Path(folder), time.monotonic() + limit
-        forks = Forks(ranks, here, lambda rank: _rank(script, flags, mode, here / f"weights-{rank}"))
-        try:
-            while forks.alive and time.monotonic() < deadline:
-                time.sleep(0.2)
-            late = forks.alive
-        finally:
-            forks.end()
-        logs = [path.read_text(errors="replace") for path in sorted(here.glob("rank-*.log"))]
+        here = Path(folder)
+        logs, late = run_forks(ranks, here, lambda rank: _rank(script, flags, mode, here / f"weights-{rank}"), limit)
         weights = [path.read_text() for path in sorted(here.glob("weights-*"))]
     losses = [found for log in logs for found in re.findall(r"(?:lm |^|\W)loss: ([0-9.]+E[+-]\d+)", log)]
     if late or len(weights) < ranks or not losses:

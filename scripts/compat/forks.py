@@ -4,13 +4,14 @@ import contextlib
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from optimus_cc_ext.devices import parent_death
 
-__all__ = ["Forks"]
+__all__ = ["Forks", "run_forks"]
 
 
 class Forks:
@@ -55,3 +56,16 @@ class Forks:
                     kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self._pids.clear()
+
+
+def run_forks(ranks: int, folder: Path, run: Callable[[int], None], limit: float) -> tuple[list[str], bool]:
+    """Run ranks until they end, or for `limit` seconds; return their logs, and whether they were ended."""
+    deadline = time.monotonic() + limit
+    forks = Forks(ranks, folder, run)
+    try:
+        while forks.alive and time.monotonic() < deadline:
+            time.sleep(0.2)
+        late = forks.alive
+    finally:
+        forks.end()
+    return [path.read_text(errors="replace") for path in sorted(folder.glob("rank-*.log"))], late

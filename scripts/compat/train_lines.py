@@ -14,14 +14,13 @@ import re
 import runpy
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from scripts.compat import cpu_attention
-from scripts.compat.forks import Forks
+from scripts.compat.forks import run_forks
 from scripts.compat.lines import training_lines
 from scripts.compat.small_lines import SmallLine, distinct_layouts
 
@@ -57,15 +56,7 @@ def train(line: SmallLine, balanced: bool, limit: float) -> Trained:
     """Train a line on forks of this process."""
     with tempfile.TemporaryDirectory(prefix="compat-train-") as folder:
         here = Path(folder)
-        forks = Forks(line.ranks, here, lambda rank: _rank(line, balanced, here / f"traffic-{rank}"))
-        try:
-            deadline = time.monotonic() + limit
-            while forks.alive and time.monotonic() < deadline:
-                time.sleep(0.2)
-            late = forks.alive
-        finally:
-            forks.end()
-        logs = [path.read_text(errors="replace") for path in sorted(here.glob("rank-*.log"))]
+        logs, late = run_forks(line.ranks, here, lambda rank: _rank(line, balanced, here / f"traffic-{rank}"), limit)
         losses = [float(found) for log in logs for found in _LOSS.findall(log)]
         counted = [json.loads(path.read_text()) for path in here.glob("traffic-*")]
     traffic: dict[str, list[int]] = {}

@@ -182,7 +182,7 @@ def test_the_block_of_another_release_is_renewed_where_it_stands(patch: Patch, s
 
 def test_the_block_without_markers_is_known_by_its_text(patch: Patch, script: Path) -> None:
     old = "\n".join([*blocks._WITHOUT_MARKERS, ""])
-    # The text that patches/ of 0.9 inserted.
+    # The text that patches/apply.sh of commit 8b301ab inserted.
     assert hashlib.sha256(old.encode()).hexdigest().startswith("54a93847aca5ba76bff4698a69ec9f67")
     for ending in ("\n", "\r\n"):
         before = SOURCE.replace(b"\n", ending.encode())

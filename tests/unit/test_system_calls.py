@@ -23,7 +23,7 @@ os.chdir(sys.argv[2])
 def watched(
     folder: Path, code: str, answers: dict[str, int], *, reads: bool = False
 ) -> tuple[list[Call], subprocess.CompletedProcess[str]]:
-    """Run `code` in the folder; answer its calls by "name path"."""
+    """Run `code` in a folder, and answer each of its system calls by the key "name path" of `answers`."""
     calls: list[Call] = []
 
     def answer(call: Call) -> int | None:
