@@ -5,13 +5,12 @@ that we wrap.
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from optimus_cc_ext._version import __version__
 from optimus_cc_ext.doctor.findings import Finding
-from optimus_cc_ext.errors import UnsupportedMegatron
+from optimus_cc_ext.errors import UnsupportedMegatron, require_megatron, require_torch
 
 __all__ = ["find_checkout", "kernels", "packages", "seams", "seams_in_brief"]
 
@@ -87,13 +86,18 @@ def seams() -> list[Finding]:
     return [*found, Finding("attributes", f"{len(attributes)} that are read are as expected", "ok")]
 
 
-def seams_in_brief(shown: int = 3) -> Iterator[str]:
-    """Yield the findings of `seams` as lines: how many seams hold, and at most `shown` of those that are missing."""
+def seams_in_brief(shown: int = 3) -> tuple[list[str], bool]:
+    """Return the findings of `seams` as lines, with how many seams hold and at most `shown` of those that are missing;
+    and whether all hold.
+    """
+    require_torch()
+    require_megatron()
     found = seams()
     wrapped = [each for each in found if each.subject.startswith("seam ")]
     lacking = [each for each in found if each.mark == "FAIL"]
     told = [each for each in found if each not in wrapped + lacking]
-    yield from (f"{each.subject}: {each.state}" for each in told + lacking[:shown])
+    lines = [f"{each.subject}: {each.state}" for each in told + lacking[:shown]]
     if len(lacking) > shown:
-        yield f"and {len(lacking) - shown} more that do not hold, which optimus-cc doctor lists"
-    yield f"seams: {sum(each.mark == 'ok' for each in wrapped)} of {len(wrapped)} are as expected"
+        lines.append(f"and {len(lacking) - shown} more that do not hold, which optimus-cc doctor lists")
+    lines.append(f"seams: {sum(each.mark == 'ok' for each in wrapped)} of {len(wrapped)} are as expected")
+    return lines, not lacking

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from optimus_cc_ext.errors import OptimusError
@@ -25,17 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
-        "--check", action="store_true", help="only print the state, and which Megatron the script finds"
+        "--check",
+        action="store_true",
+        help="only print the state and the Megatron found; status 1: refused in training",
     )
     action.add_argument("--undo", action="store_true", help="take the block out; every other byte stays")
     parser.add_argument("--force", action="store_true", help="replace, or take out, a block whose lines were edited")
 
 
-def run(options: argparse.Namespace, megatron: Callable[[], Iterable[str]]) -> int:
+def run(options: argparse.Namespace, megatron: Callable[[], tuple[Iterable[str], bool]]) -> int:
     """Run the command, and return its status. Either every script is fit, and each is replaced as a whole, or none is.
 
     Args:
-        megatron: returns lines about the Megatron that this process imports, for --check.
+        megatron: returns lines about the Megatron that this process imports, for --check, and whether it would train.
 
     Raises:
         OptimusError: a script cannot be patched; the message names the file, the reason and the cure.
@@ -45,13 +47,14 @@ def run(options: argparse.Namespace, megatron: Callable[[], Iterable[str]]) -> i
         command = [sys.executable, "-P", "-m", "optimus_cc_ext.cli", "patch", "--check"]
         return max(subprocess.run([*command, script], check=False).returncode for script in options.scripts)
     if options.check:
-        for line in _state(options.scripts[0], megatron):
+        for line in _state(options.scripts[0]):
             print(line, flush=True)
-        return 0
+        lines, trains = megatron()
+        print(*lines, sep="\n")
+        return 0 if trains else 1
     changes = [(script, *_change(script, options.undo, options.force)) for script in options.scripts]
-    for script, new, said in changes:
-        if new is not None:
-            _replace(script, new)
+    _replace({script: new for script, new, _ in changes if new is not None})
+    for script, _, said in changes:
         print(f"{script}: {said}")
     return 0
 
@@ -74,7 +77,7 @@ def _change(script: Path, undo: bool, force: bool) -> tuple[bytes | None, str]:
     return (
         (None, f"already patched at line {line}")
         if new == source
-        else (new, "\n".join([f"patched at line {line} {where}".rstrip(), *imports.unread]))
+        else (new, "\n".join([f"patched at line {line} {where}".rstrip(), *imports.unread, *imports.late.values()]))
     )
 
 
@@ -106,11 +109,11 @@ def _shape(body: list[ast.stmt]) -> list[tuple[object, ...]]:
     ]
 
 
-def _state(script: Path, megatron: Callable[[], Iterable[str]]) -> Iterator[str]:
-    """Yield the state of a script, and what holds of the Megatron that it finds.
+def _state(script: Path) -> Iterator[str]:
+    """Yield the state of a script, and let this process find the Megatron that the block finds.
 
     Raises:
-        OptimusError: it cannot be patched, or its Megatron cannot be imported.
+        OptimusError: it cannot be patched.
     """
     (source, block), imports = _read(script), Imports.of(script)
     if block is None:
@@ -120,9 +123,9 @@ def _state(script: Path, megatron: Callable[[], Iterable[str]]) -> Iterator[str]
         _verify(source, remove(source, block), script)
         yield f"{script}: patched at line {block.first}" + (f", and edited:\n{block.edited}" if block.edited else "")
         imports.first(parse(source, script), script)
-    yield from imports.unread
-    sys.path[:] = [*map(str, imports.ahead), *sys.path, *map(str, imports.behind)]
-    yield from megatron()
+    yield from [*imports.unread, *imports.late.values()]
+    ahead, behind = imports.at_block
+    sys.path[:] = [*map(str, ahead), *sys.path, *map(str, behind)]
 
 
 def _read(script: Path) -> tuple[bytes, Block | None]:
@@ -135,19 +138,31 @@ def _read(script: Path) -> tuple[bytes, Block | None]:
         raise OptimusError(f"{script}: {error}") from None
 
 
-def _replace(script: Path, source: bytes) -> None:
-    """Replace the script's content in one step; a symbolic link stays, and its target is replaced."""
-    target = script.resolve()
-    found = target.stat()
-    if not found.st_mode & stat.S_IWUSR:
-        raise OptimusError(f"{script} is read-only. Let it be written, if that is meant: chmod u+w {script}")
-    handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+def _replace(sources: Mapping[Path, bytes]) -> None:
+    """Replace the contents of scripts, each in one step; a symbolic link stays, and its target is replaced.
+
+    Raises:
+        OptimusError: one cannot be written; then none is replaced.
+    """
+    beside: dict[Path, str] = {}
     try:
-        with open(handle, "wb") as file:
-            file.write(source)
-            os.fchmod(handle, stat.S_IMODE(found.st_mode))
-            os.fchown(handle, found.st_uid, found.st_gid)
-        os.replace(beside, target)
-    except BaseException:
-        os.unlink(beside)
-        raise
+        for script, source in sources.items():
+            target, found = script.resolve(), script.stat()
+            if not found.st_mode & stat.S_IWUSR:
+                raise OptimusError(f"{script} is read-only. Let it be written, if that is meant: chmod u+w {script}")
+            try:
+                handle, beside[target] = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+                with open(handle, "wb") as file:
+                    file.write(source)
+                    os.fchmod(handle, stat.S_IMODE(found.st_mode))
+                    os.fchown(handle, found.st_uid, found.st_gid)
+            except OSError as error:
+                raise OptimusError(
+                    f"{script} cannot be replaced ({error.strerror}); no script was changed. Call this as its owner, "
+                    f"who can write into {target.parent}"
+                ) from None
+        for target, new in beside.items():
+            os.replace(new, target)
+    finally:
+        for new in beside.values():
+            Path(new).unlink(missing_ok=True)

@@ -22,21 +22,30 @@ class Imports:
     Attributes:
         ahead: folders that Python searches before those of installed packages: what the script puts in by
             `sys.path.insert`, the script's own folder, and PYTHONPATH.
-        behind: folders that Python searches last (`sys.path.append`), and the nearest one above the script that holds
-            megatron/.
+        behind: folders that Python searches last: `sys.path.append`.
+        above: the nearest folder above the script that holds megatron/. Python does not search it by itself.
         unread: sentences about `sys.path` lines whose folder only a run of the script tells.
+        late: folders with a megatron/ that come into `sys.path` only behind the place of the block; with a sentence.
     """
 
     ahead: list[Path]
     behind: list[Path]
+    above: list[Path]
     unread: list[str] = field(default_factory=list)
+    late: dict[Path, str] = field(default_factory=dict)
+    _before: set[Path] = field(default_factory=set)
     _ways: dict[Path, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, script: Path) -> "Imports":
         above = script.resolve().parents
         named = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
-        return cls([above[0], *named], [folder for folder in above if (folder / "megatron").is_dir()][:1])
+        return cls([above[0], *named], [], [folder for folder in above if (folder / "megatron").is_dir()][:1])
+
+    @property
+    def at_block(self) -> tuple[list[Path], list[Path]]:
+        """Folders ahead and behind, as far as they are in `sys.path` when the block runs."""
+        return [f for f in self.ahead if f not in self.late], [f for f in self.behind if f not in self.late]
 
     def first(self, tree: ast.Module, file: Path, until: int | None = None) -> tuple[int, int, list[str]] | None:
         """Return the first import of a file that leads to Megatron: the index of the statement of the module that
@@ -44,12 +53,21 @@ class Imports:
         """
         texts = {"__file__": str(file.absolute())}
         for index, statement in enumerate(tree.body[:until]):
-            for node in _run_by_import(statement):
-                self._follow_path(node, texts, file)
-                for module, folders in _modules(node, file):
-                    if way := self._way(module, folders):
-                        return index, getattr(node, "lineno", statement.lineno), way
+            self._before = {*self.ahead, *self.behind}
+            self.late.clear()
+            if found := self._lead(statement, texts, file):
+                return index, *found
         return None
+
+    def _lead(self, statement: ast.stmt, texts: dict[str, str], file: Path) -> tuple[int, list[str]] | None:
+        """Return the line of the first import of a statement that leads to Megatron, and the modules on the way."""
+        found = None
+        for node in _run_by_import(statement):
+            self._follow_path(node, texts, file)
+            for module, folders in [] if found else _modules(node, file):
+                if way := not found and self._way(module, folders):
+                    found = getattr(node, "lineno", statement.lineno), way
+        return found
 
     def _way(self, module: str, folders: list[Path]) -> list[str]:
         """Return the modules on the way from this one to Megatron; empty: it does not lead there.
@@ -59,7 +77,7 @@ class Imports:
         """
         if not folders and module.partition(".")[0] == "megatron":
             return [module]
-        for folder in folders or ([] if module in sys.builtin_module_names else self.ahead + self.behind):
+        for folder in folders or ([] if module in sys.builtin_module_names else self.ahead + self.behind + self.above):
             for ending in ("/__init__.py", ".py"):
                 if (file := folder / (module.replace(".", "/") + ending)).is_file():
                     return self._way_of(module, file)
@@ -69,10 +87,12 @@ class Imports:
         if file not in self._ways:
             self._ways[file] = []  # for modules that import each other
             try:
-                found = self.first(parse(file.read_bytes(), file), file)
+                texts = {"__file__": str(file.absolute())}
+                leads = (self._lead(each, texts, file) for each in parse(file.read_bytes(), file).body)
+                found = next(filter(None, leads), None)
             except (OptimusError, OSError, RecursionError):
                 found = None
-            self._ways[file] = [module, *found[2]] if found else []
+            self._ways[file] = [module, *found[1]] if found else []
         return self._ways[file]
 
     def _follow_path(self, node: ast.AST, texts: dict[str, str], file: Path) -> None:
@@ -94,7 +114,12 @@ class Imports:
         searched = self.ahead if ast.unparse(node).startswith("sys.path.insert") else self.behind
         for each in added:
             if path := _path(each, texts):
-                searched.insert(0, Path(path))
+                searched.insert(0, folder := Path(path))
+                if folder not in self._before and (folder / "megatron").is_dir():
+                    self.late[folder] = (
+                        f"{file}: line {node.lineno} puts {path} into sys.path behind the block. If Megatron is to "
+                        f"come from there, start with PYTHONPATH={path}"
+                    )
             else:
                 self.unread.append(
                     f"{file}: line {node.lineno} puts `{ast.unparse(each)[:60]}` into sys.path, which is unknown here, "

@@ -135,6 +135,17 @@ def test_of_several_scripts_all_are_patched_or_none(
     assert script.read_bytes() == SOURCE and str(other) in capsys.readouterr().err
 
 
+def test_if_one_cannot_be_written_beside_itself_none_is_and_it_is_named(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / f"{'x' * 250}.py"  # No name of this folder can be longer than 255 characters.
+    other.write_bytes(SOURCE)
+    assert main(["patch", str(script), str(other)]) == 2
+    assert f"error: {other} cannot be replaced (File name too long)" in (said := capsys.readouterr()).err
+    assert said.out == "" and sorted(tmp_path.iterdir()) == [script, other]
+    assert script.read_bytes() == other.read_bytes() == SOURCE
+
+
 # -- files that changed after they were patched -------------------------------------------------------------------
 
 

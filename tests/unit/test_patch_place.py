@@ -1,5 +1,6 @@
 """The place of the block: ahead of the first import that leads to Megatron, in sources that no one imports."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,30 @@ def test_a_sys_path_line_whose_folder_is_not_known_is_named(script: Path, line: 
     find_place(f"import os, sys\n{line}\nimport leads\n".encode(), script, imports)
     [said] = imports.unread
     assert said.startswith(f"{script}: line 2 puts ") and "into sys.path, which is unknown here" in said
+
+
+@pytest.mark.parametrize(("source", "line"), [
+    ("try:\n import megatron.core\nexcept ImportError:\n sys.path.insert(0, 'WITH')\n", 4),
+    ("if True:\n sys.path.append('WITH')\n from megatron.core import mpu\n", 2),
+    ("import led\n", 1), ("sys.path.append('WITH')\nimport led\n", None),
+    ("sys.path.append('WITH')\nimport megatron.core\n", None),
+    ("import megatron.core\nsys.path.append('WITH')\n", None),
+    ("if True:\n sys.path.append('WITHOUT')\n import megatron.core\n", None),
+])  # fmt: skip
+def test_a_sys_path_line_that_leads_to_a_megatron_behind_the_block_is_named(
+    script: Path, source: str, line: int | None
+) -> None:
+    """The line can be part of the very statement that imports Megatron, or of a module that this statement imports."""
+    folder = script.parent / "with a megatron"
+    (folder / "megatron" / "core").mkdir(parents=True)
+    led, place = script.parent / "led.py", "sys.path.append('WITH')\n"
+    led.write_text(f"{place}import megatron.core\n".replace("WITH", str(folder)))
+    imports = Imports.of(script)
+    find_place(source.replace("WITH", str(folder), 1).encode(), script, imports)
+    file = led if "led" in source else script
+    said = f"{file}: line {line} puts {folder} into sys.path behind the block. If Megatron is to come from there, start"
+    assert list(imports.late.values()) == ([f"{said} with PYTHONPATH={folder}"] if line else [])
+    assert (folder in itertools.chain(*imports.at_block)) == source.startswith("sys.path.append('WITH')")
 
 
 def test_the_nearest_folder_above_with_a_megatron_and_pythonpath_are_searched(

@@ -187,7 +187,9 @@ def removed_then_checked(script: str, lacking: str) -> int:
 @pytest.mark.parametrize("lacking", ["", "train_step"])
 def test_check_prints_megatron_its_version_seams_and_attributes(script: Path, lacking: str) -> None:
     script.write_text("import megatron.core\n")
-    said = call(removed_then_checked, str(script), lacking).output
+    ended = call(removed_then_checked, str(script), lacking)
+    said = ended.output
+    assert ended.code == int(bool(lacking)), "the status says whether training would start"
     assert said.startswith(
         f"{script}: not patched; the block would stand at line 1 ahead of the import megatron.core\n"
     )
@@ -197,3 +199,19 @@ def test_check_prints_megatron_its_version_seams_and_attributes(script: Path, la
     assert (f"\nseam megatron.training.training:{lacking}: " in said) == bool(lacking)
     if not lacking:
         assert re.search(r"^megatron version: \d+\.\d+\.\d+ is supported$", said, re.MULTILINE)
+
+
+def checked_without_megatron(script: str) -> int:
+    """Run --check in a rank that finds no Megatron."""
+    from optimus_cc_ext.cli import main
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # So Python refuses the import.
+    return main(["patch", script, "--check"])
+
+
+def test_check_says_where_no_megatron_is_found(script: Path) -> None:
+    script.write_text("import megatron.core\n")
+    ended = call(checked_without_megatron, str(script))
+    assert ended.code == 2 and "error: megatron.core cannot be imported here. Install megatron-core" in ended.output
