@@ -186,7 +186,7 @@ def publish(staging: Path | None, iteration_folder: Path) -> None:
             _set_aside(folder)
         else:
             new = iteration_folder / staging.name
-            _move(staging, new)
+            _rename(staging, new)
             _replace(folder, new)
             _names_to_disk(folder)
             _names_to_disk(iteration_folder)
@@ -321,6 +321,9 @@ _CURES = {
     errno.EFBIG: "Raise the limit of a file's size (ulimit -f)",
 }
 
+_NO_RENAME = (errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EMFILE)
+"""Errors of a rename to another file system, and of any folder's on Mountpoint for S3 and gcsfuse (EMFILE)."""
+
 
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
@@ -368,19 +371,21 @@ def _is_abandoned(leftover: Path) -> bool:
     return False
 
 
-def _move(staging: Path, new: Path) -> None:
-    """Move a folder of files. The folder of an iteration may be a link to another file system."""
+def _rename(folder: Path, name: Path) -> None:
+    """Rename a folder of files, or move its files, topology.json last. The folder of an iteration may be a link to
+    another file system, and mounted stores of objects rename no folders.
+    """
     try:
-        staging.rename(new)
+        folder.rename(name)
     except OSError as error:
-        if error.errno != errno.EXDEV:
+        if error.errno not in _NO_RENAME:
             raise
-        new.mkdir()
-        for file in staging.iterdir():
-            with file.open("rb") as source, (new / file.name).open("wb") as target:
+        name.mkdir()
+        for file in sorted(folder.iterdir()):
+            with file.open("rb") as source, (name / file.name).open("wb") as target:
                 shutil.copyfileobj(source, target)
                 _to_disk(target)
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(folder: Path, new: Path) -> None:
@@ -388,13 +393,13 @@ def _replace(folder: Path, new: Path) -> None:
     old = None
     for tries_left in reversed(range(10)):  # another run may save the same iteration at the same time
         try:
-            new.rename(folder)
+            _rename(new, folder)
             return
         except OSError as error:
             if not tries_left or error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 if old is not None:
                     with suppress(OSError):
-                        old.rename(folder)
+                        _rename(old, folder)
                 raise
         old = _set_aside(folder)
 
@@ -403,7 +408,7 @@ def _set_aside(folder: Path) -> Path:
     """Rename `folder`, if it exists, to a leftover of this process."""
     aside = staging_folder(folder.parent, new_mark())
     with suppress(FileNotFoundError):
-        folder.rename(aside)
+        _rename(folder, aside)
     return aside
 
 

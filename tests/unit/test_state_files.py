@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.schedule import Message
+from tests.forked_ranks import run_ranks
+from tests.system_calls import AVAILABLE, Watch, watched_by
 
 RANKS = 2
 
@@ -221,6 +224,24 @@ def test_state_that_is_a_link_to_another_file_system_is_replaced_and_its_archive
     (folder / FOLDER).symlink_to(archive)
     assert load(save(tmp_path), 1)["iteration"] == 4
     assert not (folder / FOLDER).is_symlink() and (archive / "topology.json").exists() and staged(folder) == []
+
+
+def save_twice(address: str, folder: Path) -> None:
+    watched_by(address)
+    for _ in range(2):
+        assert load(save(folder), 1)["iteration"] == 4
+    publish(None, folder / "iter_0000006")
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs x86-64 and a kernel that lets a held call go on (5.5)")
+def test_on_a_mounted_store_of_objects_which_renames_no_folders_state_is_replaced(tmp_path: Path) -> None:
+    older = save(tmp_path, 6)
+    errors = cycle([errno.ENOSYS, errno.ENOTSUP, errno.EMFILE])
+    with Watch(tmp_path, lambda call: next(errors) if call.name.startswith("rename") else None) as watch:
+        run_ranks(1, save_twice, watch.address, tmp_path)
+    folder = tmp_path / "iter_0000004"
+    assert load(folder, 0)["iteration"] == 4 and list(older.iterdir()) == []
+    assert staged(tmp_path) == staged(folder) == []
 
 
 @pytest.mark.parametrize("fault", ["deleted", "below a file"])
