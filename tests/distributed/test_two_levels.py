@@ -26,7 +26,9 @@ TINY: Shapes = [(3, 4), (5,)]
 KINDS = pytest.mark.parametrize(
     ("sharded", "whole"), [(False, False), (True, False), (True, True)], ids=["whole", "shards", "gathered shards"]
 )
-NODES = pytest.mark.parametrize(("nodes", "members"), [(2, 2), (3, 2)], ids=["2x2", "3x2"])
+NODES = pytest.mark.parametrize(
+    ("nodes", "members"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.full)], ids=["2x2", "3x2"]
+)
 
 
 def codecs(format: str) -> BlockCodecs:

@@ -82,7 +82,10 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"config": session.config, **{name: getattr(args, name) for name in names}}
 
 
-@pytest.mark.parametrize("model", MODEL)
+OTHERS = [pytest.param(model, marks=pytest.mark.full) for model in MODEL if model != "8.3B"]
+
+
+@pytest.mark.parametrize("model", ["8.3B", *OTHERS])
 def test_at_full_size_it_means_what_the_paper_means(model: str) -> None:
     line = " ".join([MODEL[model], LAYOUT[model], BATCHES, DATA, BACKEND, TRAINING, COMPRESSION])
     found = launch(shlex.split(line), tiny=False, world_size=WORLD_SIZE[model], probe=facts_of)

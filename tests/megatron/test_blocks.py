@@ -11,7 +11,7 @@ from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron.test_lossless_limits import NORMS, assert_tied, saved_gradients
 from tests.megatron_runs import last_stage_losses, relative_gap
 
-IN_DEFAULT_TIER = ("vanilla", "sharded", "overlapped, interleaved, per token")
+IN_DEFAULT_TIER = ("sharded", "overlapped, interleaved, per token")
 CASES = [(limit, limit.vanilla, exact) for limit, exact in zip(table.LIMITS, table.EXACT, strict=True)]
 LIMIT_OF = {exact.name: limit for limit, _, exact in CASES}
 
@@ -74,7 +74,7 @@ def test_evaluation_sends_dense_and_touches_nothing(runs):
         assert quiet.ours.traffic == mine.ours.traffic, "what evaluation sends is neither encoded nor counted"
 
 
-@uses(table.UNBATCHED, table.INTERLEAVED_RUN)
+@uses(full(table.UNBATCHED), table.INTERLEAVED_RUN)
 def test_activations_are_encoded_one_by_one_and_over_the_wrap_of_interleaving(runs):
     stages = [rank for rank in runs.ranks if rank.stage < 3 or table.INTERLEAVED in runs.spec.flags]
     for rank in stages:
@@ -94,7 +94,7 @@ def test_without_the_distributed_optimizer_there_is_none(runs):
     assert all(rank.ours.traffic["parameter gather"] == (0, 0) for rank in runs.ranks)
 
 
-@uses(table.SAVED_BLOCKS, table.BLOCKS_TP2)
+@uses(table.SAVED_BLOCKS, full(table.BLOCKS_TP2))
 def test_bytes_are_shares_of_what_vanilla_sends(runs):
     sharded = runs.spec is table.SAVED_BLOCKS
     for rank in runs.ranks:

@@ -37,7 +37,8 @@ def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
 
 @uses(
     *((run, resumed(run, 4)) for run in (table.SAVED, table.SAVED_SHARDED)),
-    *(in_ci(run, resumed(run, 4)) for run in (table.SAVED_FACTORS, table.SAVED_IN_BACKGROUND)),
+    in_ci(table.SAVED_IN_BACKGROUND, resumed(table.SAVED_IN_BACKGROUND, 4)),
+    full(table.SAVED_FACTORS, resumed(table.SAVED_FACTORS, 4)),
     *(full(run, *(resumed(run, iteration) for iteration in (2, 4, 6))) for run in table.SAVED_OFTEN),
 )
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
@@ -139,7 +140,7 @@ def about_state(run: Run) -> list[str]:
     return [line for line in run.said if " is reset " in line or "ignored" in line]
 
 
-@uses(table.IN_FOUR_STAGES)
+@uses(full(table.IN_FOUR_STAGES))
 def test_another_topology_starts_afresh_and_trains_on(runs):
     line, ignored = about_state(runs)
     assert ignored == "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
@@ -152,7 +153,7 @@ def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
     assert "compressed backpropagation is reset" in line and "data-parallel" not in line
 
 
-@uses(table.IN_OTHER_BUCKETS)
+@uses(full(table.IN_OTHER_BUCKETS))
 def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
     # Only the first stage has several buckets, and the other ranks have to learn of them.
     (line,) = about_state(runs)
@@ -165,7 +166,7 @@ def test_what_resets_the_optimizer_resets_us_and_is_said(runs):
     assert line.endswith(f": {runs.spec.flags.split()[-1]}")
 
 
-@uses((table.SWITCHED_OFF, table.SWITCHED_ON))
+@uses(full(table.SWITCHED_OFF, table.SWITCHED_ON))
 def test_switched_off_the_state_is_ignored_and_the_next_checkpoint_has_none(runs):
     off, on = runs
     (line,) = about_state(off)

@@ -102,7 +102,7 @@ def load(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.ci) if name == "TP2-PP2" else name for name in LAYOUTS]
+    "layout", [name if name == "TP1-PP1" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_a_converted_checkpoint_answers_as_megatron_does(runs: Any, tokenizer: Any, layout: str) -> None:
     answers, _, folder = runs(layout)
@@ -128,6 +128,7 @@ def test_a_converted_checkpoint_answers_as_megatron_does(runs: Any, tokenizer: A
         assert continued[0, tokens.shape[1] :].tolist() == answers["continuations"][index]
 
 
+@pytest.mark.full
 def test_both_formats_give_the_same_model(runs: Any, tmp_path: Path) -> None:
     _, save, folder = runs("TP2-PP2")
     convert(save.with_name("torch_dist"), tmp_path / "converted")

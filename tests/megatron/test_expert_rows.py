@@ -112,7 +112,7 @@ def rows_alone(run: Run, name: str) -> float:
     return (sent - probabilities) / (raw - probabilities)
 
 
-@uses((CODED, VANILLA.but("tokens dense, counted", ours="")))
+@uses(full(CODED, VANILLA.but("tokens dense, counted", ours="")))
 def test_rows_of_8_bits_are_0_254_of_fp32s_bytes_and_what_is_off_is_counted_as_it_is_sent(runs):
     coded, off = runs
     # 64 x 2 tokens of two experts each: two messages of 130 bytes and 128 values in fp32

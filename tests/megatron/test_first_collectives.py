@@ -65,7 +65,7 @@ ONE_STAGE = TIED_DENSE.but("first collectives, one stage compresses", ours="--dp
 FACTORS = run("first collectives, factors in int8", (4, ""), table.OVERLAPPED, f"{table.SC4} {table.INT8_FACTORS}")
 
 
-@uses(SHARDED, full(TIED_DENSE), full(TIED), in_ci(ONE_STAGE), full(FACTORS))
+@uses(SHARDED, full(TIED_DENSE), full(TIED), full(ONE_STAGE), full(FACTORS))
 def test_no_group_of_ours_makes_its_first_collective_in_a_step(runs):
     for rank in runs.ranks:
         first, later, made = rank.probed

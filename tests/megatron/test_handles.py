@@ -270,7 +270,14 @@ def finalised(stages: int, way: str, ddp: dict[str, Any]) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
 @pytest.mark.parametrize(
-    ("stages", "way"), [(2, "inside"), (2, "after"), (2, "accumulated"), (1, "after"), (1, "no schedule")]
+    ("stages", "way"),
+    [
+        (2, "inside"),
+        pytest.param(2, "after", marks=pytest.mark.full),
+        (2, "accumulated"),
+        pytest.param(1, "after", marks=pytest.mark.full),
+        (1, "no schedule"),
+    ],
 )
 def test_gradients_are_vanillas_in_whatever_way_they_are_finalised(stages: int, way: str, overlapped: bool) -> None:
     ddp = {"overlap_grad_reduce": overlapped}

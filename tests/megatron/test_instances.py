@@ -47,7 +47,7 @@ MORE = [
 LIMITS = {each.run.name: each for each in (OVERLAP, *MORE)}
 
 
-@uses((OVERLAP.vanilla, OVERLAP.run), *(full(each.vanilla, each.run) for each in MORE))
+@uses(*(full(each.vanilla, each.run) for each in (OVERLAP, *MORE)))
 def test_exact_messages_between_instances_reproduce_vanilla(runs):
     vanilla, ours = runs
     tolerance = LIMITS[ours.spec.name]

@@ -168,7 +168,7 @@ def test_megatrons_persistent_writer_of_checkpoints_outlives_its_own_imports(tmp
             "exitcode  : -9",
             "Signal 9 (SIGKILL)",
             id="is killed",
-            marks=pytest.mark.ci,
+            marks=pytest.mark.full,
         ),
     ],
 )

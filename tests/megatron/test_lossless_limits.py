@@ -16,7 +16,7 @@ import torch
 from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import LIMITS, PP2_DP2, TP2_PP2_DP2, Limit
-from tests.megatron.specs import Run, RunSpec, full, in_ci, uses
+from tests.megatron.specs import Run, RunSpec, full, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
 NORMS = 5
@@ -136,16 +136,14 @@ ALL_LIMITS = {
 }
 
 
-IN_CI = ("sequence parallel, recomputed", "averaged in the collective")
-"""Names of the limits that CI tests, and scripts/test.sh does not."""
+IN_DEFAULT_TIER = ("bf16 buckets", "overlapped, interleaved, per token", "sharded")
 
 
 @uses(
     *(
-        in_ci(limit.vanilla, limit.run) if limit.vanilla.name in IN_CI else (limit.vanilla, limit.run)
-        for limit in LIMITS
+        (limit.vanilla, limit.run) if limit.vanilla.name in IN_DEFAULT_TIER else full(limit.vanilla, limit.run)
+        for limit in ALL_LIMITS.values()
     ),
-    *(full(limit.vanilla, limit.run) for limit in ALL_LIMITS.values() if limit not in LIMITS),
 )
 def test_full_rank_reproduces_vanilla(runs):
     vanilla, ours = runs
@@ -192,7 +190,7 @@ def assert_rebuilt_where_it_is_read(run: Run) -> None:
         assert not any(equal) if sharded else all(equal)
 
 
-@uses((table.VANILLA, table.EXACT_FACTORS))
+@uses(full(table.VANILLA, table.EXACT_FACTORS))
 def test_factors_in_blocks_that_leave_nothing_out_reproduce_vanilla(runs):
     vanilla, ours = runs
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE

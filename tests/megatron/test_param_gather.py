@@ -27,7 +27,7 @@ def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
         assert sent > 1.9 * raw, "4 bytes a value instead of 2"
 
 
-@uses(in_ci(table.SAVED_GATHER, table.resumed(table.SAVED_GATHER, 4)))
+@uses(full(table.SAVED_GATHER, table.resumed(table.SAVED_GATHER, 4)))
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay_equal(runs):
     whole, part = runs
     assert_goes_on(part, whole, 4)
@@ -74,7 +74,7 @@ def test_fp16_parameters_are_gathered_too(runs):
     assert sent < 1.35 * IN_4_BITS * raw
 
 
-@uses(table.SOME_IN_FP32)
+@uses(full(table.SOME_IN_FP32))
 def test_parameters_without_a_master_copy_are_gathered_as_they_are_with_all_of_their_group(runs):
     for first, second in (runs.ranks[:2], runs.ranks[2:]):
         assert first.weights == second.weights
@@ -96,7 +96,7 @@ def test_experts_are_gathered_over_their_own_replicas(runs):
         assert sent < 0.5 * 0.7 * raw, "a bucket is gathered once a step"
 
 
-@uses(table.GATHER_TP2)
+@uses(full(table.GATHER_TP2))
 def test_the_balanced_preset_gathers_in_4_bits_where_there_are_master_copies(runs):
     assert any("compressed parameter gather (int4)" in line for line in runs.said)
     for rank in runs.ranks:

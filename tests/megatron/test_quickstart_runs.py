@@ -185,7 +185,7 @@ def test_where_namespaces_are_forbidden_the_gain_is_planned_and_the_reason_said(
     assert "planned, not measured, for links of 20mbit" in page and "times as fast (planned)" in page
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_bad_input_ends_at_once_with_the_reason(folder: Path) -> None:
     for flags, reason in (
         (["--input", str(folder / "no such")], "no such"),

@@ -105,7 +105,7 @@ def test_the_distributed_optimizers_shards_are_those_of_replicas_of_context_para
     assert_like_vanilla(*runs, sent, loss=limit.loss, norm=limit.norm)
 
 
-@uses(case(MTP_TIED), full(*case(MTP_UNTIED)))
+@uses(full(*case(MTP_TIED)), full(*case(MTP_UNTIED)))
 def test_with_multi_token_prediction_the_embedding_is_summed_once_over_its_two_copies(runs):
     vanilla, ours = runs
     assert_like_vanilla(vanilla, ours, "pipeline backward", "DP gradients", "embedding")

@@ -8,7 +8,7 @@ import pytest
 
 from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
 from tests.megatron import runs as table
-from tests.megatron.specs import uses
+from tests.megatron.specs import full, uses
 from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron_runs import last_stage_losses
 
@@ -56,7 +56,7 @@ def test_on_slow_links_it_is_vanilla_until_it_compresses_and_a_resumed_run_keeps
     assert_goes_on(resumed, whole, 4)
 
 
-@uses((table.VANILLA_SHARDED, table.NONE_CHOSEN))
+@uses(full(table.VANILLA_SHARDED, table.NONE_CHOSEN))
 def test_on_fast_links_it_stays_vanilla_to_the_bit_and_says_so(runs):
     vanilla, ours = runs
     assert last_stage_losses(ours.ranks) == last_stage_losses(vanilla.ranks)

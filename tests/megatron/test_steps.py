@@ -2,14 +2,14 @@
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import INF_AT, NAN_AT
-from tests.megatron.specs import uses
+from tests.megatron.specs import full, uses
 from tests.megatron.test_checkpoints import assert_goes_on
 
 RESUME_TO_DISAMBIGUATE = 16
 """Exit code of Megatron for a run that has to be resumed (core/rerun_state_machine.py)."""
 
 
-@uses(table.POISONED, table.POISONED_SHARDED)
+@uses(full(table.POISONED), table.POISONED_SHARDED)
 def test_what_is_not_finite_on_one_replica_is_skipped_by_all_and_kept_by_none(runs):
     for rank in runs.ranks:
         steps = rank.steps
@@ -62,7 +62,7 @@ def test_repeated_passes_leave_no_trace_and_a_checkpoint_before_the_update_resum
     assert_goes_on(resumed, calm, 1)
 
 
-@uses((table.USUAL, table.CLIPPED))
+@uses(full(table.USUAL, table.CLIPPED))
 def test_ten_steps_after_a_batch_of_a_hundred_times_the_usual_norm_no_residual_is_twice_what_it_would_be(runs):
     usual, clipped = runs
     assert max(clipped.ranks[0].grad_norms) > 50 * sorted(usual.ranks[0].grad_norms)[len(usual.ranks[0].steps) // 2]

@@ -237,6 +237,7 @@ def test_bad_input_is_refused_with_the_reason(
     assert complaint in said and said.startswith("error: ") and said.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--output", str(tmp_path / "out"), "--", *LAYOUT]) == 0
     out = tmp_path / "out"
@@ -254,7 +255,7 @@ def test_the_page_the_tables_and_the_traces_are_written(tmp_path: Path, capsys: 
         assert json.loads((out / f"trace_{name}.json").read_text())["traceEvents"]
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_sweep_goes_over_nodes_links_and_all_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = "nodes=2..8,link=hdr8+10gbe,layout=all,batch=weak"
     arguments = ["--cluster", "paper", "--nodes", "2", "--model", "2.5b", "--format", "json", "--sweep", sweep]
@@ -269,6 +270,7 @@ def test_a_sweep_goes_over_nodes_links_and_all_layouts(tmp_path: Path, capsys: p
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == len(rows)
 
 
+@pytest.mark.full
 def test_a_sweep_of_the_best_layouts_shows_the_fastest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     def rows(layout: str) -> list[dict[str, float]]:
         sweep = f"nodes=2+4,layout={layout}"

@@ -53,6 +53,7 @@ def test_releases_of_a_configuration_differ_by_less_than_a_tenth() -> None:
     assert max(row.spread for row in ROWS) < 0.1
 
 
+@pytest.mark.full
 def test_the_row_with_deepep_is_shown_with_its_error_and_fitted_on_by_nothing(found: list[Judged]) -> None:
     (row,) = (each for each in found if not each.configuration.modelled)
     assert sorted(row.configuration.seconds) == ["26.02"] and row.error == pytest.approx(-0.48, abs=0.01)
@@ -66,6 +67,7 @@ def test_published_runs_fit_into_memory() -> None:
     assert [row.name for row in ROWS if sum(memory(row.job).values()) > GPUS["H100"].memory] == []
 
 
+@pytest.mark.full
 def test_validation_shows_todays_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--validate"]) == 0
     said = capsys.readouterr()

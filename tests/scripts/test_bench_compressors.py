@@ -147,6 +147,7 @@ def test_a_format_that_loses_what_it_should_not_is_not_timed() -> None:
 
 
 @pytest.mark.skipif(not launches.AVAILABLE or launches.INTERPRETED, reason="needs Triton's compiler")
+@pytest.mark.full
 def test_kernels_are_compiled_for_gpus_that_are_not_there(capsys) -> None:
     compiled.main(["--capability", "90", "--align", "16", "1", "--format", "int4", "--only", "decode onto"])
     _, _, wide, narrow = (line.split(" | ") for line in capsys.readouterr().out.strip().splitlines())

@@ -133,7 +133,7 @@ def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfi
     return configs
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_every_command_is_accepted_and_means_the_papers_techniques() -> None:
     command_lines = [(LAYOUTS[model_of(name)][2], dry_run(name).flags) for name in EXPERIMENTS]
     command_lines += [(4, dry_run(name, "--scale", "tiny").flags) for name in EXPERIMENTS]

@@ -153,6 +153,7 @@ peak resident memory (MB) | 900.50
 """
 
 
+@pytest.mark.full
 def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(tmp_path: Path) -> None:
     for experiment in ("figure10", "figure11", "figure12"):
         for variant, ms, mb in (("baseline", "300.0", "200.00"), ("cb-lep", "200.0", "250.00")):

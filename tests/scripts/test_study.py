@@ -139,7 +139,7 @@ def test_people_read_a_setting_a_row_with_all_points_and_stages_side_by_side() -
     assert table.columns[3:5] == ("after 20: error, %", "after 20: cosine")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_run_that_dies_is_marked_the_others_go_on_and_retrying_is_on_demand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

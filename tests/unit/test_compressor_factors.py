@@ -44,6 +44,7 @@ def test_salts_name_streams_that_differ() -> None:
     assert private_generator(2).initial_seed() not in seeds
 
 
+@pytest.mark.full
 def test_salts_name_the_same_stream_in_every_process() -> None:
     # Python's own hash() of a string differs from process to process.
     program = (

@@ -106,7 +106,7 @@ def test_spelled_out_special_token_is_text_not_an_end(tmp_path: Path) -> None:
     assert document.index(eod) == len(document) - 1
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_workers_batches_and_the_kind_of_input_do_not_change_a_byte(
     tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,10 +250,7 @@ def test_failure_keeps_the_earlier_result(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "stop",
-    [
-        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM)),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.ci),
-    ],
+    [pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)],
 )
 def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals

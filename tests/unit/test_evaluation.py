@@ -77,7 +77,7 @@ def test_another_architecture_is_refused_by_the_flags_that_made_it(changes: dict
     assert str(refused.value).startswith(f"--checkpoint: the model was trained with {named}, which Hugging Face's")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_megatrons_fused_gelu_is_the_tanh_approximation() -> None:
     """Compares the formulas themselves: Megatron's two, and transformers' activations by our names."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu
@@ -250,6 +250,7 @@ def test_bad_input_ends_with_status_2_and_one_line(
 
 
 @pytest.mark.parametrize("script", ["perplexity.sh", "tasks.sh"])
+@pytest.mark.full
 def test_help_fetches_nothing(script: str) -> None:
     installed = {path.name for path in (ROOT / ".eval").glob("*")}
     # In a job the virtual environment exists already, as it does in this test.

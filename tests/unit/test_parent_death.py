@@ -177,7 +177,7 @@ raise RuntimeError("a lost connection")
 """
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_process_that_fails_ends_although_its_data_loader_handles_sigterm(tmp_path: Path) -> None:
     def failing(install: str, seconds: float) -> int | None:
         with (tmp_path / "said").open("w") as said:

@@ -41,6 +41,7 @@ def outcome_of(raw_bytes: float = 1.0, no_links: str = "") -> Outcome:
     return Outcome(settings, no_links, "my <text> & more", DATA, 12.0, runs)
 
 
+@pytest.mark.full
 def test_page_and_summary_hold_all_of_an_outcome(tmp_path: Path) -> None:
     outcome = outcome_of()
     outcome.write(tmp_path)

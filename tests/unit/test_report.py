@@ -110,6 +110,7 @@ def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comp
     assert comparison.summary()["final_validation_loss"] == {"vanilla": 5.25, "compressed": 5.75}
 
 
+@pytest.mark.full
 def test_raw_bytes_that_differ_from_what_vanilla_sent_are_said_loudly(comparison: Comparison) -> None:
     # 4 bytes in 50 MB are one value more than vanilla sends.
     wrong = with_scalar(comparison, "optimus-cc/DP gradients raw bytes", RAW["DP gradients"] + 4)
@@ -188,6 +189,7 @@ def test_a_document_says_the_same_as_page_markdown_and_csv(tmp_path: Path) -> No
     assert (tmp_path / "out" / "values.csv").read_text().split() == ["name,value", "a,1.5"]
 
 
+@pytest.mark.full
 def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
     comparison: Comparison, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
     assert "difference" not in (output / "index.html").read_text() and not (output / "gain.png").exists()
 
 
+@pytest.mark.full
 def test_a_run_of_megatron_alone_is_reported_without_traffic_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_of_megatron_alone_is_reported_without_traffic_and_that_is_said(
         assert "no traffic and no errors" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.full
 def test_where_there_are_only_logs_as_of_the_papers_runs_these_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

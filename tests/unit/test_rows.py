@@ -101,7 +101,7 @@ def test_finite_rows_near_fp16s_limit_never_become_infinite(format, rotated):
 
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_row_kernels_hold_in_tritons_interpreter():
     assert_holds_in_tritons_interpreter(__file__, "TestRowKernels")
 
@@ -111,7 +111,7 @@ def test_the_row_kernels_hold_in_tritons_interpreter():
 @pytest.mark.parametrize(
     "capability, format, dtype",
     [
-        pytest.param(80, "int4", torch.float32, marks=pytest.mark.ci),
+        pytest.param(80, "int4", torch.float32, marks=pytest.mark.full),
         pytest.param(90, "int8", torch.bfloat16, marks=pytest.mark.full),
         pytest.param(120, "fp8", torch.bfloat16, marks=pytest.mark.full),
     ],

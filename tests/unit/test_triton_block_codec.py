@@ -67,7 +67,7 @@ def decoded(codec: Codec, messages: Tensor, dtype: torch.dtype, layout: BlockLay
 
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_block_kernels_hold_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestBlockKernels")
 
@@ -109,7 +109,7 @@ def test_a_packing_that_the_kernels_do_not_know_goes_the_parents_way(monkeypatch
 @pytest.mark.parametrize(
     "capability, format, rotated, dtype",
     [
-        pytest.param(80, "int4", True, torch.float32, marks=pytest.mark.ci),
+        pytest.param(80, "int4", True, torch.float32, marks=pytest.mark.full),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [

@@ -76,7 +76,7 @@ def bits(t: Tensor) -> Tensor:
 
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_kernels_hold_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestKernels")
 
