@@ -40,7 +40,3 @@ def take() -> None:
         from optimus_cc_ext.devices import cpu_runtime
 
         cpu_runtime.activate()
-    if device == "shared-gpu":
-        from tests.megatron import interventions
-
-        interventions.over_the_shared_gpus_backend()  # also without Optimus-CC

@@ -149,7 +149,7 @@ def megatron_run(
         run.wire = identity.hash_messages()
     _record_saves(run)
     built = _record_training(run)
-    over_nccl = shlex.split("--distributed-backend nccl") if os.environ["OPTIMUS_CC_DEVICE"] == "cuda" else []
+    over_nccl = shlex.split("--distributed-backend nccl") if os.environ["OPTIMUS_CC_DEVICE"] != "cpu" else []
     sys.argv = ["pretrain_gpt.py", *TINY_GPT, *over_nccl, *argv]
     if {"--save", "torch_dist"} <= {*argv}:
         _fork_the_writers_queue()

@@ -1,7 +1,7 @@
-"""Several ranks on one GPU (`OPTIMUS_CC_DEVICE=shared-gpu`): real CUDA kernels, with collectives through the host.
+"""Several ranks on one GPU (`OPTIMUS_CC_DEVICE=shared-gpu`), with real kernels and NCCL.
 
-It is meant for proofs on one machine and for CI. Its times mean nothing, because every message goes through host memory
-and the ranks take turns on the GPU.
+NCCL refuses two ranks on one GPU only if both say that they are on one host. Each rank here is a host of its own to
+NCCL, and its messages go over TCP sockets.
 """
 
 import os
@@ -9,25 +9,18 @@ from typing import Literal
 
 import torch
 
-from optimus_cc_ext.devices.staged_gloo import NAME, register
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["NAME", "Device", "activate", "check_one_machine", "device_for", "is_active", "memory_share", "ranks_on"]
+__all__ = ["NAME", "Device", "activate", "device_for"]
+
+NAME = "shared-gpu"
+"""Value of OPTIMUS_CC_DEVICE with which ranks share GPUs."""
 
 Device = Literal["cpu", "cuda", "shared-gpu"]
+"""Device of all ranks of a run."""
 
-CONTEXT_BYTES = 1 << 29
-"""Bytes that each process needs on a GPU for CUDA itself and for the kernels that it loads, outside of its share: half
-a GiB.
-"""
-
-LEAST_BYTES = 1 << 30
-"""Smallest share of a GPU's memory that is accepted. A smaller share holds no model that is worth a GPU."""
-
-
-def is_active() -> bool:
-    """Return whether this process was asked to share its GPU."""
-    return os.environ.get("OPTIMUS_CC_DEVICE") == NAME
+LEAST_BYTES = 3 << 29
+"""Fewest free bytes of a GPU for each of its ranks: half a GiB for CUDA and its kernels, and a GiB for a model."""
 
 
 def device_for(ranks: int, gpus: int) -> Device:
@@ -37,62 +30,32 @@ def device_for(ranks: int, gpus: int) -> Device:
     return "cuda" if gpus >= ranks else "shared-gpu"
 
 
-def ranks_on(device: int, ranks: int, gpus: int) -> int:
-    """Return how many ranks of this machine share the GPU `device`: rank r is on GPU r mod `gpus`."""
-    return len(range(device, ranks, gpus))
-
-
-def memory_share(ranks: int, total: int, free: int) -> float:
-    """Return the share of a GPU's memory that each of its ranks may allocate.
-
-    Args:
-        ranks: number of ranks that share the GPU.
-        total, free: the GPU's bytes, and its bytes that no process uses.
-
-    Raises:
-        OptimusError: the share would be smaller than `LEAST_BYTES`.
-    """
-    share = total / ranks - CONTEXT_BYTES
-    if min(share, free) < LEAST_BYTES:
-        raise OptimusError(
-            f"OPTIMUS_CC_DEVICE={NAME}: {ranks} ranks on a GPU of {_gib(total)}, {_gib(free)} of it free, leave less "
-            f"than {_gib(LEAST_BYTES)} for each: end other processes on the GPU, or start fewer ranks"
-        )
-    return share / total
-
-
-def check_one_machine(world_size: int, local_world_size: int) -> None:
-    """Raise OptimusError if the run has ranks on other machines."""
-    if world_size != local_world_size:
-        raise OptimusError(
-            f"OPTIMUS_CC_DEVICE={NAME}: the run has {world_size} ranks, but only {local_world_size} of them on this "
-            "machine, and GPUs are shared on one machine only. Start all ranks on one machine, or unset the variable "
-            "if every rank has a GPU"
-        )
-
-
 def activate() -> str:
-    """Set this rank's GPU and its share of the memory, and register the backend; return the line to print at start-up.
+    """Set this rank's GPU, and make it a host of its own to NCCL; return the line to print at start-up.
 
     Raises:
         OptimusError: the run has more than one machine, or the GPU too little memory.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_one_machine(int(os.environ.get("WORLD_SIZE", ranks)), ranks)
-    gpus = torch.cuda.device_count()
-    device = int(os.environ.get("LOCAL_RANK", "0")) % gpus
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if (world := int(os.environ.get("WORLD_SIZE", ranks))) != ranks:
+        raise OptimusError(
+            f"OPTIMUS_CC_DEVICE={NAME}: the run has {world} ranks, but only {ranks} of them on this machine, and GPUs "
+            "are shared on one machine only. Start all ranks on one machine, or unset the variable if every rank has "
+            "a GPU"
+        )
+    device = int(os.environ.get("RANK", "0")) % gpus
     torch.cuda.set_device(device)
-    free, total = torch.cuda.mem_get_info(device)
-    share = memory_share(ranks_on(device, ranks, gpus), total, free)
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    free, beside = torch.cuda.mem_get_info(device)[0], -(-ranks // gpus)
+    if free < beside * LEAST_BYTES:
+        raise OptimusError(
+            f"OPTIMUS_CC_DEVICE={NAME}: {free / 2**30:.1f} GiB of GPU {device} are free, less than "
+            f"{LEAST_BYTES / 2**30:.1f} for each of its {beside} ranks: end other processes on the GPU, or start "
+            "fewer ranks"
+        )
     # Megatron uses the GPU whose number is LOCAL_RANK.
-    os.environ["LOCAL_RANK"] = str(device)
-    register()
-    return (
-        f"optimus-cc: {ranks} ranks on {gpus} GPU(s), {_gib(share * total)} for each ({NAME}): every message goes "
-        "through host memory, so times mean nothing"
-    )
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
+    os.environ |= {"LOCAL_RANK": str(device), "NCCL_HOSTID": f"rank{os.environ.get('RANK', 0)}", "NCCL_IB_DISABLE": "1"}
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Only the command that starts all ranks can start CUDA's service and end it again.
+    at_once = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+    turns = "at the same time" if at_once else "by turns (without MPS), so that times mean little"
+    return f"optimus-cc: {ranks} ranks on {gpus} GPU(s) ({NAME}), over NCCL and sockets: they compute {turns}"

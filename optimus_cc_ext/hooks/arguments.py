@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
-from optimus_cc_ext.devices import cpu_runtime, shared_gpu
+from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.errors import FlagError, ends_the_run, exit_with
 from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam, check_one_megatron
@@ -95,8 +95,6 @@ def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags and the defaults that the device needs to Megatron's parser."""
     if cpu_runtime.is_active():
         cpu_runtime.apply_cpu_defaults(parser)
-    elif shared_gpu.is_active():
-        parser.set_defaults(distributed_backend=shared_gpu.NAME)
     _repair_help(parser)
     add_removed_flags(parser)
     add_flags(parser)

@@ -81,6 +81,12 @@ _EXPERTS = (
     " --moe-token-dispatcher-type alltoall --expert-model-parallel-size"
 )
 _MOE = replace(_LLAMA, layers_per_stage=2, flags=f"{_LLAMA.flags}{_EXPERTS} 1")
+# These models fill a GPU of 80 GB with four ranks; the records are of two stages and two replicas.
+_GPT_1B = Model(
+    8, hidden=2048, heads=16, sequence=1024, vocabulary=32000, micro_batch=2, micro_batches=8,
+    flags="--untie-embeddings-and-output-weights",
+)  # fmt: skip
+_LLAMA_1B = replace(_GPT_1B, flags=f"{_LLAMA.flags} --num-query-groups 4")
 _BIASED_EXPERTS = (
     " --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-router-load-balancing-type none"
     " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"
@@ -110,6 +116,15 @@ MODELS: Mapping[str, Model] = {
         vocabulary=1024,
         micro_batches=2,
         flags=f"{_LLAMA.flags}{_EXPERTS} 4 --moe-ffn-hidden-size 1024",
+    ),
+    "gpt-1b": _GPT_1B,
+    "llama-1b": _LLAMA_1B,
+    "moe-1b": replace(
+        _LLAMA_1B,
+        layers_per_stage=4,
+        hidden=1024,
+        flags=f"{_LLAMA_1B.flags}{_EXPERTS} 4 --num-experts 16 --moe-ffn-hidden-size 2048"
+        " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }

@@ -3,6 +3,7 @@
 A finished run is one row: the measurements, our flags, and their origin (commit, seed, text).
 """
 
+import csv
 import errno
 import fcntl
 import json
@@ -10,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,32 @@ def _tell(line: str) -> None:
     progress = parse_progress(line)
     if progress is not None and (progress.seconds is None or progress.iteration % 20 == 0):
         print(f"  {progress.iteration:5d}  {progress.loss:.4f}", flush=True)
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Return the finished runs in a CSV file, with all values as text; none if there is no file.
+
+    Raises:
+        ExperimentError: the file has other columns.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as stream:
+        rows = csv.DictReader(stream)
+        if tuple(rows.fieldnames or ()) != tuple(columns):
+            names = ", ".join(rows.fieldnames or ())
+            raise ExperimentError(f"--rows {path}: the columns are {names}. Give another file")
+        return list(rows)
+
+
+def add_row(path: Path, row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """Append one finished run to a CSV file."""
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, columns)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def commit() -> str:

@@ -1,23 +1,26 @@
-"""Launcher of one training run: torchrun on each host, or on this machine; it follows the log and leaves nothing
+"""Launcher of one training run, with its ranks on hosts or on this machine; it follows the log and leaves nothing
 behind.
 """
 
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-import psutil
+import torch
+import torch.distributed
 
 from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.report.log_lines import failure_reason, parse_left_dense
+from scripts.hosts import gpus
 from scripts.hosts.network import INTERFACE, Network
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +31,6 @@ _GRACE_SECONDS = 30.0
 _FAILED_GRACE_SECONDS = 3.0
 """Seconds for the other hosts to print why they failed."""
 
-_KILL_SECONDS = 8.0
 _LOST = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "ConnectionError")
 _TAIL_LINES = 40
 
@@ -59,26 +61,36 @@ def run(
 ) -> float:  # fmt: skip
     """Run `flags` with `ranks` ranks on this machine, or on each of `hosts`; return the seconds that the run took.
 
-    On this machine each `beside` consecutive ranks count as a node, unless OPTIMUS_CC_NODE is set.
+    On this machine each `beside` consecutive ranks count as a node, unless OPTIMUS_CC_NODE is set. On hosts with the
+    device "cuda", rank r has the GPU r mod the number of this machine's GPUs, which all hosts share.
 
     The output goes to folder/log.txt, or to folder/host<i>.txt of each host. `on_line` gets it line by line; with
     several hosts it gets the lines of the last host, on whose last rank Megatron logs. `deadline` is in the time of
-    time.monotonic. The function returns or raises only when no process of the run is left; processes on hosts end with
-    the hosts.
+    time.monotonic. The function returns or raises only when no process of the run is left.
 
     Raises:
         RunFailed: a rank failed, the deadline passed, or a class of traffic that was asked for was left dense.
     """
-    started = time.monotonic()
+    started, on_gpu = time.monotonic(), device == "shared-gpu" or (hosts is not None and device == "cuda")
     logs = [folder / (f"host{host}.txt" if hosts else "log.txt") for host in range(len(hosts) if hosts else 1)]
     with ExitStack() as stack:
+        if on_gpu:
+            stack.enter_context(gpus.together())
+            # This comes after all ranks have ended, because it is registered before they start.
+            stack.push(lambda failed, *_: gpus.until_free() if failed else None)
         outputs = [stack.enter_context(log.open("w", encoding="utf-8")) for log in logs]
         if hosts is None:
             outputs[0].write(f"$ {torchrun_command(ranks, flags, device, beside)}\n\n")
             outputs[0].flush()
-            processes = [stack.enter_context(_tied(ranks, flags, outputs[0], device, beside))]
-        else:
-            processes = [_on_host(hosts, host, ranks, flags, output) for host, output in enumerate(outputs)]
+        # The ranks meet in this process, which finds a free port, so that several runs can share one machine.
+        store = None if hosts else torch.distributed.TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False)
+        processes = []
+        for rank in range(ranks * len(logs)):
+            places = {"RANK": rank, "WORLD_SIZE": ranks * len(logs), "LOCAL_RANK": rank % ranks,
+                      "LOCAL_WORLD_SIZE": ranks}  # fmt: skip
+            variables = _environment(device, beside) | {name: str(value) for name, value in places.items()}
+            processes.append(_start(rank // ranks, flags, variables, outputs[rank // ranks], hosts, store))
+            stack.callback(_end, processes[-1])
         _follow(processes, logs, on_line, deadline)
     for log in logs:
         if classes := next(filter(None, map(parse_left_dense, _lines(log))), None):
@@ -91,47 +103,35 @@ def lines_in(folder: Path) -> list[str]:
     return [line for log in sorted(folder.glob("*.txt")) for line in _lines(log)]
 
 
-def _on_host(
-    hosts: Network, host: int, ranks: int, flags: Sequence[str], output: IO[str]
+def _start(
+    host: int, flags: Sequence[str], variables: dict[str, str], output: IO[str], hosts: Network | None,
+    store: Any,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    torchrun = ["torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={host}", f"--nproc-per-node={ranks}"]
-    meeting = [f"--master-addr={hosts.address(0)}", "--master-port=29500", f"--log-dir={os.devnull}"]
-    return hosts.popen(
-        host, [sys.executable, "-m", *torchrun, *meeting, "-m", "optimus_cc_ext", *flags],
-        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        # All hosts are one machine, so they share one name.
-        env=_environment(INTERFACE) | {"OPTIMUS_CC_NODE": f"host{host}"},
-    )  # fmt: skip
+    """Start one rank, on its host or on this machine; no torchrun is needed for ranks whose numbers are known."""
+    command = [sys.executable, "-m", "optimus_cc_ext", *flags]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    if hosts is not None:
+        # All hosts are one machine, so they share one name and all GPUs; NCCL needs to take them for different ones.
+        rank, gpus_here = variables["RANK"], torch.cuda.device_count()
+        variables |= {
+            "OPTIMUS_CC_NODE": f"host{host}", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_HOSTID": f"rank{rank}",
+            "NCCL_IB_DISABLE": "1", **({"LOCAL_RANK": f"{int(rank) % gpus_here}"} if gpus_here else {}),
+        }  # fmt: skip
+        return hosts.popen(host, command, env=variables, **streams)
+    variables |= {"MASTER_ADDR": store.host, "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # A rank ends with this process even if this process is killed. Ctrl-C goes to this process only, which then ends
+    # the run in good order.
+    tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return subprocess.Popen([*tied, *command], env=variables, start_new_session=True, **streams)
 
 
-@contextmanager
-def _tied(processes: int, flags: Sequence[str], output: IO[str], device: Device, beside: int) -> Iterator[psutil.Popen]:
-    """Start torchrun; end its whole process tree on exit."""
-    # torchrun starts its ranks in sessions of their own, where no signal to a process group reaches them. With this
-    # command in front of torchrun and of each rank, all of them end with this process even if it is killed by SIGKILL.
-    tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else ["env"]
-    # --standalone makes a rendezvous on a free port, so that several runs can share one machine. Without --log-dir each
-    # run would leave an empty folder in the temporary directory.
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", f"--log-dir={os.devnull}"]
-    process = psutil.Popen(
-        [*tied, sys.executable, "-m", *torchrun, "--no-python", *tied, sys.executable, "-m", "optimus_cc_ext", *flags],
-        # All ranks are on this machine: without an interface, gloo depends on how the machine resolves its own name.
-        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment("lo", device, beside),
-        # Ctrl-C goes to this process only, which then ends the run in good order.
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        _end_tree(process)
-
-
-def _environment(interface: str, device: Device = "cpu", beside: int = 1) -> dict[str, str]:
+def _environment(device: Device, beside: int) -> dict[str, str]:
     environment = dict(os.environ)
     # More threads than cores would make every rank much slower.
     environment |= {"OMP_NUM_THREADS": "1", "OPTIMUS_CC_DEVICE": device, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OPTIMUS_CC_NODE", f"ranks:{beside}")
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": interface}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment
 
@@ -139,7 +139,7 @@ def _environment(interface: str, device: Device = "cpu", beside: int = 1) -> dic
 def _follow(
     processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], on_line: Callable[[str], None], deadline: float
 ) -> None:
-    """Follow the logs until all processes have ended successfully."""
+    """Follow the logs until all ranks have ended successfully."""
     rest = ""
     first_end: float | None = None
     with logs[-1].open(encoding="utf-8", errors="replace") as stream:
@@ -158,36 +158,37 @@ def _follow(
             if any(statuses) and all_printed:
                 raise _failure(statuses, logs)
             if first_end is not None and now > first_end + _GRACE_SECONDS:
-                raise RunFailed("some hosts were still running long after another had ended", logs[-1])
+                raise RunFailed("some ranks were still running long after another had ended", logs[-1])
             if now > deadline:
                 raise RunFailed("the run was not finished in time (--timeout MINUTES gives more time)", logs[-1])
             time.sleep(_POLL_SECONDS)
 
 
 def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
-    """Return the cause of a failure: a refusal or an error that a host names.
+    """Return the cause of a failure: a refusal or an error that a rank names, or the signal that ended a rank.
 
-    Lost connections do not count, because other hosts report them when one host fails.
+    Lost connections do not count, because other ranks report them when one fails.
     """
-    reasons = {host: failure_reason(_lines(logs[host])) for host, status in enumerate(statuses) if status}
-    named = [host for host, reason in reasons.items() if reason and not any(word in reason for word in _LOST)]
-    host = (named or list(reasons))[0]
-    where = f"host {host}: " if len(logs) > 1 else ""
-    return RunFailed(f"{where}{reasons[host] or f'torchrun ended with status {statuses[host]}'}", logs[host])
+    found = []
+    for rank, status in enumerate(statuses):
+        if status:
+            host = rank * len(logs) // len(statuses)
+            said = failure_reason(_lines(logs[host])) or f"rank {rank} ended with status {status}"
+            if status < 0 and status != -signal.SIGABRT:  # a rank whose peer is gone aborts itself
+                said = f"rank {rank} was ended by Signal {-status} ({signal.Signals(-status).name})"
+            found.append((any(word in said for word in _LOST), host, said))
+    _, host, reason = min(found)
+    if any("Duplicate GPU detected" in line for line in _lines(logs[host])):
+        reason = f"NCCL refuses two ranks on one GPU although each has an NCCL_HOSTID: update PyTorch ({reason})"
+    return RunFailed(f"host {host}: {reason}" if len(logs) > 1 else reason, logs[host])
 
 
-def _end_tree(process: psutil.Popen) -> None:
-    """End torchrun and its descendants, by SIGTERM at first."""
-    tree = [process]
-    with suppress(psutil.Error):
-        tree += process.children(recursive=True)
-    with suppress(psutil.Error):
-        process.terminate()
-    _, left = psutil.wait_procs(tree, timeout=_KILL_SECONDS)
-    for survivor in left:
-        with suppress(psutil.Error):
-            survivor.kill()
-    psutil.wait_procs(left, timeout=_KILL_SECONDS)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a rank that still runs, with all processes of its session."""
+    if process.poll() is None:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _lines(log: Path) -> list[str]:

@@ -198,7 +198,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, str]:
 def _instead_of_hosts(device: Device, ranks: int) -> str:
     """Return the reason why ranks that train on GPUs have no hosts of their own; empty on a CPU."""
     if device == "shared-gpu":
-        return f"{ranks} ranks share fewer GPUs, in bf16 and through host memory: times mean nothing"
+        return f"{ranks} ranks share fewer GPUs, in bf16, over NCCL: times are those of no cluster"
     return "the ranks train on GPUs" if device == "cuda" else ""
 
 

@@ -9,7 +9,6 @@ that of vanilla with the same seed, text, settings and kind of CPU. An interrupt
 """
 
 import argparse
-import csv
 import dataclasses
 import hashlib
 import itertools
@@ -29,12 +28,12 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.record import read_logs, shares
 from optimus_cc_ext.report.table import printed
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
-from scripts.experiments.runs import Runs, claimed
+from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import TEXTS, hash_of, text_of
 from scripts.experiments.variants import EXPERTS, VANILLA
 from scripts.hosts.launch import RunFailed, lines_in
 from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
-from scripts.study.cells import LAST, Row, compared, losses, verdicts
+from scripts.study.cells import LAST, compared, losses, verdicts
 from scripts.study.results import CONTROLS
 
 RUNS = Path(__file__).resolve().parents[2] / "docs" / "study-runs.csv"
@@ -112,7 +111,7 @@ def study(options: argparse.Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         with claimed(options.output):
             failed = make_runs(options)
-    rows = read_rows(options.rows)
+    rows = read_rows(options.rows, COLUMNS)
     cells = compared(rows)
     print(printed([losses(cells), verdicts(cells)], "table"), end="")
     return 1 if failed else 0
@@ -201,7 +200,7 @@ def make_runs(options: argparse.Namespace) -> int:
     for wanted in wanted_runs(options):
         runs = Runs(options.output / "runs", hash_of(wanted.data), options.timeout, options.retry)
         key = wanted.key(runs.text, cpu)
-        if any(key.items() <= row.items() for row in read_rows(options.rows)):
+        if any(key.items() <= row.items() for row in read_rows(options.rows, COLUMNS)):
             continue
         name = "-".join(key[part] for part in ("model", "text", "layout", "iterations", "variant", "seed"))
         training = wanted.training
@@ -214,7 +213,7 @@ def make_runs(options: argparse.Namespace) -> int:
             failed += 1
             print(f"{name}: failed: {failure} ({failure.log})", file=sys.stderr)
             continue
-        add_row(options.rows, key | {each: row[each] for each in COLUMNS if each not in key})
+        add_row(options.rows, key | {each: row[each] for each in COLUMNS if each not in key}, COLUMNS)
         shutil.rmtree(runs.folder / name)
     return failed
 
@@ -260,32 +259,6 @@ def kind_of_cpu() -> str:
     return (
         f"{torch.backends.cpu.get_cpu_capability()}-{hashlib.sha256(' '.join(sorted(flags)).encode()).hexdigest()[:6]}"
     )
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the finished runs in the file, with all values as text.
-
-    Raises:
-        ExperimentError: the file has other columns.
-    """
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as stream:
-        rows = csv.DictReader(stream)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            names = ", ".join(rows.fieldnames or ())
-            raise ExperimentError(f"--rows {path}: the columns are {names}. Give another file")
-        return list(rows)
-
-
-def add_row(path: Path, row: Row) -> None:
-    """Append one finished run to the file."""
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.report.document import Picture, ReportDocument
 from optimus_cc_ext.report.table import Table
 from scripts.experiments.models import ExperimentError
+from scripts.experiments.runs import read_rows
 from scripts.study.cells import Cell, compared, upper_bound
-from scripts.study.grid import RUNS, read_rows
+from scripts.study.grid import COLUMNS, RUNS
 from scripts.study.in_formats import ROWS
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def screen(options: argparse.Namespace) -> int:
     """
     wanted = (options.model, options.text, options.layout, options.iterations)
     cells = [
-        cell for cell in compared(read_rows(options.rows))
+        cell for cell in compared(read_rows(options.rows, COLUMNS))
         if (cell.model, cell.text, cell.layout, cell.iterations) == wanted and cell.variant in FORMAT_OF
     ]  # fmt: skip
     if not cells:

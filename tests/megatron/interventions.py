@@ -399,14 +399,3 @@ def norms_in_fp32() -> None:
                 parameter.data = parameter.data.float()
 
     Float16Module.__init__ = keeping
-
-
-def over_the_shared_gpus_backend() -> None:
-    """Use the backend of ranks that share a GPU if the run asks for gloo."""
-    from optimus_cc_ext.devices import staged_gloo
-
-    staged_gloo.register()
-    original = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda *args, **kwargs: original(
-        *args, **kwargs | {"backend": staged_gloo.NAME}
-    )

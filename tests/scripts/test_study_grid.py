@@ -9,11 +9,12 @@ import torch
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.data import DataError, PreparedData
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
+from scripts.experiments.runs import add_row, read_rows
 from scripts.experiments.texts import Text
 from scripts.hosts.launch import RunFailed
 from scripts.study import grid
 from scripts.study.cells import Cell, behind, compared, losses, student, upper_bound, verdicts
-from scripts.study.grid import COLUMNS, add_row, main, read_rows
+from scripts.study.grid import COLUMNS, main
 from scripts.study.noise import block_noise, relative_noise
 
 ROW = dict.fromkeys(COLUMNS, "") | {
@@ -100,15 +101,15 @@ def test_a_loss_is_as_many_iterations_behind_as_vanillas_curve_says() -> None:
 
 def test_a_finished_run_is_a_line_of_the_file(tmp_path: Path) -> None:
     for seed in (1, 2):
-        add_row(tmp_path / "runs.csv", row(seed, "vanilla", 5.0))
-    assert read_rows(tmp_path / "runs.csv") == [row(1, "vanilla", 5.0), row(2, "vanilla", 5.0)]
+        add_row(tmp_path / "runs.csv", row(seed, "vanilla", 5.0), COLUMNS)
+    assert read_rows(tmp_path / "runs.csv", COLUMNS) == [row(1, "vanilla", 5.0), row(2, "vanilla", 5.0)]
 
 
 def test_a_file_of_other_columns_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     rows = tmp_path / "runs.csv"
     rows.write_text("model,loss\n")
     with pytest.raises(ExperimentError, match=r"the columns are model, loss\. Give another file"):
-        read_rows(rows)
+        read_rows(rows, COLUMNS)
 
 
 def test_a_run_without_compressed_bytes_of_a_class_that_was_asked_for_is_an_error(
@@ -178,11 +179,11 @@ def test_the_grid_trains_every_cell_once_and_goes_on_where_it_was(tmp_path: Path
     assert main([*words, "--variants", "vanilla"]) == 0
     before = rows.read_text()
     assert main([*words, "--variants", "vanilla,balanced,noise-1e-6"]) == 0
-    assert rows.read_text().startswith(before) and len(read_rows(rows)) == 6
-    assert all(bool(row["load"]) == (row["variant"] != "noise-1e-6") for row in read_rows(rows)
+    assert rows.read_text().startswith(before) and len(read_rows(rows, COLUMNS)) == 6
+    assert all(bool(row["load"]) == (row["variant"] != "noise-1e-6") for row in read_rows(rows, COLUMNS)
                if row["model"] != "llama")  # fmt: skip
-    assert len({row["settings"] for row in read_rows(rows)}) == 2, "one for each model"
-    for each in read_rows(rows):
+    assert len({row["settings"] for row in read_rows(rows, COLUMNS)}) == 2, "one for each model"
+    for each in read_rows(rows, COLUMNS):
         assert math.isfinite(float(each["loss"])) and len(each["validations"].split()) == 4
         assert (float(each["bytes"]) < 0.6) == (each["variant"] == "balanced")
 
@@ -196,7 +197,7 @@ def test_controls_of_experts_change_what_their_names_say(tmp_path: Path) -> None
     controls = "vanilla,experts,noise-on-rows,experts-coded-validation"
     assert main([*words, "--models", "moe-ep2", "--variants", controls]) == 0
     assert main([*words, "--models", "moe-bias-ep2", "--variants", "vanilla,experts"]) == 0
-    found = {(row["model"], row["variant"]): row for row in read_rows(rows)}
+    found = {(row["model"], row["variant"]): row for row in read_rows(rows, COLUMNS)}
     vanilla, experts, noise, coded = (found["moe-ep2", name] for name in controls.split(","))
     assert len({row["loss"] for row in (vanilla, experts, noise, coded)}) == 4
     assert experts["load"] == coded["load"] != vanilla["load"], "the weights are those of coded training"

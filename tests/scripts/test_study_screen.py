@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext.compressors.formats import FORMATS
+from scripts.experiments.runs import add_row
 from scripts.study.cells import Cell
-from scripts.study.grid import COLUMNS, add_row
+from scripts.study.grid import COLUMNS
 from scripts.study.in_formats import ROWS
 from scripts.study.screen import FORMAT_OF, main, prices, slope
 
@@ -28,7 +29,9 @@ def test_the_screen_draws_the_pairs_that_are_there_and_names_a_cell_without_any(
     row = dict.fromkeys(COLUMNS, "") | {"model": "llama", "layout": "pp2dp2", "text": "python", "iterations": "160"}
     for seed in ("1", "2"):
         for variant, loss in (("vanilla", "5.0"), ("int5", f"5.00{seed}"), ("int8", "5.0")):
-            add_row(tmp_path / "runs.csv", row | {"seed": seed, "settings": seed, "variant": variant, "loss": loss})
+            add_row(
+                tmp_path / "runs.csv", row | {"seed": seed, "settings": seed, "variant": variant, "loss": loss}, COLUMNS
+            )
     words = ["--rows", str(tmp_path / "runs.csv"), "--output", str(tmp_path / "out")]
     assert main(words) == 0
     assert "int5" in capsys.readouterr().out and (tmp_path / "out" / "screen.png").exists()

@@ -107,9 +107,7 @@ def test_a_group_that_cannot_be_made_is_named_with_its_ranks(bound_default_group
     assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device"), [("nccl", [3]), ("cpu:gloo,cuda:nccl", [3]), ("gloo", None), ("staged_gloo", None)]
-)
+@pytest.mark.parametrize(("backend", "device"), [("nccl", [3]), ("cpu:gloo,cuda:nccl", [3]), ("gloo", None)])
 def test_the_meeting_of_ranks_names_the_device_where_nccl_runs_the_group(monkeypatch, backend, device):
     got = {}
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)

@@ -113,7 +113,7 @@ def test_on_shared_gpus_it_trains_in_bf16_and_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OPTIMUS_CC_DEVICE", "shared-gpu")
     settings = replace(Settings(), device=device_here(4))
     assert "--bf16" in settings.megatron_flags(DATA, Path("events"))
-    assert "times mean nothing" in _instead_of_hosts(settings.device, 4) and not _instead_of_hosts("cpu", 4)
+    assert "times are those of no cluster" in _instead_of_hosts(settings.device, 4) and not _instead_of_hosts("cpu", 4)
     command = torchrun_command(4, [], settings.device)
     assert command.startswith("OPTIMUS_CC_NODE=ranks:1 OPTIMUS_CC_DEVICE=shared-gpu torchrun ")
     assert "--bf16" not in Settings().megatron_flags(DATA, Path("events"))

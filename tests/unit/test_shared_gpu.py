@@ -1,4 +1,4 @@
-"""Devices that ranks get, and refusals for several ranks on one GPU; tests/distributed tests the backend itself."""
+"""Devices that ranks get, and refusals for several ranks on one GPU."""
 
 import os
 
@@ -27,35 +27,49 @@ def test_a_smoke_test_takes_the_gpus_there_are_and_says_so_and_other_tests_the_c
     assert line.startswith("4 ranks train on 1 GPU(s) (shared-gpu)") and not said_of("cpu", 0)
 
 
-def test_every_rank_has_an_equal_share_and_too_little_is_refused() -> None:
-    assert [shared_gpu.ranks_on(gpu, 5, 2) for gpu in range(2)] == [3, 2]
-    assert shared_gpu.memory_share(4, 80 * GIB, 80 * GIB) == pytest.approx((20 - 0.5) / 80)
-    for ranks, free in ((8, 8 * GIB), (2, GIB // 2)):
-        with pytest.raises(
-            OptimusError, match=rf"{ranks} ranks on a GPU of 8\.0 GiB.*less than 1\.0 GiB for each: end"
-        ):
-            shared_gpu.memory_share(ranks, 8 * GIB, free)
-
-
-def test_a_rank_takes_its_gpu_and_its_share_and_two_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Rank 3 of 4 on a machine with two GPUs; the fixture is what the rank sets: the GPU's number."""
     given = {"OPTIMUS_CC_DEVICE": "shared-gpu", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
-    for name, value in (given | {"LOCAL_WORLD_SIZE": "4"}).items():
-        monkeypatch.setenv(name, value)
+    nccls = dict.fromkeys(("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "CUDA_MPS_PIPE_DIRECTORY"), "")
+    for name, value in (given | nccls | {"LOCAL_WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)  # the variables are restored even where the rank itself sets them
+    for name in nccls:
+        monkeypatch.delenv(name)
     took: list[object] = []
     answers = {
         "is_available": lambda: True, "device_count": lambda: 2, "set_device": took.append,
         "mem_get_info": lambda device: (40 * GIB, 40 * GIB),
-        "set_per_process_memory_fraction": lambda share, device: took.append(share),
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
+    return took
+
+
+def test_a_rank_takes_its_gpu_and_is_a_host_of_its_own_to_nccl(
+    two_gpus: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cpu_runtime.device_choice() == "shared-gpu"
     for _ in range(2):  # activating the device a second time changes nothing
         said = shared_gpu.activate()
-        assert took == [1, pytest.approx(19.5 / 40)] and os.environ["LOCAL_RANK"] == "1"
-        assert "4 ranks on 2 GPU(s), 19.5 GiB for each" in said and "times mean nothing" in said
-        took.clear()
+        assert (two_gpus.pop(), os.environ["LOCAL_RANK"]) == (1, "1") and not two_gpus
+        assert os.environ["NCCL_HOSTID"] == "rank3", "NCCL refuses two ranks of one host on one GPU"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+        assert "4 ranks on 2 GPU(s)" in said and "by turns (without MPS), so that times mean little" in said
     assert not is_first_local_rank(), "rank 0 speaks, not each that has GPU 0"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert (
+        shared_gpu.activate().endswith("they compute at the same time") and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    )
+
+
+def test_two_machines_and_too_little_memory_are_refused(
+    two_gpus: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 40 * GIB))
+    with pytest.raises(OptimusError, match=r"2\.0 GiB of GPU 1 are free, less than 1\.5 for each of its 2 ranks: end"):
+        shared_gpu.activate()
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(OptimusError, match=r"8 ranks, but only 4 of them on this.*Start all ranks on one"):
         shared_gpu.activate()

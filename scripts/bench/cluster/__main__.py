@@ -2,6 +2,7 @@
 
     .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
     .venv/bin/python -m scripts.bench.cluster --find-rate     search the rate at which vanilla takes twice as long
+    .venv/bin/python -m scripts.bench.cluster --device gpu    four hosts on one GPU, over NCCL: planned runs, each once
 
 There is one host for each pipeline stage of each replica, or of L replicas with the suffix nL, and torchrun on every
 host. Vanilla and compressed variants take turns with the same seed and data, in alternating blocks. A run is one
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.errors import run_command
+from scripts.bench.cluster import on_gpu
 from scripts.bench.cluster.model import proportions
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import FindRate, Plan, plans
@@ -38,6 +40,9 @@ from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_n
 
 TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide", "experts"))
 """Names of the models: four with the paper's proportions, and one with experts, for layouts of one stage."""
+
+ON_GPU = ("gpt-1b", "llama-1b", "moe-1b")
+"""Names of the models that are trained on a GPU."""
 
 FREE_CODING = ["scripts/bench/cluster/free_coding.py"]
 """Training script of the runs whose coding takes almost no time."""
@@ -63,15 +68,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     layouts.add_argument("--hosts", type=_halves, dest="layouts", metavar="N", help="short for pp(N/2)dp2")
     compared.add_argument(
-        "--models", type=_list(_one_of(TRAINED)), default=["small"], help=f"models to train, of {', '.join(TRAINED)}"
-    )
+        "--models", type=_list(_one_of(TRAINED + ON_GPU)),
+        help=f"models to train, of {', '.join(TRAINED)} (small); on a GPU of {', '.join(ON_GPU)} (gpt-1b)",
+    )  # fmt: skip
     variants, every = [VANILLA, "paper", "auto"], ", ".join(CLUSTER)
     compared.add_argument(
-        "--variants", type=_list(_one_of(CLUSTER)), default=variants, help=f"variants to compare, of {every}"
+        "--variants", type=_list(_one_of([*CLUSTER, on_gpu.FREE])), default=variants, help=f"variants, of {every}"
     )
     compared.add_argument(
-        "--rates", type=_list(_rate), default=["50mbit", UNSHAPED],
-        help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none)",
+        "--rates", type=_list(_rate),
+        help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none;"
+        " on a GPU none,10gbit,5gbit,1gbit)",
     )  # fmt: skip
     much = parser.add_argument_group("how much")
     much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")
@@ -92,6 +99,12 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     much.add_argument("--timeout", type=_positive, default=30, metavar="MINUTES", help="limit of one run (%(default)s)")
     much.add_argument("--seed", type=int, default=1234)
+    gpu = parser.add_argument_group("on a GPU (--device gpu): planned runs, or --layouts; each is made once")
+    gpu.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="device of all ranks (%(default)s)")
+    gpu.add_argument("--only", nargs="+", choices=on_gpu.SLICES, metavar="RUNS", help=", ".join(on_gpu.SLICES))
+    gpu.add_argument("--rows", type=Path, default=on_gpu.ROWS, metavar="CSV", help="finished runs (%(default)s)")
+    gpu.add_argument("--show", action="store_true", help="only show the runs, with the commands of those not yet made")
+    gpu.add_argument("--dry-run-on-cpu", action="store_true", help="make all runs with tiny models, without a GPU")
     other = parser.add_argument_group("instead of a sweep")
     other.add_argument(
         "--find-rate", action="store_true", help="search the rate at which vanilla takes twice its unshaped time"
@@ -111,19 +124,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, further = words_and_further(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     options = parser.parse_args(words)
-    options.layouts = options.layouts or [Layout(1, 2, 2)]
+    on_a_gpu = options.device == "gpu"
+    if not on_a_gpu:
+        options.layouts, options.models = options.layouts or [Layout(1, 2, 2)], options.models or ["small"]
+        options.rates = options.rates or ["50mbit", UNSHAPED]
     if options.bound and VANILLA not in options.variants:
         parser.error(f"--bound: it trains {VANILLA} again. Give {VANILLA} in --variants, too")
+    if on_gpu.FREE in options.variants and not on_a_gpu:
+        parser.error(f"--variants {on_gpu.FREE}: give --device gpu, or --bound coding")
+    if wrong := [name for name in options.models or () if (name in ON_GPU) != on_a_gpu]:
+        parser.error(f"--models {wrong[0]}: give --device gpu for {', '.join(ON_GPU)}, and only for these")
     return run_command(
         lambda: _do(options, further), "all hosts and processes have ended; finished runs are kept"
     )  # fmt: skip
 
 
 def _do(options: argparse.Namespace, further: list[str]) -> int:
-    if (reason := why_not()) is not None:
+    if not options.show and (reason := why_not()) is not None:
         raise NetworkError(f"{reason}. Run the benchmark on Linux, as root or where users may make namespaces")
-    bench = Bench(options, further)
     try:
+        if options.device == "gpu":
+            print(on_gpu.measure(options))
+            return 0
+        bench = Bench(options, further)
         for layout, model in itertools.product(options.layouts, options.models):
             print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
             if options.find_rate:

@@ -4,7 +4,7 @@ torchrun ... -m optimus_cc_ext scripts/bench/cluster/free_coding.py <flags>
 
 Messages are as long as the formats make them, but the values are lost. Decoded gradients are zero, so the weights stay.
 A row of experts' tokens keeps its first values and repeats them, so that routing stays about as even as it was.
-Triton's kernels are not replaced, so the ranks need to run on CPUs. Low rank is not a block format, and takes its time.
+Low rank is not a block format, and takes its time.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors.blocks import BLOCK, Codec
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 
 
 def encode(self: Codec, *unused: Any, **also_unused: Any) -> None:
@@ -54,5 +55,6 @@ FREE = (encode, decode, decode_onto, decode_add, encode_rows, decode_rows)
 
 if __name__ == "__main__":
     for function in FREE:
-        setattr(Codec, function.__name__, function)
+        for codec in (Codec, TritonCodec):
+            setattr(codec, function.__name__, function)
     pretrain_gpt.main()

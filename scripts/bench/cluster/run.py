@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.rates import Plan
@@ -104,7 +105,7 @@ class _Follower:
 
 def train(
     run: Run, layout: Layout, flags: Sequence[str], folder: Path, plan: Plan, *,
-    seconds: float, on_iteration: Callable[[Iteration], None] = lambda iteration: None,
+    seconds: float, on_iteration: Callable[[Iteration], None] = lambda iteration: None, device: Device = "cpu",
 ) -> Run:  # fmt: skip
     """Run `flags` on hosts that are made for the run, and fill `run`. Each host's output goes to folder/host<i>.txt.
 
@@ -118,7 +119,7 @@ def train(
     with network(layout.hosts) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
-        launch(flags, folder, follower.take, deadline, ranks=layout.ranks_per_host, hosts=hosts)
+        launch(flags, folder, follower.take, deadline, ranks=layout.ranks_per_host, device=device, hosts=hosts)
     lines = lines_in(folder)
     run.techniques = next((found for line in lines if (found := parse_techniques(line))), "")
     run.forecast = [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
