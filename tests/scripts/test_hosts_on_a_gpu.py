@@ -137,7 +137,7 @@ def test_a_model_keeps_its_depth_and_batch_on_every_layout() -> None:
         assert training.processes == 4 and training.global_batch == 32
         assert training.layers == 2 * MODELS[name].layers_per_stage
         tiny = on_gpu.fitted(MODELS[name], layout, dry=True)
-        assert tiny.flags == MODELS[name].flags and tiny.hidden == 64 and tiny.layers_per_stage >= 1
+        assert tiny.flags == MODELS[name].flags and tiny.hidden == 128 and tiny.layers_per_stage >= 1
 
 
 @pytest.fixture

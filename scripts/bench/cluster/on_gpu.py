@@ -34,7 +34,7 @@ RIVAL, BALANCED, FREE = "vanilla-bf16", "balanced", "free-coding"
 """Variants: vanilla that reduces gradients in bf16, the preset, and the preset with coding that costs nothing."""
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-TINY: dict[str, Any] = {"hidden": 64, "heads": 4, "sequence": 64, "vocabulary": 512, "micro_batch": 1}
+TINY: dict[str, Any] = {"hidden": 128, "heads": 4, "sequence": 64, "vocabulary": 512, "micro_batch": 1}
 """Size of all models in a dry run."""
 
 _ITERATIONS = {"5gbit": 4, "1gbit": 3}
