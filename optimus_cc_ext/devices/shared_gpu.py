@@ -43,9 +43,15 @@ def activate() -> str:
             "are shared on one machine only. Start all ranks on one machine, or unset the variable if every rank has "
             "a GPU"
         )
-    device = int(os.environ.get("RANK", "0")) % gpus
-    torch.cuda.set_device(device)
-    free, beside = torch.cuda.mem_get_info(device)[0], -(-ranks // gpus)
+    device, beside = int(os.environ.get("RANK", "0")) % gpus, -(-ranks // gpus)
+    try:
+        torch.cuda.set_device(device)
+        free = torch.cuda.mem_get_info(device)[0]
+    except RuntimeError as error:
+        raise OptimusError(
+            f"OPTIMUS_CC_DEVICE={NAME}: GPU {device} takes no further process ({str(error).splitlines()[0]}): set its "
+            "compute mode to Default (`nvidia-smi -c DEFAULT`), and wait until processes that were killed are gone"
+        ) from None
     if free < beside * LEAST_BYTES:
         raise OptimusError(
             f"OPTIMUS_CC_DEVICE={NAME}: {free / 2**30:.1f} GiB of GPU {device} are free, less than "

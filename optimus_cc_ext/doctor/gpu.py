@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from optimus_cc_ext.devices import driver
@@ -62,7 +63,9 @@ def find_gpu() -> FoundGpu:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # triton/runtime/build.py looks the compiler up in the same way.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    free = torch.cuda.mem_get_info(0)[0] if devices else 0
+    free = 0
+    with suppress(RuntimeError):  # a GPU in an exclusive compute mode that another process has gives no memory
+        free = torch.cuda.mem_get_info(0)[0] if devices else 0
     return FoundGpu(torch.version.cuda, driver.newest_cuda(), devices, free, compiler)
 
 

@@ -51,8 +51,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     deadline = time.monotonic() + TOTAL * (CPU_IS_SLOWER if options.dry_run_on_cpu else 1)
     if options.in_this_process:
-        rows = list(CHECKS[options.in_this_process].run(Setting(options.dry_run_on_cpu, options.output)))
-        (options.output / f"{options.in_this_process}.json").write_text(json.dumps(rows))
+        rows: list[dict[str, Any]] = []
+        try:
+            for row in CHECKS[options.in_this_process].run(Setting(options.dry_run_on_cpu, options.output)):
+                rows.append(row)
+        finally:  # what a check measured before it failed is kept
+            (options.output / f"{options.in_this_process}.json").write_text(json.dumps(rows))
         return 0
     if not options.dry_run_on_cpu:
         report = examine_gpu()
@@ -88,10 +92,9 @@ def _run(name: str, output: Path, dry: bool, deadline: float) -> Result:
         if ended.returncode:
             lines = log.read_text(errors="replace").splitlines() or ["nothing was printed"]
             result.failure = f"{lines[-1]} ({log})"
-        else:
-            result.rows = json.loads(measured.read_text())
     except subprocess.TimeoutExpired:
         result.failure = f"not finished after {limit} s ({log})"
+    result.rows = json.loads(measured.read_text()) if measured.exists() else []
     result.seconds = time.monotonic() - started
     missing = sum(value is None for row in result.rows for value in row.values())
     outcome = result.failure or f"{len(result.rows)} rows" + (f", {missing} figures missing" if missing else "")

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -78,5 +79,8 @@ if __name__ == "__main__":
     target, is_tiny = Path(sys.argv[1]), "--tiny" in sys.argv
     optimus_cc_ext.uninstall()  # the launcher has installed it
     _watched()
+    # Groups stay until the process ends, and NCCL opens tens of sockets for each.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for title, each in CONFIGURATIONS.items():
         _train(title, each, target, tiny=is_tiny)

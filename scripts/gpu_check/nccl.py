@@ -45,23 +45,26 @@ def check(folder: Path, *, tiny: bool) -> Iterator[dict[str, Any]]:
     folder.mkdir(parents=True)
     words = [_SCRIPT, str(folder), *(["--tiny"] if tiny else [])]
     deadline = time.monotonic() + (1200 if tiny else _SECONDS)
+    failures = []
     try:
         run(words, folder, lambda line: None, deadline, ranks=_RANKS, device="cpu" if tiny else "shared-gpu")
     except RunFailed as failure:
-        raise SystemExit(f"{failure} ({failure.log})") from None
-    found = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in CONFIGURATIONS}
+        failures = [f"{failure} ({failure.log})"]
+    done = {name: folder / f"{name}.json" for name in CONFIGURATIONS if (folder / f"{name}.json").exists()}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in done.items()}
     losses, weights = ({name: each[what] for name, each in found.items()} for what in ("losses", "weights"))
-    spread = _apart(losses["vanilla"], losses["vanilla again"])
-    for name, configuration in CONFIGURATIONS.items():
-        ours, other = losses[name], configuration.like
+    for name in found:
+        configuration, ours, other = CONFIGURATIONS[name], losses[name], CONFIGURATIONS[name].like
         row = {"training": name, "loss": ours[-1], "seconds": None if tiny else found[name]["seconds"]}
-        if other:
-            like = losses[other][-len(ours) :]
+        if other:  # an earlier one
+            like, spread = losses[other][-len(ours) :], _apart(losses["vanilla"], losses["vanilla again"])
             same, gap = ours == like and weights[name] == weights[other], 100 * (ours[-1] / like[-1] - 1)
             row |= {"compared with": other, "bits": "equal" if same else "", "difference, %": gap}
             if why := verdict(configuration, same=same, apart=_apart(ours, like), spread=spread, gap=gap):
-                raise SystemExit(f"{name}: {why}")
+                failures.append(f"{name}: {why}")
         yield row
+    if failures:
+        raise SystemExit("; ".join(failures))
 
 
 def verdict(configuration: Configuration, *, same: bool, apart: float, spread: float, gap: float) -> str:

@@ -32,6 +32,13 @@ _FAILED_GRACE_SECONDS = 3.0
 """Seconds for the other hosts to print why they failed."""
 
 _LOST = ("closed by peer", "Connection reset", "Broken pipe", "Connection closed", "ConnectionError")
+_CURES = {
+    "Duplicate GPU detected": "NCCL refuses two ranks on one GPU although each has an NCCL_HOSTID: update PyTorch",
+    "shared memory segment /dev/shm": "/dev/shm is full: a container needs more (docker run --shm-size=1g)",
+    "Too many open files": "a process may open too few files: `ulimit -n` has to show 4096 or more",
+}
+"""Cures of failures on a GPU, by what NCCL or CUDA prints."""
+
 _TAIL_LINES = 40
 
 
@@ -77,7 +84,7 @@ def run(
         if on_gpu:
             stack.enter_context(gpus.together())
             # This comes after all ranks have ended, because it is registered before they start.
-            stack.push(lambda failed, *_: gpus.until_free() if failed else None)
+            stack.push(lambda failed, *_: gpus.refusal() if failed else None)
         outputs = [stack.enter_context(log.open("w", encoding="utf-8")) for log in logs]
         if hosts is None:
             outputs[0].write(f"$ {torchrun_command(ranks, flags, device, beside)}\n\n")
@@ -178,8 +185,9 @@ def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
                 said = f"rank {rank} was ended by Signal {-status} ({signal.Signals(-status).name})"
             found.append((any(word in said for word in _LOST), host, said))
     _, host, reason = min(found)
-    if any("Duplicate GPU detected" in line for line in _lines(logs[host])):
-        reason = f"NCCL refuses two ranks on one GPU although each has an NCCL_HOSTID: update PyTorch ({reason})"
+    lines = _lines(logs[host])
+    if cure := next((cure for said, cure in _CURES.items() if any(said in line for line in lines)), ""):
+        reason = f"{cure} ({reason})"
     return RunFailed(f"host {host}: {reason}" if len(logs) > 1 else reason, logs[host])
 
 

@@ -32,6 +32,7 @@ exit {status}
 OWNER = """
 import sys, time
 from scripts.hosts import gpus
+gpus.CLIENT = ""
 with gpus.together() as together:
     print("inside", together, flush=True)
     time.sleep(60)
@@ -44,6 +45,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(gpus.FOLDER, raising=False)
     monkeypatch.delenv("CUDA_MPS_LOG_DIRECTORY", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "CLIENT", "")
     return _program(tmp_path, status=0)
 
 
@@ -76,6 +78,43 @@ def test_where_there_is_no_service_a_line_says_that_ranks_take_turns(
     assert f"no MPS ({gpus.CONTROL} is not on PATH)" in capfd.readouterr().out
 
 
+def test_a_service_that_starts_and_refuses_all_ranks_is_ended_and_ranks_take_turns(
+    control: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # This is what a service says whose server may not read the folder (bottlerocket-os/bottlerocket#4673).
+    refused = "MPS client failed to connect to the MPS control daemon or the MPS server"
+    monkeypatch.setattr(
+        gpus, "CLIENT", f"import os; raise SystemExit({refused!r} if {gpus.FOLDER!r} in os.environ else 0)"
+    )
+    monkeypatch.setattr(gpus, "_START_SECONDS", 0.1)
+    with gpus.together() as together:
+        assert not together and gpus.FOLDER not in os.environ
+    assert f"no MPS ({refused})" in capfd.readouterr().out and control.read_text().endswith("told to quit\n")
+
+
+CUDA = """
+int cuInit(unsigned flags) { return getenv("INIT") ? atoi(getenv("INIT")) : 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = context; return getenv("BUSY") ? 46 : 0; }
+int cuGetErrorString(int error, const char **said) { *said = error == 46 ? "devices are busy" : 0; return 0; }
+"""
+
+
+def test_a_gpu_that_refuses_a_process_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's library is a stand-in, which the real program loads and calls."""
+    (tmp_path / "cuda.c").write_text(f"#include <stdlib.h>\n{CUDA}")
+    library = ["-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "cuda.c")]
+    subprocess.run(["cc", *library], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert gpus.refusal() == ""
+    monkeypatch.setenv("BUSY", "1")
+    assert gpus.refusal(0.1) == "CUDA says: devices are busy, 46"
+    monkeypatch.setenv("INIT", "805")
+    assert gpus.refusal(0.1) == "CUDA says: no reason, 805"
+    monkeypatch.setattr(gpus, "CLIENT", "import time; time.sleep(60)")
+    monkeypatch.setattr(gpus, "_ANSWER_SECONDS", 1.0)
+    assert gpus.refusal(0.1) == "no answer within 1 s"
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_daemon_is_left_behind_however_its_command_ends(control: Path, how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
@@ -106,18 +145,35 @@ def test_too_little_memory_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPa
     found = gpus.find_gpu()
     monkeypatch.setattr(gpus, "problem", lambda found: None)
     monkeypatch.setattr(gpus, "find_gpu", lambda: found.__class__("13.0", 13010, 1, 24 << 30, "/usr/bin/gcc"))
-    gpus.require_memory(24 << 30)
+    monkeypatch.setattr(gpus, "CLIENT", "")
+    gpus.require(24 << 30)
     with pytest.raises(OptimusError, match=r"24 GiB of the GPU's memory are free, and 60 are needed: end other"):
-        gpus.require_memory(60 << 30)
+        gpus.require(60 << 30)
+    monkeypatch.setattr(gpus, "CLIENT", "raise SystemExit('devices are busy')")
+    monkeypatch.setattr(gpus, "_START_SECONDS", 0.1)
+    with pytest.raises(
+        OptimusError, match=r"no second process \(devices are busy\): `nvidia-smi -q -d COMPUTE` has to"
+    ):
+        gpus.require(24 << 30)
 
 
-def test_nccl_that_refuses_all_the_same_is_said_with_the_cure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "cure"),
+    [
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000", "NCCL refuses two ranks on one GPU"),
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No space left on "
+            "device (28)", "docker run --shm-size=1g",
+        ),
+        ("Call to socket failed: Too many open files", "`ulimit -n` has to show 4096"),
+    ],
+)  # fmt: skip
+def test_what_nccl_refuses_on_one_gpu_is_said_with_the_cure(last: str, cure: str, tmp_path: Path) -> None:
     log = tmp_path / "host0.txt"
-    error = "[rank1]: torch.distributed.DistBackendError: NCCL error in: x.cpp:1, invalid usage"
-    log.write_text(f"{error}\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000\n")
-    assert "NCCL refuses two ranks on one GPU although each has an NCCL_HOSTID: update PyTorch" in str(
-        launch._failure([0, 1], [log])
-    )
+    error = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled system error"
+    log.write_text(f"[rank1]: {error}\nLast error:\n{last}\n")
+    said = str(launch._failure([0, 1], [log]))
+    assert cure in said and said.endswith(f"(rank 1: {error})")
 
 
 def test_models_of_a_gpu_and_of_the_cpu_are_not_mixed_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +202,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     asked: list[list[str]] = []
 
     def train(run: Run, layout: Layout, flags: Any, folder: Path, plan: Any, **options: Any) -> None:
-        asked.append(list(dict.fromkeys(plan.rates)))
+        asked.append(list(dict.fromkeys(plan.rates[plan.warm_up :])))
         for number, rate in enumerate(plan.rates, start=1):
             measured = number > plan.warm_up and rate == plan.rates[number - 2]
             traffic = {"between nodes": (8e6, 32e6)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
+from optimus_cc_ext.doctor import gpu
 from optimus_cc_ext.errors import OptimusError, is_first_local_rank
 from tests.device import device_of, said_of
 
@@ -64,12 +65,27 @@ def test_a_rank_takes_its_gpu_and_is_a_host_of_its_own_to_nccl(
     )
 
 
-def test_two_machines_and_too_little_memory_are_refused(
-    two_gpus: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_refused(two_gpus: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 40 * GIB))
     with pytest.raises(OptimusError, match=r"2\.0 GiB of GPU 1 are free, less than 1\.5 for each of its 2 ranks: end"):
         shared_gpu.activate()
+
+
+def test_a_gpu_that_takes_one_process_only_is_refused_with_the_cure(
+    two_gpus: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(device: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    with pytest.raises(
+        OptimusError, match=r"GPU 1 takes no further process \(.*unavailable\): set its compute mode to"
+    ):
+        shared_gpu.activate()
+    assert gpu.find_gpu().free == 0, "doctor says that no memory is free, instead of a traceback"
+
+
+def test_two_machines_are_refused(two_gpus: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(OptimusError, match=r"8 ranks, but only 4 of them on this.*Start all ranks on one"):
         shared_gpu.activate()

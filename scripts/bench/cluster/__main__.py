@@ -29,7 +29,7 @@ from scripts.bench.cluster.model import proportions
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import FindRate, Plan, plans
 from scripts.bench.cluster.results import BOUND, chooses_by_the_links, payload
-from scripts.bench.cluster.run import Iteration, Run, train
+from scripts.bench.cluster.run import FREE_CODING, Iteration, Run, train
 from scripts.experiments.command import add_text_options, told, words_and_further
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.runs import claimed, commit
@@ -43,9 +43,6 @@ TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wi
 
 ON_GPU = ("gpt-1b", "llama-1b", "moe-1b")
 """Names of the models that are trained on a GPU."""
-
-FREE_CODING = ["scripts/bench/cluster/free_coding.py"]
-"""Training script of the runs whose coding takes almost no time."""
 
 _SCHEDULE = 200
 """Iterations of the learning rate's schedule, equal for all runs, so that their different lengths do not change their
@@ -141,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _do(options: argparse.Namespace, further: list[str]) -> int:
     if not options.show and (reason := why_not()) is not None:
-        raise NetworkError(f"{reason}. Run the benchmark on Linux, as root or where users may make namespaces")
+        cure = (
+            "Run the benchmark on Linux, as root or where users may make namespaces; in a container, with --privileged"
+        )
+        raise NetworkError(f"{reason}. {cure}")
     try:
         if options.device == "gpu":
             print(on_gpu.measure(options))

@@ -15,6 +15,9 @@ from scripts.hosts.launch import lines_in
 from scripts.hosts.launch import run as launch
 from scripts.hosts.network import Network, network
 
+FREE_CODING = ["scripts/bench/cluster/free_coding.py"]
+"""Training script of the runs whose coding takes almost no time."""
+
 _OURS = "optimus-cc: "
 _TRAFFIC = {
     tag: (f"optimus-cc/{tag} sent bytes", f"optimus-cc/{tag} raw bytes")
