@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), metavar="DIR")
     parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument(
-        "--long", action="store_true", help="also the checks codecs and study, which take up to an hour and a half"
+        "--long", action="store_true", help="also the check study, which takes up to an hour and a half"
     )
     parser.add_argument("--dry-run-on-cpu", action="store_true", help="run all that needs no GPU, without its figures")
     parser.add_argument("--in-this-process", choices=tuple(CHECKS), help=argparse.SUPPRESS)

@@ -57,21 +57,13 @@ def _function(module: str, function: str) -> Callable[[Setting], Iterator[Row]]:
 
 
 def bench(setting: Setting) -> Iterator[Row]:
-    """Run the compressors' bench, whose own files lie beside the check's page."""
-    yield _bench(setting, setting.output, "formats", "bucket", "kernels", "orthogonalization")
-
-
-def codecs(setting: Setting) -> Iterator[Row]:
-    """Run the bench's slow sections, and write their results into a separate folder."""
-    yield _bench(setting, setting.output / "codecs", "codecs", "slices")
-
-
-def _bench(setting: Setting, results: Path, *sections: str) -> Row:
+    """Run sections of the compressors' bench, whose files lie beside the check's page."""
     from scripts.bench.compressors.__main__ import main
 
-    arguments = ["--device", setting.device.type, "--results", str(results), "--repeats", "2"]
-    main([*arguments, "--threads", "1", *(["--scale", "tiny"] if setting.dry else []), "--only", *sections])
-    return {"see": f"{results.name}/compressors-{setting.device.type}.md"}
+    scale, sections = "tiny" if setting.dry else "paper", ("formats", "bucket", "kernels", "orthogonalization")
+    words = f"--device {setting.device.type} --repeats 2 --threads 1 --scale {scale} --results"
+    main([*words.split(), str(setting.output), "--only", *sections])
+    yield {"see": f"compressors-{setting.device.type}.md"}
 
 
 def capture(setting: Setting) -> Iterator[Row]:
@@ -137,20 +129,12 @@ CHECKS = {
         "Of 100 messages the sender remembers, to the bit, what the receiver lacks.",
         _function("world_of_one", "messages"), 45,
     ),
-    "memory": Check(
-        "Metrics of a large batch of matrices take no memory of its size.",
-        _function("world_of_one", "metrics_memory"), 40,
-    ),
     "nccl": Check(
         "Four ranks on one GPU train over NCCL: all switched off and pass-through blocks to vanilla's bits, balanced, "
         "experts, two levels and interleaved stages within 0.5 % of vanilla's loss, and a checkpoint resumes.",
         nccl, 210,
     ),
     "bench": Check("The compressors' seconds beside what the machine allows.", bench, 140),
-    "codecs": Check(
-        "GB/s of the block formats' kernels at each alignment, beside a copy's and torch's, eager and compiled.",
-        codecs, 1200, long=True,
-    ),
     "study": Check(
         "131 million parameters train in vanilla and with balanced, fp8-int4 and paper.", study, 6000, long=True
     ),

@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.reducers import Reduction, SideStream
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer
 
-__all__ = ["messages", "metrics_memory", "reduction"]
+__all__ = ["messages", "reduction"]
 
 MESSAGES = 100
 STEPS = 5
@@ -95,24 +94,3 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
                 raise SystemExit(f"message {number}: the sender's residual is not what the receiver's copy lacks")
             carried.copy_(residual.view(shape))
     yield {"case": f"{MESSAGES} messages, bf16", "bits": "equal", "over NCCL": "yes" if on_gpu else None}
-
-
-def metrics_memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure the bytes that the gauge's norms of one shape group take beyond the group itself."""
-    on_gpu = device.type == "cuda"
-    values = torch.ones(500 if on_gpu else 4, 1000, 1000, device=device)
-    gauge, extra = Gauge(), None
-    gauge.begin(True)
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    gauge.note(values, values)
-    error, whole = gauge.squares()
-    if not abs(whole / values.numel() - 1) < 1e-5 or error != whole:
-        raise SystemExit(f"the squares of {values.numel()} ones are {whole}")
-    if on_gpu:
-        extra = torch.cuda.max_memory_allocated() - before
-        if extra > values.nbytes / 10:
-            raise SystemExit(f"norms of {values.nbytes / 1e9:.1f} GB take {extra / 1e9:.1f} GB more")
-    yield {"case": f"{values.numel() / 1e6:.0f} M values", "MB beyond them": extra and extra / 1e6}

@@ -5,7 +5,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import free_coding, page
 from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.predicted import chosen_stages
-from scripts.bench.cluster.rates import FindRate, Plan, next_guess, plans, rate_list
+from scripts.bench.cluster.rates import Plan, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
@@ -91,34 +91,23 @@ def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_
     assert rate_list(["a", "b"], each=2, cycles=2, warm_up=1) == ["none", *"aaa", *"bbb", *"bb", *"aaa"]
     assert rate_list(["none"], each=3, cycles=1, warm_up=2) == ["none"] * 5
     [plan] = plans(["8mbit", "none"], chooses=False, each=2, cycles=2, warm_up=2)
-    assert _counted(plan, lambda rate: 1.0) == ["8mbit"] * 2 + ["none"] * 4 + ["8mbit"] * 2
+    assert _counted(plan) == ["8mbit"] * 2 + ["none"] * 4 + ["8mbit"] * 2
 
 
 def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> None:
     chosen = plans(["8mbit", "none"], chooses=True, each=3, cycles=2, warm_up=1)
     assert [plan.rates for plan in chosen] == [["8mbit"] * 7, ["none"] * 7]
-    assert _counted(chosen[0], lambda rate: 1.0) == ["8mbit"] * 6
+    assert _counted(chosen[0]) == ["8mbit"] * 6
 
 
-def test_the_search_finds_the_rate_at_which_half_is_exposed() -> None:
-    plan = FindRate(3, "10mbit", each=2)
-    # The model computes for 2 s, and the transfer of 100 Mbit overlaps no computation.
-    _counted(plan, lambda rate: 2 + (0 if rate == "none" else 100e6 / bits_per_second(rate)))
-    assert plan.tried[0] == plan.tried[-1] == ("none", 2) and len(plan.tried) == 6
-    assert plan.best[0] == "50.0mbit" and plan.best[1] == pytest.approx(4)
-    # If no communication is exposed, or nearly all, the search changes the rate by a factor of 4 at most.
-    assert next_guess(80e6, seconds=1.9, unshaped=2) == 20e6
-    assert next_guess(80e6, seconds=50, unshaped=2) == 320e6
-
-
-def _counted(plan: Plan, seconds: Callable[[str], float]) -> list[str]:
+def _counted(plan: Plan) -> list[str]:
     """Return the rate of each iteration that counts, in the order of a run."""
     rate, switched, counted = plan.rates[0], False, []
     for iteration in range(1, len(plan.rates) + 1):
         measured = iteration > plan.warm_up and not switched
         if measured:
             counted.append(rate)
-        following = plan.after(iteration, seconds(rate), measured=measured)
+        following = plan.after(iteration)
         rate, switched = following, following != rate
     return counted
 
@@ -312,8 +301,6 @@ def _of(table: Table, block: Cell, column: str, rate: str = "50mbit") -> Any:
         (["--rates", "fast"], "'fast' is not a rate"),
         (["--variants", "vanilla,magic"], "'magic' is none of"),
         (["--layouts", "pp2"], "'pp2' is not a layout"),
-        (["--hosts", "3"], "an even number of hosts"),
-        (["--hosts", "4", "--layouts", "pp2dp2"], "not allowed with argument"),
         (["--blocks", "0"], "give 1 or more"),
         (["--bound", "--variants", "paper"], "--bound: it trains vanilla again"),
     ],

@@ -12,12 +12,14 @@ import torch
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.low_rank import FastLowRank
-from optimus_cc_ext.compressors.triton import launches
+from optimus_cc_ext.compressors.triton import blocks, launches
+from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from scripts.bench.compressors import compiled
 from scripts.bench.compressors.__main__ import main
 from scripts.bench.compressors.bucket import one_process
 from scripts.bench.compressors.sections import FORMAT_CASES, check_basis, check_bucket, check_format
 from scripts.bench.compressors.timing import in_turn
+from scripts.bench.compressors.variants import VARIANTS, applied
 from tests.formats import every, lossy
 from tests.shell_scripts import ROOT
 
@@ -40,7 +42,8 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
     works = {row["section"]: {each["work"] for each in rows if each["section"] == row["section"]} for row in rows}
     assert works == {
         "kernels": {"ours", "torch, eager", "torch, compiled"},
-        "codecs": {"ours", "torch, eager", "torch, compiled"},
+        "projections": {"ours", "torch, eager", "torch, compiled"},
+        "codecs": {"ours", "graph, ours", "torch, eager"},
         "slices": {
             "ours, compress", "ours, decompress", "reference, compress", "reference, decompress",
             "hook, compress and decompress",
@@ -58,7 +61,7 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
     starts = {row["case"].rsplit(" ", 1)[1] for row in rows if row["section"] == "codecs"}
     assert starts == {"16", "8", "4", "2", "1", "2048"}, "alignments, and the width of rows"
     missing = {row["work"] for row in rows if row["ms"] is None}
-    assert missing == {"ours", "torch, compiled"}, "of the kernels, what needs a GPU"
+    assert missing == {"ours", "graph, ours", "torch, compiled"}, "of the kernels, what needs a GPU"
     ours = [row for row in rows if row["work"] == "ours, compress"]
     assert [row["rank"] for row in ours] == 3 * list(range(8, 41, 4))
     assert all(row["floor, ms"] > 0 and row["ms"] > 0 for row in ours)
@@ -151,7 +154,31 @@ def test_a_format_that_loses_what_it_should_not_is_not_timed() -> None:
 def test_kernels_are_compiled_for_gpus_that_are_not_there(capsys) -> None:
     compiled.main(["--capability", "90", "--align", "16", "1", "--format", "int4", "--only", "decode onto"])
     _, _, wide, narrow = (line.split(" | ") for line in capsys.readouterr().out.strip().splitlines())
-    assert wide[0] == "| decode onto, int4, rotated, bfloat16" and wide[1] == "90"
-    registers, stack, *_, instructions = (float(cell) for cell in wide[3:8])
+    assert wide[:3] == ["| decode onto, int4, rotated, bfloat16", "ours", "90"]
+    registers, stack, *_, instructions = (float(cell) for cell in wide[4:9])
     assert 32 <= registers <= 255 and stack == 0 and 10 < instructions < 200
     assert "x16" in wide[-1] and "x2 |" in narrow[-1], "bf16, aligned to 16 values and to one"
+
+
+@pytest.mark.skipif(not launches.AVAILABLE or launches.INTERPRETED, reason="needs Triton's compiler")
+def test_a_variant_reaches_the_compiler(tmp_path: Path) -> None:
+    def metadata(name: str) -> Any:
+        codec, values = TritonCodec("int8", signs=torch.ones(128)), torch.zeros(1024)
+        with compiled.compiling(90, tmp_path) as kernels, applied(VARIANTS[name]):
+            codec.encode_rows(values.view(1, -1))
+        assert blocks.ROWS == 64, "it holds inside of the block only"
+        return kernels[0].metadata
+
+    assert (metadata("ours").num_warps, metadata("ours").maxnreg) == (4, 128)
+    narrow = metadata("16 rows, 1 warps, 80 registers, 3 stages")
+    assert (narrow.num_warps, narrow.maxnreg) == (1, 80) and narrow.shared < metadata("ours").shared
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not launches.AVAILABLE or launches.INTERPRETED, reason="needs Triton's compiler")
+def test_the_hosts_time_of_launches_is_measured_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled.main(["--launches", "--capability", "90"])
+    least, *ours = (line.split(": ") for line in capsys.readouterr().out.strip().splitlines())
+    assert least[0] == "torch.bmm(out=) of one number" and len(ours) == 5
+    for name, said in ours:
+        assert 1 < float(said.split()[0]) < 5000, f"{name}: {said}"

@@ -57,7 +57,7 @@ def test_all_checks_together_end_within_eight_minutes_and_each_says_what_it_clai
     )
     assert all(check.claim.endswith(".") for check in CHECKS.values())
     monkeypatch.setattr(gpu_check, "TOTAL", 0)
-    assert dry_run(tmp_path, "messages", "memory") == 1
+    assert dry_run(tmp_path, "messages") == 1
     assert "not finished after 0 s" in (tmp_path / "gpu_check.md").read_text()
 
 
@@ -91,11 +91,11 @@ def dry_run(output: Path, *only: str) -> int:
 
 @pytest.mark.ci
 def test_a_dry_run_measures_what_a_cpu_can_and_marks_the_rest_as_missing(tmp_path: Path) -> None:
-    assert dry_run(tmp_path, "messages", "memory") == 0
+    assert dry_run(tmp_path, "messages", "capture") == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     rows = {check["name"]: check["rows"] for check in found["checks"]}
     assert rows["messages"] == [{"case": "100 messages, bf16", "bits": "equal", "over NCCL": None}]
-    assert rows["memory"][0]["MB beyond them"] is None
+    assert rows["capture"][0]["ms"] is None
     page = (tmp_path / "gpu_check.md").read_text()
     assert "missing" in page and "`scripts/gpu_check.sh` gives them" in page and "## messages: holds" in page
 
@@ -103,7 +103,7 @@ def test_a_dry_run_measures_what_a_cpu_can_and_marks_the_rest_as_missing(tmp_pat
 @pytest.mark.full
 def test_every_check_has_a_dry_run(tmp_path: Path) -> None:
     # The study takes minutes even here: --dry-run-on-cpu --only study.
-    assert dry_run(tmp_path, *(name for name in CHECKS if name != "study")) == 0, "\n".join(
+    assert dry_run(tmp_path, *(name for name in CHECKS if name not in ("nccl", "study"))) == 0, "\n".join(
         path.read_text()[-2000:] for path in tmp_path.glob("*.log")
     )
     kernels = json.loads((tmp_path / "kernels.json").read_text())

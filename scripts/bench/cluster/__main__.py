@@ -1,7 +1,6 @@
 """Benchmark of compression on links of a given rate: real Megatron on hosts made of network namespaces.
 
     .venv/bin/python -m scripts.bench.cluster --layouts pp2dp2 --rates 25mbit,50mbit,100mbit,none
-    .venv/bin/python -m scripts.bench.cluster --find-rate     search the rate at which vanilla takes twice as long
     .venv/bin/python -m scripts.bench.cluster --device gpu    four hosts on one GPU, over NCCL: planned runs, each once
 
 There is one host for each pipeline stage of each replica, or of L replicas with the suffix nL, and torchrun on every
@@ -27,7 +26,7 @@ from optimus_cc_ext.errors import run_command
 from scripts.bench.cluster import on_gpu
 from scripts.bench.cluster.model import proportions
 from scripts.bench.cluster.page import JSON_NAME, load, write
-from scripts.bench.cluster.rates import FindRate, Plan, plans
+from scripts.bench.cluster.rates import Plan, plans
 from scripts.bench.cluster.results import BOUND, chooses_by_the_links, payload
 from scripts.bench.cluster.run import FREE_CODING, Iteration, Run, train
 from scripts.experiments.command import add_text_options, told, words_and_further
@@ -57,13 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     compared = parser.add_argument_group("what is compared")
-    layouts = compared.add_mutually_exclusive_group()
-    layouts.add_argument(
-        "--layouts",
-        type=_list(Layout.parsed),
+    compared.add_argument(
+        "--layouts", type=_list(Layout.parsed),
         help="[tpT]ppPdpD[z1][nL], such as pp4dp2,pp2dp2z1 (pp2dp2); nL: L replicas on a host",
-    )
-    layouts.add_argument("--hosts", type=_halves, dest="layouts", metavar="N", help="short for pp(N/2)dp2")
+    )  # fmt: skip
     compared.add_argument(
         "--models", type=_list(_one_of(TRAINED + ON_GPU)),
         help=f"models to train, of {', '.join(TRAINED)} (small); on a GPU of {', '.join(ON_GPU)} (gpt-1b)",
@@ -102,10 +98,6 @@ def build_parser() -> argparse.ArgumentParser:
     gpu.add_argument("--rows", type=Path, default=on_gpu.ROWS, metavar="CSV", help="finished runs (%(default)s)")
     gpu.add_argument("--show", action="store_true", help="only show the runs, with the commands of those not yet made")
     gpu.add_argument("--dry-run-on-cpu", action="store_true", help="make all runs with tiny models, without a GPU")
-    other = parser.add_argument_group("instead of a sweep")
-    other.add_argument(
-        "--find-rate", action="store_true", help="search the rate at which vanilla takes twice its unshaped time"
-    )
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, default=Path("results/cluster"), metavar="DIR")
     files.add_argument("--append", action="store_true", help="keep the runs that are in OUTPUT/cluster.json, if any")
@@ -149,10 +141,7 @@ def _do(options: argparse.Namespace, further: list[str]) -> int:
         bench = Bench(options, further)
         for layout, model in itertools.product(options.layouts, options.models):
             print(f"{model}, {layout} on {layout.hosts} hosts: {proportions(MODELS[model], layout)}.", flush=True)
-            if options.find_rate:
-                bench.find_rate(model, layout)
-            else:
-                bench.sweep(model, layout)
+            bench.sweep(model, layout)
     except RunFailed as failure:
         return told(failure)
     if bench.text:
@@ -171,14 +160,13 @@ class Bench:
         self._claimed.enter_context(claimed(options.output))
         if not (options.output / JSON_NAME).exists():
             return
-        if not (options.append or options.find_rate):
+        if not options.append:
             raise ExperimentError(
                 f"--output {options.output}: the folder has results. Give --append to keep them, or another folder"
             )
-        if options.append:
-            earlier, self.runs = load(options.output)
-            if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
-                raise ExperimentError(f"--append: {options.output} has results of another text. Give another --output")
+        earlier, self.runs = load(options.output)
+        if any(earlier.get(name) != self.arguments()[name] for name in ("input", "max_mb")):
+            raise ExperimentError(f"--append: {options.output} has results of another text. Give another --output")
 
     def sweep(self, name: str, layout: Layout) -> None:
         """Train all variants in alternating blocks, with all rates in each run."""
@@ -238,20 +226,6 @@ class Bench:
                         f" ({shlex.join(run.flags)}, seed {run.seed}). Give another --output"
                     )
 
-    def find_rate(self, name: str, layout: Layout) -> None:
-        """Print the rate at which half of vanilla's time is exposed communication."""
-        options = self.options
-        start = next((rate for rate in options.rates if rate != UNSHAPED), "50mbit")
-        plan = FindRate(options.warm_up, start, options.iterations)
-        self._train(name, layout, VANILLA, plan, "find-rate", 0)
-        for rate, seconds in plan.tried:
-            print(f"  {rate}: {seconds:.2f} s, {seconds / plan.unshaped:.2f} times unshaped")
-        rate, seconds = plan.best
-        print(
-            f"{name}, {layout}: at {rate} vanilla takes {seconds:.2f} s, {plan.unshaped:.2f} s unshaped:"
-            f" {1 - plan.unshaped / seconds:.0%} of the iteration is exposed communication"
-        )
-
     def _flags(self, name: str, layout: Layout, variant: str) -> list[str]:
         return flags_of(CLUSTER[variant], layout, papers_ranks(MODELS[name].hidden), self.further)
 
@@ -295,12 +269,6 @@ def _positive(word: str) -> int:
     if not (word.isdecimal() and int(word)):
         raise ExperimentError(f"{word}: give 1 or more")
     return int(word)
-
-
-def _halves(word: str) -> list[Layout]:
-    if not word.isdecimal() or int(word) < 2 or int(word) % 2:
-        raise ExperimentError(f"--hosts {word}: two replicas need an even number of hosts. Give 4 or 8, or --layouts")
-    return [Layout(1, int(word) // 2, 2)]
 
 
 def _one_of(known: Iterable[str]) -> Callable[[str], str]:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import tomllib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,12 +99,13 @@ def measure(options: Namespace) -> str:
         with gpus.together() if not dry else nullcontext(False) as together:
             machine |= {"at the same time": "yes" if together else "no", "commit": commit()}
             # What needs another value of CUDA's variable is missing, with a command that sets it.
-            for each in (one for one in wanted if dry or one.queues == os.environ.get(QUEUES, "")):
-                for variant in each.variants:
-                    made = [tuple(row[name] for name in _KEY) for row in read_rows(path, _COLUMNS)]
-                    keys = [each.key(variant, rate, machine["gpu"]) for rate in each.rates]
-                    if left := [key for key in keys if tuple(key.values()) not in made]:
-                        _measure(each, variant, left, options, path, machine)
+            here = [each for each in wanted if dry or each.queues == os.environ.get(QUEUES, "")]
+            runs = [(each, variant) for each in here for variant in each.variants]
+            for each, variant in _rehearsed(runs) if dry else runs:
+                made = [tuple(row[name] for name in _KEY) for row in read_rows(path, _COLUMNS)]
+                keys = [each.key(variant, rate, machine["gpu"]) for rate in each.rates]
+                if left := [key for key in keys if tuple(key.values()) not in made]:
+                    _measure(each, variant, left, options, path, machine)
     return _shown(wanted, read_rows(path, _COLUMNS), dry=dry)
 
 
@@ -113,6 +114,16 @@ def _wanted(options: Namespace) -> list[Slice]:
         return [each for name in options.only or SLICES for each in SLICES[name]]
     further = options.variants, options.rates or RATES, os.environ.get(QUEUES, "")
     return [Slice(model, f"{each}", *further) for model in options.models or ["gpt-1b"] for each in options.layouts]
+
+
+def _rehearsed(runs: Sequence[tuple[Slice, str]]) -> Iterator[tuple[Slice, str]]:
+    """Yield the runs of a dry run: each variant once, and each model and layout once with a variant of ours."""
+    seen: set[object] = set()
+    for each, variant in runs:
+        shown = {variant} | ({(each.model, each.layout)} if variant not in (VANILLA, RIVAL) else set())
+        if shown - seen:
+            yield each, variant
+        seen |= shown
 
 
 def _measure(
@@ -193,13 +204,8 @@ def _compared(row: dict[str, str], known: dict[tuple[str, ...], dict[str, str]])
     vanilla, rival, free = (float(one["median ms"]) if one and one["gpu"] == row["gpu"] else None for one in others)
     ours = float(row["median ms"])
     bound = share_recovered(vanilla, ours, free) if vanilla and free and row["variant"] == BALANCED else None
-    return [
-        ours,
-        f"{row['fastest ms']} to {row['slowest ms']}",
-        vanilla and ours / vanilla,
-        rival and ours / rival,
-        bound,
-    ]
+    spread = f"{row['fastest ms']} to {row['slowest ms']}"
+    return [ours, spread, vanilla and ours / vanilla, rival and ours / rival, bound]
 
 
 def _machine(needed: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class _Follower:
         measured = progress.iteration > self._plan.warm_up and not self._switched
         # The rate is set before anything else, because the next iteration has already begun.
         rate_before = self._hosts.rate
-        rate = self._plan.after(progress.iteration, seconds, measured=measured)
+        rate = self._plan.after(progress.iteration)
         self._switched = rate != rate_before
         if self._switched:
             self._hosts.set_rate(rate)

@@ -6,7 +6,9 @@
 
 Sections:
     kernels            each of Triton's kernels beside torch, eager and compiled; without a GPU only eager
-    codecs             the block formats' kernels beside the same, wherever a shard begins, in GB/s
+    projections        the same on whole buckets: all matrices of a shape in an 8.3B stage at TP8
+    codecs             the block formats' kernels beside a copy and torch, wherever a shard begins, in GB/s; --variants:
+                       also with other choices for the compiler
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
     orthogonalization  batches of P at ranks 16, 64 and 128, without the rest of a step
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--scale", choices=("paper", "tiny"), default="paper", help="tiny takes seconds and gives no figures of use"
     )
+    parser.add_argument("--variants", action="store_true", help="codecs: also with other choices for the compiler")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (%(default)s)")
     options = parser.parse_args(argv)
     for name, value in (("--threads", options.threads), ("--repeats", options.repeats)):
@@ -55,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.device == "cpu" and options.only == ["capture"]:
         parser.error("--only capture: a CUDA graph needs a GPU. Give --device cuda")
     torch.set_num_threads(options.threads)
-    setting = Setting(torch.device(options.device), options.scale == "tiny", options.repeats, options.case)
+    setting = Setting(
+        torch.device(options.device), options.scale == "tiny", options.repeats, options.case, options.variants
+    )
     on_gpu = options.device == "cuda"
     processor = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
     about = machine() | {"device": processor, "threads": str(options.threads), "scale": options.scale}

@@ -1,5 +1,7 @@
-"""The block formats' kernels beside torch, eager and compiled, wherever a shard may begin, in GB/s."""
+"""The block formats' kernels, wherever a shard may begin, beside torch and other choices for the compiler, in GB/s."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -7,11 +9,12 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.scratch import Scratch
-from scripts.bench.compressors.timing import Work
+from scripts.bench.compressors import compiled
+from scripts.bench.compressors.timing import Work, captured
+from scripts.bench.compressors.variants import VARIANTS, applied
 
-__all__ = ["ALIGNMENTS", "cases", "check_compiled"]
+__all__ = ["ALIGNMENTS", "cases", "compile_variants"]
 
 ALIGNMENTS = (16, 8, 4, 2, 1)
 """Alignments of a shard: numbers of values of which its start is a multiple."""
@@ -19,21 +22,22 @@ ALIGNMENTS = (16, 8, 4, 2, 1)
 ROW_WIDTH = 2048
 """Values of a row: the hidden size of Qwen3-30B."""
 
-_FORMATS = (("int4", True), ("int8", True), ("fp8", False))
+_FORMATS = ("int4", "int8")
 _SENDERS = 2
 
 Works = Mapping[str, Work | None]
+Step = Callable[[Codec], torch.Tensor]
 
 
-def cases(device: torch.device, numel: int, containing: str = "") -> Iterator[tuple[str, int, Works]]:
+def cases(device: torch.device, numel: int, containing: str, variants: bool) -> Iterator[tuple[str, int, Works]]:
     """Yield (case, bytes that are read and written at least, works by contender) of `numel` values, a multiple of
     `ROW_WIDTH`, for the cases that contain a text.
 
-    A work is None where it needs a GPU. Torch does not depend on the alignment, and is timed at its ends.
+    A work is None where it needs a GPU. Torch does not depend on the alignment, and is timed at its ends; `variants`
+    are timed where shards are aligned.
     """
-    on_gpu = device.type == "cuda"
-    for format, rotated in _FORMATS:
-        ours = fast_codec(format, seed=1, rotated=rotated)
+    for format in _FORMATS:
+        ours = fast_codec(format, seed=1, rotated=True)
         torchs = Codec(format, signs=ours._signs)
         for dtype in (torch.float32, torch.bfloat16):
             values = torch.randn(numel + max(ALIGNMENTS), device=device).to(dtype)
@@ -43,9 +47,8 @@ def cases(device: torch.device, numel: int, containing: str = "") -> Iterator[tu
                 message = torch.empty(_SENDERS, nbytes, dtype=torch.uint8, device=device)
                 torchs.encode(values, layout, message[:1])
                 message[1:].copy_(message[:1])
-                held, plain = numel * dtype.itemsize, _plain(torchs, values[align : align + numel], message[0], layout)
-                out = torch.zeros_like(values)
-                steps: dict[str, tuple[int, Callable[[Codec], object]]] = {
+                held, out = numel * dtype.itemsize, torch.zeros_like(values)
+                steps: dict[str, tuple[int, Step]] = {
                     "encode": (held + nbytes, partial(_encode, values, layout, message[:1].clone())),
                     "decode": (held + nbytes, partial(_decode, message[:1], layout, out)),
                     "decode onto": (2 * held + nbytes, partial(_decode_onto, message[:1], layout, out, Scratch())),
@@ -55,100 +58,89 @@ def cases(device: torch.device, numel: int, containing: str = "") -> Iterator[tu
                     case = f"{format}, {name}, {str(dtype)[6:]}, shards at multiples of {align}"
                     if containing not in case:
                         continue
-                    works: dict[str, Work | None] = {"ours": partial(step, ours) if on_gpu else None}
-                    if align in (ALIGNMENTS[0], ALIGNMENTS[-1]):
-                        works["torch, eager"] = partial(step, torchs)
-                        works["torch, compiled"] = _compiled(plain[name]) if on_gpu else None
-                    yield case, moved, works
-            yield from _rows(ours, torchs, values[:numel].view(-1, ROW_WIDTH), containing)
+                    ends = {"torch, eager": partial(step, torchs)} if align in (ALIGNMENTS[0], ALIGNMENTS[-1]) else {}
+                    yield case, moved, _ours(step, ours, device, variants and align == ALIGNMENTS[0], out) | ends
+            yield from _rows(ours, torchs, values[:numel].view(-1, ROW_WIDTH), containing, variants)
 
 
-def _rows(ours: Codec, torchs: Codec, rows: torch.Tensor, containing: str) -> Iterator[tuple[str, int, Works]]:
+def _ours(
+    step: Step, codec: Codec, device: torch.device, variants: bool, out: torch.Tensor | None
+) -> dict[str, Work | None]:  # fmt: skip
+    """Return a step as it is, in a CUDA graph, in which the host's time does not count, and so in every variant.
+
+    Raises:
+        SystemExit: a variant gives other bits.
+    """
+    names = [f"graph, {name}" for name, chosen in VARIANTS.items() if variants or chosen is None]
+    if device.type != "cuda":
+        return dict.fromkeys(["ours", *names])
+    works: dict[str, Work | None] = {"ours": partial(step, codec)}
+    expected = None
+    for name, chosen in zip(names, VARIANTS.values(), strict=False):
+        with applied(chosen):
+            try:
+                if out is not None:
+                    out.zero_()
+                found = step(codec).clone()
+                works[name] = captured(partial(step, codec))
+            except Exception as error:  # errors of Triton's compiler and of CUDA, of many classes
+                print(f"{name}: {error!r:.200}", file=sys.stderr)
+                continue
+        expected = found if expected is None else expected
+        if not torch.equal(found, expected):
+            raise SystemExit(f"{name}: other bits than ours")
+    return works
+
+
+def compile_variants() -> None:
+    """Compile all variants on all cores, for this machine's GPU, into Triton's folder of compiled kernels, and print
+    their registers and instructions.
+    """
+    from triton import knobs
+
+    major, minor = torch.cuda.get_device_capability()
+    given = {
+        "--capability": f"{major}{minor}",
+        "--jobs": f"{os.cpu_count()}",
+        "--cache": knobs.cache.dir,
+        "--align": "16",
+    }
+    compiled.main(["--variants", "--format", *_FORMATS, *(word for pair in given.items() for word in pair)])
+
+
+def _rows(
+    ours: Codec, torchs: Codec, rows: torch.Tensor, containing: str, variants: bool
+) -> Iterator[tuple[str, int, Works]]:  # fmt: skip
     """Yield the cases in which each row is encoded as a separate message, as the tokens of experts are."""
-    message, on_gpu = torchs.encode_rows(rows), rows.device.type == "cuda"
-    steps: dict[str, Callable[[Codec], object]] = {
+    message = torchs.encode_rows(rows)
+    steps: dict[str, Step] = {
         "encode": lambda codec: codec.encode_rows(rows),
         "decode": lambda codec: codec.decode_rows(message, rows.dtype),
     }
     for name, step in steps.items():
         case = f"{ours.format.name}, {name}, {str(rows.dtype)[6:]}, rows of {ROW_WIDTH}"
         if containing in case:
-            works = {"ours": partial(step, ours) if on_gpu else None, "torch, eager": partial(step, torchs)}
+            works = _ours(step, ours, rows.device, variants, None) | {"torch, eager": partial(step, torchs)}
             yield case, rows.nbytes + message.nbytes, works
 
 
-def _encode(values: torch.Tensor, layout: BlockLayout, message: torch.Tensor, codec: Codec) -> None:
+def _encode(values: torch.Tensor, layout: BlockLayout, message: torch.Tensor, codec: Codec) -> torch.Tensor:
     codec.encode(values, layout, message)
+    return message
 
 
-def _decode(message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec: Codec) -> None:
+def _decode(message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec: Codec) -> torch.Tensor:
     codec.decode(message, layout, out)
+    return out
 
 
 def _decode_onto(
     message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, scratch: Scratch, codec: Codec
-) -> None:  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     codec.decode_onto(message, layout, out, scratch)
+    return out
 
 
-def _decode_add(messages: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec: Codec) -> None:
+def _decode_add(messages: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec: Codec) -> torch.Tensor:
     codec.decode_add(messages, layout, 0, out)
-
-
-def _plain(codec: Codec, values: torch.Tensor, message: torch.Tensor, layout: BlockLayout) -> dict[str, Work]:
-    """Return the steps as one expression of torch each, for its compiler; they move as many bytes."""
-    rotation = codec.rotation(values.device) if codec.rotated else None
-    largest, gain, bits = codec.format.largest, BLOCK if codec.rotated else 1, codec.format.bits
-    assert largest is not None
-    _, scales, codes = codec._split(message, layout, values.dtype)
-
-    def encode() -> tuple[torch.Tensor, torch.Tensor]:
-        x = values.view(-1, BLOCK).float()
-        y = x if rotation is None else x @ rotation.T
-        scale = (y.abs().amax(1) / (largest * gain)).bfloat16()
-        x = (y / (scale.float()[:, None] * gain)).clamp(-largest, largest).nan_to_num(0.0)
-        if codec.format.packing == "e4m3":
-            return scale, x.to(torch.float8_e4m3fn)
-        fields = x.round().to(torch.int8)
-        return scale, fields if bits == 8 else (fields[:, : BLOCK // 2] + 8) | ((fields[:, BLOCK // 2 :] + 8) << 4)
-
-    def one() -> torch.Tensor:
-        if codec.format.packing == "e4m3":
-            x = codes.view(torch.float8_e4m3fn).float()
-        elif bits == 8:
-            x = codes.view(torch.int8).float()
-        else:
-            x = torch.cat([codes & 15, codes >> 4], 1).float() - 8
-        return (x if rotation is None else x @ rotation) * scales.float()[:, None]
-
-    return {
-        "encode": encode,
-        "decode": lambda: one().to(values.dtype),
-        "decode onto": lambda: values.view(-1, BLOCK) + one().to(values.dtype),
-        "add two senders": lambda: (one() + one()).to(values.dtype),
-    }
-
-
-def _compiled(work: Work) -> Work:
-    compiled = torch.compile(work)
-    compiled()
-    return compiled
-
-
-def check_compiled(format: str, rotated: bool, numel: int = 1024) -> None:
-    """Check, uncompiled, that the expressions for torch's compiler compute what the codec does.
-
-    Raises:
-        SystemExit: they do not.
-    """
-    codec = Codec(format, signs=torch.ones(BLOCK) if rotated else None)
-    values, layout = torch.randn(numel), BlockLayout.of_one(numel)
-    message = torch.empty(1, codec.message_bytes(layout, values.dtype), dtype=torch.uint8)
-    codec.encode(values, layout, message)
-    plain, out = _plain(codec, values, message[0], layout), torch.empty(numel)
-    _, scales, codes = codec._split(message[0], layout, values.dtype)
-    scale, fields = plain["encode"]()  # type: ignore[misc]
-    codec.decode(message, layout, out)
-    same = torch.equal(fields.view(torch.uint8), codes) and torch.equal(scale, scales)
-    if not (same and torch.equal(plain["decode"]().flatten(), out)):  # type: ignore[attr-defined]
-        raise SystemExit(f"{format}: the expressions for torch's compiler do not compute what the codec does")
+    return out

@@ -1,24 +1,27 @@
 """Output of Triton's compiler for the codecs' kernels, for GPUs that need not be here: nothing runs on a GPU.
 
     python -m scripts.bench.compressors.compiled [--capability 80 90 100] [--align 16 2 1] [--only encode]
-        [--format int4] [--trial]
+        [--format int4] [--variants] [--jobs 4]
+    python -m scripts.bench.compressors.compiled --launches
 
 For each kernel it prints registers and stack of a thread (spilled registers lie on the stack); instructions of a thread
 for each of its values, the compiler's (PTX) and the processor's (SASS), where a loop over senders counts once; and the
-number and width in bytes of a thread's loads and stores of global memory. With --trial it also prints the CPU-seconds
-in which the trial's variants are compiled, with an empty cache and with a filled one. It needs Triton and no GPU.
+number and width in bytes of a thread's loads and stores of global memory. With --launches it prints the host's
+microseconds from a call to the driver instead. It needs Triton and no GPU.
 """
 
 import argparse
 import re
-import resource
 import subprocess
 import tempfile
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +31,11 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.scratch import Scratch
-from optimus_cc_ext.compressors.triton import blocks, launches, trial
+from optimus_cc_ext.compressors.triton import blocks, launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
+from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.report.table import Table
+from scripts.bench.compressors.variants import VARIANTS, applied
 
 __all__ = ["compiling", "main"]
 
@@ -46,7 +51,8 @@ _SENDERS = 2
 _FORMATS = ("int4", "int8", "fp8")
 
 _COLUMNS = (
-    "kernel", "sm", "align", "registers", "stack, B", "shared, B", "PTX / value", "SASS / value", "loads", "stores"
+    "kernel", "variant", "sm", "align", "registers", "stack, B", "shared, B", "PTX / value", "SASS / value", "loads",
+    "stores",
 )  # fmt: skip
 
 
@@ -59,6 +65,7 @@ class Case:
     align: int
     name: str
     launch: Callable[[TritonCodec, torch.Tensor, BlockLayout], None]
+    variant: str
 
 
 def _encode(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> None:
@@ -77,11 +84,21 @@ def _decode_add(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -
     codec.decode_add(_messages(codec, values, layout)[:1].repeat(_SENDERS, 1), layout, 0, values)
 
 
+def _encode_rows(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> None:
+    codec.encode_rows(values.view(2, -1))
+
+
+def _decode_rows(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> None:
+    codec.decode_rows(torch.zeros(2, codec.row_bytes(512), dtype=torch.uint8), values.dtype)
+
+
 _WAYS = {
     "encode": (_encode, (torch.float32, torch.bfloat16)),
     "decode": (_decode, (torch.float32, torch.bfloat16)),
     "decode onto": (_decode_onto, (torch.bfloat16,)),
     "decode, add senders": (_decode_add, (torch.float32, torch.bfloat16)),
+    "encode rows": (_encode_rows, (torch.bfloat16,)),
+    "decode rows": (_decode_rows, (torch.bfloat16,)),
 }
 """Operations of a codec, and the dtypes with which training calls them."""
 
@@ -125,11 +142,12 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     return [
-        Case(format, dtype, align, name, launch)
+        Case(format, dtype, align, name, launch, variant)
         for format in options.format
         for name, (launch, dtypes) in _WAYS.items()
         for dtype in dtypes
-        for align in options.align
+        for align in (options.align if "rows" not in name else options.align[:1])
+        for variant in (VARIANTS if options.variants else ("ours",))
         if options.only in ("", name)
     ]
 
@@ -137,16 +155,18 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 def _row(case: Case, capability: int, cache: Path) -> tuple[str, ...]:
     signs = torch.ones(128)
     codec, values = TritonCodec(case.format, signs=signs), torch.zeros(1024, dtype=case.dtype)
-    with compiling(capability, cache) as compiled:
+    with compiling(capability, cache) as compiled, applied(VARIANTS[case.variant]):
         case.launch(codec, values, BlockLayout([[(case.align, 512)], [(512 + case.align, 256)]]))
+        numel = blocks.ROWS * 128
     [kernel] = compiled
-    lanes, numel = 32 * kernel.metadata.num_warps, blocks.ROWS * 128
+    lanes = 32 * kernel.metadata.num_warps
     lines = _sass(kernel)
     used = _tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", used)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     ptx = sum(bool(re.match(r"\s+(@!?%p\d+ )?[a-z]+[\w.]* ", line)) for line in kernel.asm["ptx"].splitlines())
     return (
         f"{case.name}, {case.format}{', rotated' if codec.rotated else ''}, {str(case.dtype)[6:]}",
+        case.variant,
         *map(str, (capability, case.align, registers, stack, kernel.metadata.shared)),
         f"{ptx * lanes / numel:.1f}",
         f"{len(lines) * lanes / numel:.1f}",
@@ -184,22 +204,39 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def _seconds(
-    capability: int, ranks: Sequence[int], formats: Sequence[str], aligns: Sequence[int], cache: Path
-) -> str:  # fmt: skip
-    """Return the CPU-seconds, of this process and of compilers, in which the trial's kernels are compiled."""
-    before = _used()
-    with compiling(capability, cache) as compiled, patch.object(trial, "_agree", lambda equal, otherwise: None):
-        failure = trial.failure(
-            ranks, formats, torch.device("cpu"), (torch.float32, torch.bfloat16), rotations=[True], aligns=aligns
-        )
-    kernels = len({id(kernel) for kernel in compiled})
-    return f"{kernels} kernels in {_used() - before:.1f} CPU-s" + (f", then {failure}" if failure else "")
+def _launches(capability: int, cache: Path) -> Iterator[str]:
+    """Yield the host's microseconds of calls, without the driver's: compiled kernels are launched and do nothing."""
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
 
-
-def _used() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    run = JITFunction.run
+    idle = {
+        "run": property(lambda self: lambda *args: None), "_init_handles": lambda self: None,
+        "launch_metadata": lambda self, grid, stream, *args: None,
+    }  # fmt: skip
+    with compiling(capability, cache), ExitStack() as patches:
+        for name, instead in idle.items():
+            patches.enter_context(patch.object(CompiledKernel, name, instead))
+        launched = patch.object(JITFunction, "run", lambda *args, warmup, **given: run(*args, warmup=False, **given))
+        patches.enter_context(launched)
+        codec, values = TritonCodec("int8", signs=torch.ones(128)), torch.zeros(4096, dtype=torch.bfloat16)
+        layout, one, low = BlockLayout.of_one(4096), torch.zeros(1, 1, 1), TritonLowRank()
+        message = _messages(codec, values, layout)
+        m, q, p = torch.zeros(1, 1024, 3072), torch.zeros(1, 3072, 16), torch.zeros(1, 1024, 16)
+        works: dict[str, Callable[[], object]] = {
+            "torch.bmm(out=) of one number": lambda: torch.bmm(one, one, out=one),
+            "encode, 1 launch": lambda: codec.encode(values, layout, message),
+            "decode, 1 launch": lambda: codec.decode(message, layout, values),
+            "decode onto, 1 launch": lambda: codec.decode_onto(message, layout, values, Scratch()),
+            "sum and project, 2 launches": lambda: low.project_sum(m, m, q, total=m, out=p),
+            "orthogonalize, 5 launches": lambda: low.orthogonalize(p, out=p),
+        }
+        least = 0.0
+        for name, work in works.items():
+            work()
+            microseconds = 1e6 * min(timeit.repeat(work, number=100, repeat=40)) / 100
+            least = least or microseconds
+            yield f"{name}: {microseconds:.1f} us, {microseconds / least:.0f} times torch.bmm"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -218,22 +255,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--align", type=int, nargs="+", default=[16, 2, 1], help="alignment of shards, in values")
     parser.add_argument("--format", nargs="+", default=_FORMATS, choices=_FORMATS, help="block formats to compile")
     parser.add_argument("--only", default="", choices=("", *_WAYS), help="compile only this operation of the codecs")
-    parser.add_argument("--trial", action="store_true", help="compile the trial's variants as well")
+    parser.add_argument("--variants", action="store_true", help="compile also with other choices for the compiler")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (%(default)s)")
+    parser.add_argument("--cache", type=Path, help="Triton's folder of compiled kernels (default: one for this call)")
+    parser.add_argument("--launches", action="store_true", help="measure the host's time of launches instead")
     options = parser.parse_args(argv)
     if not launches.AVAILABLE or launches.INTERPRETED:
         parser.error("Triton is missing, too old, or interprets. Install 3.6 or newer, and unset TRITON_INTERPRET")
     with tempfile.TemporaryDirectory() as folder:
-        cases = [(case, capability) for case in _cases(options) for capability in options.capability]
-        print(Table(_COLUMNS, [_row(case, capability, Path(folder)) for case, capability in cases]).markdown())
-        for capability in options.capability if options.trial else ():
-            for name, ranks, formats, aligns in (
-                ("blocks, shards at multiples of 16", (), ("int4", "int8"), (16,)),
-                ("blocks, shards at multiples of 2", (), ("int4", "int8"), (2, 4, 8, 16)),
-                ("low rank", (16, 64, 128), (), ()),
-            ):
-                cache = Path(folder, f"{name} {capability}")
-                empty, filled = (_seconds(capability, ranks, formats, aligns, cache) for _ in range(2))
-                print(f"trial, sm_{capability}, {name}: empty cache: {empty}; filled cache: {filled}", flush=True)
+        cache = options.cache or Path(folder)
+        if options.launches:
+            print(*_launches(options.capability[0], cache), sep="\n")
+            return
+        works = [(case, capability, cache) for case in _cases(options) for capability in options.capability]
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            rows = list((pool.map if options.jobs > 1 else map)(_row, *zip(*works, strict=True)))
+        print(Table(_COLUMNS, rows).markdown())
 
 
 if __name__ == "__main__":

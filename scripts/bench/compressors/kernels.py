@@ -18,19 +18,19 @@ Contenders = dict[str, Work | None]
 """Works by contender; None if only a GPU can run the work."""
 
 
-def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contenders]]:
-    """Yield (case, contenders): a slice of 8.3B at ranks 16, 64 and 128.
+def contenders(device: torch.device, shape: tuple[int, int, int]) -> Iterator[tuple[str, Contenders]]:
+    """Yield (case, contenders) for a batch of matrices of this shape, at ranks 16, 64 and 128 as far as these fit.
 
     Raises:
         SystemExit: the results of a case's contenders differ.
     """
-    n, m, ranks = (64, 96, (16,)) if tiny else (1024, 3072, (16, 64, 128))
+    layers, n, m = shape
     generator = private_generator(4, "bench kernels", device="cpu")
     on_gpu, ours = device.type == "cuda", fast_compressor()
-    gradient, residual = (torch.randn(1, n, m, generator=generator).to(device) for _ in range(2))
+    gradient, residual = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
     gradient = gradient.bfloat16()
-    for r in ranks:
-        p, q = (torch.randn(1, side, r, generator=generator).to(device) for side in (n, m))
+    for r in (each for each in (16, 64, 128) if 4 * each <= min(n, m)):
+        p, q = (torch.randn(layers, side, r, generator=generator).to(device) for side in (n, m))
         total, basis = gradient + residual, torch.linalg.qr(p).Q
         into = [torch.empty_like(total), torch.empty_like(p), torch.empty_like(q)]
         cases: dict[str, tuple[Work, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
@@ -43,7 +43,7 @@ def contenders(device: torch.device, tiny: bool) -> Iterator[tuple[str, Contende
             "reconstruct": (partial(ours.reconstruct, p, q, out=torch.empty_like(total)), _reconstruct, (p, q)),
         }  # fmt: skip
         for name, (work, plain, given) in cases.items():
-            case = f"{name}, {n} x {m}, rank {r}"
+            case = f"{name}, {layers} x {n} x {m}, rank {r}"
             yield case, _compared(case, work if on_gpu else None, plain, given)
 
 

@@ -13,11 +13,11 @@ from torch.utils.benchmark import Measurement
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import FORMATS
-from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, packed_numel
+from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank, ReferenceLowRank, packed_numel
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.report.table import Cell
 from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer, step
-from scripts.bench.compressors.codecs import cases, check_compiled
+from scripts.bench.compressors.codecs import cases, compile_variants
 from scripts.bench.compressors.kernels import contenders
 from scripts.bench.compressors.timing import Work, captured, in_turn
 from scripts.paper.figure14 import RANKS, SLICES, Message, check
@@ -42,6 +42,9 @@ class Setting:
     repeats: int
     case: str = ""
     """Only cases whose names contain this text are timed (sections "slices" and "codecs")."""
+
+    variants: bool = False
+    """True if the section "codecs" times other choices for the compiler, too."""
 
     def in_turn(self, works: Mapping[str, Work], once: bool = False) -> dict[str, Measurement]:
         """Time each work in `repeats` turns, each of a tenth of a second, or of a single repetition."""
@@ -187,8 +190,13 @@ def bucket(setting: Setting) -> Iterator[Row]:
     gradients, r = _stage(setting, seed=1)
     with one_process(setting.device) as group:
         check_bucket(fast_compressor(), gradients.shapes, setting.device, r, group)
+        ways = {"ours": fast_compressor()} | ({} if setting.device.type == "cpu" else {"ours, by torch": FastLowRank()})
         works: dict[str, Work] = {
-            "ours": partial(step, reducer(gradients, r, fast_compressor(), group), gradients),
+            **{
+                name: partial(step, reducer(own, r, way, group), own)
+                for name, way in ways.items()
+                for own in [gradients.copy()]
+            },
             "hook, batched": hook(gradients.copy(), r, batched=True),
             "hook, as by default": hook(gradients.copy(), r, batched=False),
         }
@@ -296,11 +304,17 @@ def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: s
         raise SystemExit(f"{subject}: an error of {error:.4f}, not of {expected}")
 
 
-def kernels(setting: Setting) -> Iterator[Row]:
+def projections(setting: Setting) -> Iterator[Row]:
+    """Time the kernels as `kernels` does, on all matrices of a shape in a stage's bucket at once."""
+    for shape in STAGE_8_3B:
+        yield from kernels(setting, (STAGE_LAYERS, *shape))
+
+
+def kernels(setting: Setting, shape: tuple[int, int, int] = (1, 1024, 3072)) -> Iterator[Row]:
     """Time each kernel beside torch's own way; without a GPU, the columns of kernels and of compiled torch stay
     empty.
     """
-    for case, works in contenders(setting.device, setting.tiny):
+    for case, works in contenders(setting.device, (2, 64, 96) if setting.tiny else shape):
         taken = setting.in_turn({name: work for name, work in works.items() if work is not None})
         for name in works:
             yield row(case, name, taken[name]) if name in taken else {"case": case, "work": name, "ms": None}
@@ -309,15 +323,12 @@ def kernels(setting: Setting) -> Iterator[Row]:
 def codecs(setting: Setting) -> Iterator[Row]:
     """Time the block formats' kernels at each alignment of a shard, in GB/s, next to a copy's bandwidth."""
     numel = 1 << (13 if setting.tiny else 26)
+    if setting.variants and setting.device.type == "cuda":
+        compile_variants()
     bandwidth = setting.bandwidth(numel)
-    for format, rotated, _ in FORMAT_CASES.values():
-        check_compiled(format, rotated)
-    for case, nbytes, works in cases(setting.device, numel, setting.case):
-        taken = (
-            setting.in_turn({name: work for name, work in works.items() if work is not None})
-            if any(works.values())
-            else {}
-        )
+    for case, nbytes, works in cases(setting.device, numel, setting.case, setting.variants):
+        possible = {name: work for name, work in works.items() if work is not None}
+        taken = setting.in_turn(possible) if possible else {}
         for name in works:
             rate: Row = {"GB/s": nbytes * 1e-9 / taken[name].median if name in taken else None}
             rate["GB/s of a copy"] = bandwidth * 1e-9
@@ -357,6 +368,7 @@ def capture(setting: Setting) -> Iterator[Row]:
 
 SECTIONS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "kernels": kernels,
+    "projections": projections,
     "codecs": codecs,
     "slices": slices,
     "orthogonalization": orthogonalization,
