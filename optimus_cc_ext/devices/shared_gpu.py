@@ -49,8 +49,8 @@ def activate() -> str:
         free = torch.cuda.mem_get_info(device)[0]
     except RuntimeError as error:
         raise OptimusError(
-            f"OPTIMUS_CC_DEVICE={NAME}: GPU {device} takes no further process ({str(error).splitlines()[0]}): set its "
-            "compute mode to Default (`nvidia-smi -c DEFAULT`), and wait until processes that were killed are gone"
+            f"OPTIMUS_CC_DEVICE={NAME}: GPU {device} takes no further process ({str(error).splitlines()[0]}): use "
+            "`nvidia-smi -c DEFAULT` to let it take several, or wait until processes that were killed are gone"
         ) from None
     if free < beside * LEAST_BYTES:
         raise OptimusError(

@@ -78,9 +78,7 @@ def test_a_gpu_that_takes_one_process_only_is_refused_with_the_cure(
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
-    with pytest.raises(
-        OptimusError, match=r"GPU 1 takes no further process \(.*unavailable\): set its compute mode to"
-    ):
+    with pytest.raises(OptimusError, match=r"GPU 1 takes no further process \(.*unavailable\): use `nvidia-smi -c D"):
         shared_gpu.activate()
     assert gpu.find_gpu().free == 0, "doctor says that no memory is free, instead of a traceback"
 
