@@ -36,6 +36,7 @@ def test_every_section_is_measured_and_the_page_says_what_was_not(tmp_path: Path
     measured = tmp_path / "with a blank"
     ended = run(*TINY, "--results", str(measured))
     assert ended.returncode == 0, ended.stderr
+    assert "missing, because it needs a GPU: python -m scripts.bench.compressors --device cuda --only k" in ended.stdout
     found = json.loads((measured / "compressors-cpu.json").read_text())
     rows = found["rows"]
     assert found["machine"]["scale"] == "tiny" and found["machine"]["threads"] == "1"

@@ -84,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         # earlier ones.
         write(about, measured, stem)
     print(f"written: {stem}.json, .md and pictures")
+    if lacking := [name for name, rows in measured.items() if any(row["ms"] is None for row in rows)]:
+        words = f"--device cuda --only {' '.join(lacking)}{' --variants' * options.variants}"
+        print(f"missing, because it needs a GPU: python -m scripts.bench.compressors {words}")
 
 
 if __name__ == "__main__":

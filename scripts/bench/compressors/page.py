@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from optimus_cc_ext.report.document import Box, Part, Picture, ReportDocument
-from optimus_cc_ext.report.pictures import lines, panels, tidy
 from optimus_cc_ext.report.table import Cell, Table
 from scripts.bench.compressors.sections import SECTIONS, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["write"]
 
@@ -48,8 +49,11 @@ def _table(section: str, rows: Sequence[Row]) -> Table:
     return Table(columns, [tuple(row.get(name) for name in columns) for row in compared])
 
 
-def _draw_slices(table: Table) -> Figure:
+def _draw_slices(table: Table) -> "Figure":
     """Draw figure 14: Gbit/s of the slice, by compression rank."""
+    # matplotlib is not on every machine with a GPU, and no other section needs it.
+    from optimus_cc_ext.report.pictures import lines, panels, tidy
+
     models = table.distinct("model")
     figure, (row,) = panels(1, len(models), 4.2, 3.6)
     for axes, model in zip(row, models, strict=True):
