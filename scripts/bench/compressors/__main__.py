@@ -12,7 +12,7 @@ Sections:
     slices             a pipeline message of the paper's models (figure 14), compressed and decompressed
     orthogonalization  batches of P at ranks 16, 64 and 128, without the rest of a step
     bucket             a gradient bucket of an 8.3B stage at TP8, rank 128, reduced over one process
-    formats            such a bucket (1 GB) in every block format, and at low rank: encoded, and decoded and added
+    formats            such a bucket (1 GB) in every block format: encoded, and decoded and added
     capture            CUDA only: no synchronisation, and a CUDA graph's results and time
 
 Every result is checked before it is timed; a wrong result ends the script. The figures are medians and interquartile

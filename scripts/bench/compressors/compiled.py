@@ -227,7 +227,6 @@ def _launches(capability: int, cache: Path) -> Iterator[str]:
             "torch.bmm(out=) of one number": lambda: torch.bmm(one, one, out=one),
             "encode, 1 launch": lambda: codec.encode(values, layout, message),
             "decode, 1 launch": lambda: codec.decode(message, layout, values),
-            "decode onto, 1 launch": lambda: codec.decode_onto(message, layout, values, Scratch()),
             "sum and project, 2 launches": lambda: low.project_sum(m, m, q, total=m, out=p),
             "orthogonalize, 5 launches": lambda: low.orthogonalize(p, out=p),
         }

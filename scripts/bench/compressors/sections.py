@@ -242,13 +242,12 @@ FORMAT_CASES: dict[str, tuple[str, bool, float]] = {
 
 
 def formats(setting: Setting) -> Iterator[Row]:
-    """Time a stage's bucket encoded, and decoded and added, in every format and at low rank, against a copy's
-    bandwidth.
-    """
-    gradients, r = _stage(setting, seed=4)
+    """Time a stage's bucket encoded, and decoded and added, in every format, against a copy's bandwidth."""
+    gradients, _ = _stage(setting, seed=4)
     values, out = gradients.flat, torch.empty_like(gradients.flat)
     layout, bandwidth = BlockLayout.of_one(values.numel()), setting.bandwidth(min(values.numel(), 1 << 26))
-    works, floors = _low_rank(gradients, out, r), {}
+    works: dict[str, Work] = {}
+    floors = {}
     for name, (format, rotated, expected) in FORMAT_CASES.items():
         codec = fast_codec(format, seed=1, rotated=rotated)
         check_format(codec, values[: 1 << 20], expected, name)
@@ -259,33 +258,7 @@ def formats(setting: Setting) -> Iterator[Row]:
         # Encoding and decoding each read and write the values and the message once.
         floors[name] = (values.nbytes + nbytes) / bandwidth
     for name, taken in setting.in_turn(works, once=setting.device.type == "cpu" and not setting.tiny).items():
-        floor = floors.get(name.rsplit(", ", 1)[0])
-        yield row(_described(gradients), name, taken, floor)
-
-
-def _low_rank(gradients: Bucket, out: torch.Tensor, r: int) -> dict[str, Work]:
-    """Make the works of the same bucket's matrices at low rank, without error feedback."""
-    compressor, values = fast_compressor(), gradients.flat.view(gradients.layers, -1)
-    step, place = values.shape[1], 0
-    batches = []
-    for n, m in gradients.shapes:
-        size, strides = (gradients.layers, n, m), (step, m, 1)
-        views = [flat.as_strided(size, strides, place) for flat in (gradients.flat, out)]
-        factors = [torch.randn(gradients.layers, side, min(r, n, m), device=out.device) for side in (n, m)]
-        batches.append((*views, *factors))
-        place += n * m
-
-    def encode() -> None:
-        for matrices, _, p, q in batches:
-            compressor.project(matrices, q, out=p)
-            compressor.orthogonalize(p, out=p)
-            compressor.back_project(matrices, p, out=q)
-
-    def decode() -> None:
-        for _, matrices, p, q in batches:
-            compressor.reconstruct(p, q, out=matrices)
-
-    return {f"low rank {r}, encode": encode, f"low rank {r}, decode and add": decode}
+        yield row(_described(gradients), name, taken, floors[name.rsplit(", ", 1)[0]])
 
 
 def check_format(codec: Codec, values: torch.Tensor, expected: float, subject: str) -> None:
