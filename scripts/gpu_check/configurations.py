@@ -71,6 +71,10 @@ def _forget() -> None:
     global_vars.unset_global_variables()
     rerun_state_machine.destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
+    if torch.distributed.get_backend() == "gloo":  # whose threads, hundreds after some trainings, take turns for ever
+        everyone = torch.distributed.group.WORLD
+        for group in [each for each in torch.distributed.distributed_c10d._world.pg_map if each is not everyone]:
+            torch.distributed.destroy_process_group(group)
     gc.collect()
     torch.cuda.empty_cache()
 
