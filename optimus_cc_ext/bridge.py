@@ -67,7 +67,7 @@ class Compression:
         from optimus_cc_ext.checkpoint.saving import rehearse
 
         config, step = context.state.cfg, context.state.train_state.step
-        if config.checkpoint.save:
+        if config.checkpoint.save and config.checkpoint.save_optim:
             rehearse(self._session, [Path(config.checkpoint.save)])
         if config.checkpoint.load and step:
             resume_beside(self._session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
@@ -149,6 +149,7 @@ def _arguments(config: Any) -> SimpleNamespace:
         sequence_parallel=model.sequence_parallel,
         params_dtype=model.params_dtype,
         finetune=config.checkpoint.finetune,
+        no_save_optim=not config.checkpoint.save_optim,
         no_load_optim=not config.checkpoint.load_optim,
         **{name: getattr(model, name) for name in sizes},
     )

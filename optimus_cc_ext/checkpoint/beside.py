@@ -37,13 +37,14 @@ _MESSAGES = {
 
 
 def stage(session: Remembers, save_folder: Path, iteration: int, args: Any, *, copied: bool = False) -> Save | None:
-    """Stage a save of the state; None if no technique keeps state. Collective over all ranks.
+    """Stage a save of the state; None if no technique keeps state, or if the optimizer's is not saved. Collective over
+    all ranks.
 
     Raises:
         OptimusError: as `Save.stage` does.
     """
     settings = settings_of(session.config, _words(args, _MESSAGES))
-    if not settings:
+    if not settings or args.no_save_optim:
         return None
     save = Save(save_folder, iteration, settings, _words(args, _TOPOLOGY))
     save.stage(session, copied=copied)

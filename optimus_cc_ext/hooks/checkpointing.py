@@ -63,7 +63,7 @@ def prove_saves(session: Session) -> None:
     args = get_args()
     kinds = (False, True) if getattr(args, "non_persistent_ckpt_type", None) == "global" else (False,)
     with ends_the_run():
-        rehearse(session, [Path(_save_folder(args, kind)) for kind in kinds if args.save])
+        rehearse(session, [Path(_save_folder(args, kind)) for kind in kinds if args.save and not args.no_save_optim])
 
 
 class _Saving:
@@ -71,7 +71,7 @@ class _Saving:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._before_tracker: tuple[str, Callable[[], None]] | None = None
+        self._before_tracker: tuple[Path, Callable[[], None]] | None = None
         """On the first rank, during a save of Megatron's: the folder of checkpoints, and the function to call before
         Megatron writes its tracker file.
         """
@@ -110,7 +110,7 @@ class _Saving:
                 if not in_background:
                     save.finish_writing()
         if dist.get_rank() == 0 and not (save and in_background):
-            self._before_tracker = folder, publish
+            self._before_tracker = Path(folder), publish
         try:
             result = original(*args, **kwargs)
         finally:
@@ -135,7 +135,7 @@ class _Saving:
 
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
         # The first rank asks for the tracker file's name when every rank's part of the checkpoint has been written.
-        if self._before_tracker is not None and str(checkpoints_path) == self._before_tracker[0]:
+        if self._before_tracker is not None and Path(checkpoints_path) == self._before_tracker[0]:
             with ends_the_run():  # the other ranks are in Megatron's barrier, and the launcher ends them
                 try:
                     self._before_tracker[1]()

@@ -42,7 +42,9 @@ def configuration(save: str | None = None, load: str | None = None, **model: Any
         train=SimpleNamespace(train_iters=4, micro_batch_size=2),
         optimizer=SimpleNamespace(clip_grad=1.0),
         logger=SimpleNamespace(log_interval=2),
-        checkpoint=SimpleNamespace(save=save, load=load, finetune=False, load_optim=True, async_save=False),
+        checkpoint=SimpleNamespace(
+            save=save, load=load, finetune=False, save_optim=True, load_optim=True, async_save=False
+        ),
         ddp=SimpleNamespace(use_megatron_fsdp=False),
         dist=SimpleNamespace(use_torch_fsdp2=False, use_decentralized_pg=False),
         data_parallel_size=2,

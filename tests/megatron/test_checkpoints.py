@@ -57,6 +57,20 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
         assert len([line for line in part.said if line.endswith(restored)]) == 1
 
 
+# Megatron adds a folder to what --save says, in whatever way that is spelled.
+NOT_PERSISTENT = table.saving(
+    "not persistent", "--ckpt-format torch_dist --non-persistent-ckpt-type global --non-persistent-save-interval 6",
+    table.CB4, layout=table.PP2,
+).but("not persistent, in a subfolder", flags="--save {here}/.")  # fmt: skip
+
+
+@uses(in_ci(NOT_PERSISTENT, resumed(NOT_PERSISTENT, 4)))
+def test_a_run_goes_on_from_a_newer_checkpoint_that_is_not_persistent(runs):
+    whole, part = runs
+    assert_goes_on(part, whole, 6)
+    assert [line for line in part.said if line.endswith("is restored from iteration 6")]
+
+
 def assert_files_come_first(saves: list[dict[str, Any]], saved: list[int], *, in_background: bool) -> None:
     """Assert that our files are complete before the tracker names the iteration.
 
@@ -269,6 +283,11 @@ def test_staged_files_that_another_program_deletes_end_all_ranks_with_a_sentence
     )
     assert "in which no other program deletes" in line
     assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
+
+
+@uses(in_ci(table.saving("weights only", "--ckpt-format torch_dist --no-save-optim", table.CB4, layout=table.PP2)))
+def test_a_checkpoint_without_the_optimizers_state_has_none_of_ours(runs):
+    assert (runs.folder / "iter_0000008").exists() and not list(runs.folder.glob("**/optimus_cc*"))
 
 
 @uses(table.DISK_FULL)

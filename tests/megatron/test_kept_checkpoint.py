@@ -35,7 +35,7 @@ PASSES = 3
 ARGUMENTS = SimpleNamespace(
     world_size=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, data_parallel_size=2,
     context_parallel_size=1, expert_model_parallel_size=1, micro_batch_size=2, seq_length=32, sequence_parallel=False,
-    params_dtype=torch.float32, finetune=False, no_load_optim=False,
+    params_dtype=torch.float32, finetune=False, no_save_optim=False, no_load_optim=False,
 )  # fmt: skip
 
 
