@@ -7,15 +7,12 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
 import optimus_cc_ext
-from tests.megatron import interventions
 from tests.megatron.runs import CB4
 from tests.megatron.specs import without_forecast
 from tests.megatron_runs import MegatronRun, run_megatron
@@ -131,26 +128,30 @@ class Trainer:
             f"--train-iters {ITERATIONS} --save {folder} --save-interval 2 {FORMATS[self.form]} {flags} "
             f"{OUR_FLAGS if self.ours else ''}"
         )
+        start = partial(run_megatron, 2, argv, entry=_train, timeout=NO_HANG_SECONDS[self.form])
         if answer is None:
-            return run_megatron(2, argv, before=partial(_prepare, self, None), timeout=NO_HANG_SECONDS[self.form])
+            return start(before=partial(_prepare, self, None))
         with Watch(folder, answer, shortened) as watch:
-            return run_megatron(
-                2, argv, before=partial(_prepare, self, watch.address), timeout=NO_HANG_SECONDS[self.form]
-            )
+            return start(before=partial(_prepare, self, watch.address))
 
 
 def _prepare(trainer: Trainer, address: str | None) -> None:
-    interventions.impatient()
-    sys.exit = _exit  # type: ignore[assignment]
     if trainer.ours:
         optimus_cc_ext.install()
     if address is not None:
         watched_by(address, reads=trainer.reads)
 
 
-def _exit(code: Any = None) -> NoReturn:
-    """Raise an error where Megatron ends one rank with status 0 because it cannot load, for the others would wait."""
-    raise RuntimeError("Megatron calls sys.exit()") if code is None else SystemExit(code)
+def _train() -> None:
+    """Train; an early end is an error, after which the other ranks are ended, as torchrun ends them."""
+    from optimus_cc_ext import pretrain_gpt
+
+    try:
+        pretrain_gpt.main()
+    except SystemExit as ended:
+        if ended.code != 0:
+            raise RuntimeError(f"the rank ended with status {ended.code}") from ended
+        raise
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,15 @@ def outcome_of(start: Callable[[], list[MegatronRun]], last: int = ITERATIONS) -
     """Return how a run ended whose last iteration is to be `last`, and its ranks' records."""
     try:
         ranks = start()
-    except AssertionError as failed:  # a rank ended with a traceback, died or hung
-        lines = [line for line in str(failed).splitlines() if line.strip()]
-        reasons = [line for line in lines if re.match(r"\S*(Error|Exception)\b|.* failed: it died|after \d+ s", line)]
-        return Outcome(None, (reasons or lines)[0].strip()), []
+    except AssertionError as failed:  # a rank ended early, died or hung
+        lines = [line.strip() for line in str(failed).splitlines()]
+        sentences = [line.removeprefix("optimus-cc: ") for line in lines if line.startswith("optimus-cc: error: ")]
+        reasons = [
+            line for line in lines if re.match(r"\S*(Error|Exception)\b|rank \d failed: it died|after \d+ s", line)
+        ]
+        return Outcome(None, (sentences + reasons + lines)[0]), []
     if any(rank.ended for rank in ranks):
-        errors = [line for rank in ranks for line in rank.said if line.startswith("error")]
-        return Outcome(None, errors[0] if errors else f"ended with {[rank.ended for rank in ranks]}"), ranks
+        return Outcome(None, f"ended with {[rank.ended for rank in ranks]}"), ranks
     return Outcome(last - len(ranks[0].losses)), ranks
 
 

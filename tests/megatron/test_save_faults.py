@@ -1,4 +1,4 @@
-"""Every system call of a save, as the last one before a SIGKILL: what was saved stays loadable.
+"""Every system call of a save, as the last one before a SIGKILL and as one that fails: what was saved stays loadable.
 
 A SIGKILL at a call leaves the folder as it is at that moment, so the folder is copied at each call of one run, instead
 of a run for each kill; real kills show that this is the same. The bar is what Megatron alone does.
@@ -6,11 +6,15 @@ of a run for each kill; real kills show that this is the same. The bar is what M
 
 from __future__ import annotations
 
+import errno
 import fnmatch
+import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,7 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 Record = Callable[[str], Recorded]
+ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EACCES)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +98,15 @@ def assert_a_kill_leaves_what_was_copied(run: Recorded, at: int, folder: Path) -
     call, copied = run.calls[at]
     run.store.put(up_to(run.store, run.end, 2), folder)
     seen: list[Call] = []
-    outcome, _ = outcome_of(lambda: Trainer(run.form)(folder, f"--load {folder}", answer=at_call(call, 0, KILL, seen)))
+    kill = at_call(call, 0, KILL, seen)
+    rehearsed = False
+
+    def answer(other: Call) -> int | None:
+        nonlocal rehearsed
+        rehearsed = rehearsed or (other.name == "rmdir" and OURS in other.path)
+        return kill(other) if rehearsed else None
+
+    outcome, _ = outcome_of(lambda: Trainer(run.form)(folder, f"--load {folder}", answer=answer))
     assert seen and outcome.iteration is None, f"{call}: {outcome}"
     left = run.store.take(folder)
     made = {other.path for other, _ in run.calls[:at] if other.rank == call.rank}
@@ -151,3 +164,83 @@ def test_a_run_that_is_killed_at_any_call_of_a_save_goes_on_as_if_never_killed(
     for at, _, _ in kills:
         assert_a_kill_leaves_what_was_copied(run, at, tmp_path / "killed")
     print(f"{form}: {len(run.calls)} calls, by tracker {dict(calls)}; {len(kills)} kills; resumed {dict(resumes)}")
+
+
+# -- failing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A call that fails, its number among equal calls, and the error."""
+
+    call: Call
+    nth: int
+    error: int
+
+    def __str__(self) -> str:
+        return f"{errno.errorcode[self.error]} at {self.call} ({self.nth + 1})"
+
+
+def is_ours(call: Call) -> bool:
+    return OURS in call.path or (call.name, call.path) == ("fsync", "iter_0000004")
+
+
+def faults(calls: list[Call], errors: Iterator[int]) -> list[Fault]:
+    """Return faults of a save that makes these calls: each change, the first and the last of equal ones, and the first
+    of each kind of our reads.
+    """
+    first = next(at for at, call in enumerate(calls) if call.changes)
+    chosen: dict[tuple[Call, int], None] = {}
+    for at, call in enumerate(calls):
+        nth, last = calls[:at].count(call), calls.count(call) - 1
+        if at >= first and (nth in (0, last) if call.changes else nth == 0 and is_ours(call)):
+            chosen[call, nth] = None
+    return [Fault(call, nth, next(errors)) for call, nth in chosen]
+
+
+def fail(
+    run: Recorded, trainer: Trainer, fault: Fault | None, start: Tree, folder: Path
+) -> tuple[Outcome, Tree, list[Call]]:
+    """Resume at 2 and let one call of the save of 4 fail; return how the run ended, what it left, and its calls."""
+    calls: list[Call] = []
+    answer = at_call(fault.call, fault.nth, fault.error, []) if fault else lambda call: None
+
+    def noting(call: Call) -> int | None:
+        calls.append(call)
+        return answer(call)
+
+    run.store.put(start, folder)
+    try:
+        outcome, _ = outcome_of(lambda: trainer(folder, f"--load {folder} --exit-interval 4", answer=noting), last=4)
+        return outcome, run.store.take(folder), calls
+    finally:
+        shutil.rmtree(folder)
+
+
+def assert_said(fault: Fault, outcome: Outcome, folder: Path) -> None:
+    """Assert that a run ended with a sentence: the rank, the file, the reason and a cure."""
+    sentence = rf"error: rank {fault.call.rank}: .*{folder}\S*.*: .*\. [A-Z].*"
+    assert re.fullmatch(sentence, outcome.said), f"{fault}: {outcome}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_call_of_ours_that_fails_is_said_and_loses_nothing(form: str, recorded: Record, tmp_path: Path) -> None:
+    run = recorded(form)
+    start = up_to(run.store, run.end, 2)
+    _, _, calls = fail(run, Trainer(form), None, start, tmp_path / "none")
+    tried = [
+        fault for fault in faults(calls, islice(cycle(ERRORS), [*FORMATS].index(form), None)) if is_ours(fault.call)
+    ]
+    ends: Counter[str] = Counter()
+    left: dict[frozenset[str], tuple[str, Tree]] = {}
+    for fault in tried:
+        outcome, tree, _ = fail(run, Trainer(form), fault, start, tmp_path / "failed")
+        if outcome.iteration is None:
+            assert_said(fault, outcome, tmp_path / "failed")
+        assert iteration_folder(tree, 2) == iteration_folder(start, 2), f"{fault} lost 2"
+        assert run.store.tracker(tree) == ("2" if outcome.iteration is None else "4"), f"{fault}: {outcome}"
+        left.setdefault(run.store.names(tree), (str(fault), tree))
+        ends["a sentence" if outcome.iteration is None else "no matter"] += 1
+    resumes = assert_each_resumes(run, [*left.values()], tmp_path)
+    print(f"{form}: {len(tried)} faults of {len(calls)} calls: {dict(ends)}; resumed {dict(resumes)}")
