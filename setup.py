@@ -27,6 +27,9 @@ setup(
     long_description_content_type="text/markdown",
     packages=[*find_packages(include=["optimus_cc_ext", "optimus_cc_ext.*"]), *SHARED],
     package_dir=SHARED,
-    package_data={"optimus_cc_ext": ["py.typed", "plan/*.csv", "*/*.html"], **{name: ["**/*"] for name in SHARED}},
+    package_data={
+        "optimus_cc_ext": ["py.typed", "tools/plan/*.csv", "tools/*/*.html"],
+        **{name: ["**/*"] for name in SHARED},
+    },
     exclude_package_data={"": ["**/__pycache__/*", "*.pyc"]},
 )

@@ -4,12 +4,8 @@ Megatron numbers ranks by tensor, context, data, then pipeline parallelism. A no
 and every pipeline hop may cross the network. With `--use-tp-pp-dp-mapping` pipeline comes before data parallelism: a
 node holds whole pipelines, and only gradients and parameters cross nodes (megatron/core/parallel_state.py,
 RankGenerator).
-
-    python -m optimus_cc_ext.placement --tensor 2 --pipeline 4 --world-size 32 --ranks-per-node 8
 """
 
-import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -106,26 +102,3 @@ def placement_line(placement: Placement) -> str:
         parts.append(f"{crossing} of {hops} pipeline hops cross nodes")
     order = "-".join(_MEGATRONS[kind] for kind in placement.order)
     return f"placement {order}, {placement.ranks_per_node} ranks a node: {', '.join(parts) or 'one rank'}"
-
-
-def main() -> int:
-    """Print the placement of the layout on the command line; the launcher calls this."""
-    parser = argparse.ArgumentParser(
-        prog="python -m optimus_cc_ext.placement",
-        description="Print which process groups stay inside nodes, and how many pipeline hops cross nodes.",
-    )
-    for name in ("tensor", "context", "pipeline", "world-size", "ranks-per-node"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
-    asked = parser.parse_args()
-    placement = Placement(
-        tensor=asked.tensor, context=asked.context, pipeline=asked.pipeline,
-        data=max(1, asked.world_size // (asked.tensor * asked.context * asked.pipeline)),
-        ranks_per_node=asked.ranks_per_node, pipeline_before_data=asked.use_tp_pp_dp_mapping,
-    )  # fmt: skip
-    print(placement_line(placement))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,11 @@
 """Preparation of a process before Megatron is imported, for the launcher and for patched scripts."""
 
+import importlib
 import os
 import runpy
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -12,6 +14,9 @@ from optimus_cc_ext.devices import cpu_runtime, parent_death
 from optimus_cc_ext.errors import OptimusError, ends_the_run, exit_with, require_megatron, require_torch
 
 __all__ = ["launch", "prepare", "prepare_script"]
+
+OWN_ENTRY = "optimus_cc_ext.tools.pretrain_gpt"
+"""The entry point for users without a script of their own. Training with a script needs nothing of tools/."""
 
 
 def launch(argv: list[str]) -> None:
@@ -82,17 +87,22 @@ def prepare() -> None:
 
 
 def _run_own_entry(argv: list[str]) -> None:
+    script = "Give the script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
+    if not _is_there(OWN_ENTRY):
+        exit_with(f"the built-in pretrain_gpt is not installed. {script}")
     try:
-        import optimus_cc_ext.pretrain_gpt as own_entry
+        own_entry = importlib.import_module(OWN_ENTRY)
     except ImportError as error:
         from optimus_cc_ext.hooks.registry import megatron_version
 
-        exit_with(
-            f"the built-in pretrain_gpt cannot run on megatron-core {megatron_version()} ({error}). "
-            "Give the script of a Megatron-LM checkout: python -m optimus_cc_ext PATH/TO/pretrain_gpt.py ..."
-        )
-    sys.argv = [own_entry.__file__, *argv]
+        exit_with(f"the built-in pretrain_gpt cannot run on megatron-core {megatron_version()} ({error}). {script}")
+    sys.argv = [str(own_entry.__file__), *argv]
     own_entry.main()
+
+
+def _is_there(module: str) -> bool:
+    """Return True if a module of tools/, which can be deleted, is there."""
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
 
 
 def _importer_of_megatron() -> str:

@@ -16,4 +16,4 @@ done
 [[ ${#paths[@]} -gt 0 ]] || { sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 [[ ${#paths[@]} -gt 1 ]] || paths+=(pretrain_gpt.py)
 scripts=("${paths[@]:1}")
-exec "$(find_python "$root")" -P -m optimus_cc_ext.cli patch "${flags[@]}" "${scripts[@]/#/${paths[0]}/}"
+exec "$(find_python "$root")" -P -m optimus_cc_ext.tools.cli patch "${flags[@]}" "${scripts[@]/#/${paths[0]}/}"

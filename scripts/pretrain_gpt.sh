@@ -20,7 +20,7 @@
 # data
 #   DATA_PATH           prefix of Megatron's indexed dataset, or a blend as Megatron writes it; "mock" for made-up
 #                       tokens (mock)
-#   TOKENIZER_MODEL     folder of a Hugging Face tokenizer, such as `python -m optimus_cc_ext.data` makes; or
+#   TOKENIZER_MODEL     folder of a Hugging Face tokenizer, such as `python -m optimus_cc_ext.tools.data` makes; or
 #   VOCAB_FILE  MERGE_FILE                             of GPT-2's tokenizer
 # checkpoints
 #   CHECKPOINT_DIR      saved to, and resumed from if it holds a checkpoint; "none" to save nothing
@@ -353,7 +353,7 @@ command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
 if ! $check && ((NODES * PROCESSES_PER_NODE > 1)); then
   mapping=()
   ! given --use-tp-pp-dp-mapping || mapping=(--use-tp-pp-dp-mapping)
-  say "$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" -m optimus_cc_ext.placement \
+  say "$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" -m optimus_cc_ext.tools.placement \
     --tensor "$(value_of --tensor-model-parallel-size)" --pipeline "$(value_of --pipeline-model-parallel-size)" \
     --context "$(value_of --context-parallel-size)" --world-size $((NODES * PROCESSES_PER_NODE)) \
     --ranks-per-node "$PROCESSES_PER_NODE" "${mapping[@]}" 2>/dev/null || echo "placement not known on this machine")"

@@ -136,7 +136,7 @@ def megatron_run(
     """Train the tiny GPT with the flags ``argv`` in this rank; once per process, because Megatron's state is global.
 
     ``before()`` runs before Megatron parses its flags (to install hooks); ``probe(model_chunks, optimizer)`` runs at
-    the end, and its result must be picklable; ``entry`` replaces :func:`optimus_cc_ext.pretrain_gpt.main`; ``watched``
+    the end, and its result must be picklable; ``entry`` replaces the `main` of tools/pretrain_gpt.py; ``watched``
     notes the hot path's requests to torch, which takes time.
     """
     from optimus_cc_ext.errors import OptimusError
@@ -157,7 +157,7 @@ def megatron_run(
         before()
     if entry is None:
         # imported here, because an older Megatron lacks modules that this entry needs, and runs another entry
-        from optimus_cc_ext import pretrain_gpt
+        from optimus_cc_ext.tools import pretrain_gpt
 
         entry = pretrain_gpt.main
     try:

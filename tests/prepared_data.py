@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from optimus_cc_ext.data import PreparedData
+from optimus_cc_ext.tools.data import PreparedData
 
 __all__ = ["load_documents", "read_back", "write_jsonl"]
 

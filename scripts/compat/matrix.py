@@ -69,7 +69,7 @@ def _diagnosis(target: str, words: Sequence[str]) -> dict:  # type: ignore[type-
     pid = os.fork()
     if pid == 0:
         warnings.simplefilter("ignore")
-        from optimus_cc_ext.doctor import examine
+        from optimus_cc_ext.tools.doctor import examine
 
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -86,7 +86,7 @@ def _diagnosis(target: str, words: Sequence[str]) -> dict:  # type: ignore[type-
 
 def _import_megatron(checkout: str, target: str) -> None:
     sys.path.insert(0, checkout)
-    from optimus_cc_ext.doctor.target import HERE, emulate
+    from optimus_cc_ext.tools.doctor.target import HERE, emulate
 
     warnings.simplefilter("ignore")
     if target != HERE:

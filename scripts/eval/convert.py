@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.data.output import check_replaceable, locked, replace
 from optimus_cc_ext.errors import FlagError, require_extra, run_command
+from optimus_cc_ext.tools.data.output import check_replaceable, locked, replace
 from scripts.eval.checkpoint import find_checkpoint, read_weights
 from scripts.eval.gpt2 import gpt2_config, gpt2_weights, padded_vocab_size
 
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path, flag: str) -> Any:
     """Load the tokenizer that AutoTokenizer reads from `folder`, without a network. Raises FlagError naming `flag`."""
     from transformers import AutoTokenizer
 
-    cure = "Give the folder of tokenizer.json, such as the tokenizer/ that python -m optimus_cc_ext.data made"
+    cure = "Give the folder of tokenizer.json, such as the tokenizer/ that python -m optimus_cc_ext.tools.data made"
     if not folder.is_dir():
         raise FlagError(flag, f"{folder} is not a folder", cure)
     try:

@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from optimus_cc_ext.data.documents import find_corpus, json_lines
 from optimus_cc_ext.errors import FlagError, require_extra, run_command
+from optimus_cc_ext.tools.data.documents import find_corpus, json_lines
 from scripts.eval.convert import load_tokenizer
 
 _TASKS = Path(__file__).resolve().parent / "tasks"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimus_cc_ext.data import DataError, PreparedData, prepare
+from optimus_cc_ext.tools.data import DataError, PreparedData, prepare
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.doctor.gpu import examine_gpu
-from optimus_cc_ext.report.document import Box, Part, ReportDocument, machine
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.doctor.gpu import examine_gpu
+from optimus_cc_ext.tools.report.document import Box, Part, ReportDocument, machine
+from optimus_cc_ext.tools.report.table import Table
 from scripts.gpu_check.checks import CHECKS, TOTAL, Setting
 
 COMMAND = "scripts/gpu_check.sh"

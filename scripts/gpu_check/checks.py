@@ -86,7 +86,7 @@ def nccl(setting: Setting) -> Iterator[Row]:
 
 def study(setting: Setting) -> Iterator[Row]:
     """Run the study of a GPT of 131 million parameters (docs/evidence.md); its page lies beside the check's."""
-    from optimus_cc_ext.report.record import read_logs
+    from optimus_cc_ext.tools.report.record import read_logs
 
     folder, variants = setting.output / "study-131m", ("vanilla", "balanced", "fp8-int4", "paper")
     iterations, evaluations = (2, 1) if setting.dry else (240, 16)

@@ -20,7 +20,7 @@ from megatron.core import parallel_state, rerun_state_machine
 from megatron.training import global_vars, training
 
 import optimus_cc_ext
-from optimus_cc_ext import pretrain_gpt
+from optimus_cc_ext.tools import pretrain_gpt
 from scripts.gpu_check.nccl import CONFIGURATIONS, WORDS, Configuration
 
 _losses: list[float] = []

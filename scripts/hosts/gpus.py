@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
-from optimus_cc_ext.doctor.gpu import find_gpu, problem
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.tools.doctor.gpu import find_gpu, problem
 
 CONTROL = "nvidia-cuda-mps-control"
 FOLDER = "CUDA_MPS_PIPE_DIRECTORY"

@@ -19,7 +19,7 @@ import torch.distributed
 
 from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.report.log_lines import failure_reason, parse_left_dense
+from optimus_cc_ext.tools.report.log_lines import failure_reason, parse_left_dense
 from scripts.hosts import gpus
 from scripts.hosts.network import INTERFACE, Network
 

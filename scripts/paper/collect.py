@@ -24,7 +24,7 @@ LEADS = {
 def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
     """Write everything that `results` has the logs for into `output`; return the names of the experiments found."""
     # The plots are imported here, because matplotlib takes a second, for which --help need not wait.
-    from optimus_cc_ext.report.document import Box, Picture, ReportDocument
+    from optimus_cc_ext.tools.report.document import Box, Picture, ReportDocument
     from scripts.paper import plots, tables
 
     table2, figure10, figure11, figure12 = (

@@ -20,7 +20,7 @@ from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.low_rank import LowRank, ReferenceLowRank, initial_q, next_warm_start, packed_numel
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.table import Table
 
 RANKS = range(8, 41, 4)
 SLICES = {"2.5b": (1024, 1920), "8.3b": (1024, 3072), "175b": (2048, 12288)}

@@ -3,8 +3,8 @@
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from optimus_cc_ext.report.pictures import INK, colour, lines, panels, tidy
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.pictures import INK, colour, lines, panels, tidy
+from optimus_cc_ext.tools.report.table import Table
 
 
 def learning_curves(table: Table) -> Figure:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from optimus_cc_ext.report.record import Record, read_logs
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.tools.report.record import Record, read_logs
+from optimus_cc_ext.tools.report.table import Cell, Table
 
 MODELS = {"335m": "GPT-335M", "2.5b": "GPT-2.5B", "8.3b": "GPT-8.3B"}
 VARIANTS = {

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     try:
         # Both modules are imported here, because --help needs neither, and so that a missing package is reported like
         # any other error.
-        from optimus_cc_ext.report import require
+        from optimus_cc_ext.tools.report import require
         from scripts.quickstart.compare import compare
 
         require()

@@ -24,12 +24,12 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from optimus_cc_ext.data import PreparedData
-from optimus_cc_ext.data.output import check_replaceable, replace
 from optimus_cc_ext.devices.shared_gpu import Device
-from optimus_cc_ext.report.comparison import FILES, REQUIRED
-from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_techniques
-from optimus_cc_ext.report.record import read_events
+from optimus_cc_ext.tools.data import PreparedData
+from optimus_cc_ext.tools.data.output import check_replaceable, replace
+from optimus_cc_ext.tools.report.comparison import FILES, REQUIRED
+from optimus_cc_ext.tools.report.log_lines import Progress, parse_progress, parse_techniques
+from optimus_cc_ext.tools.report.record import read_events
 from scripts.experiments.command import told
 from scripts.experiments.models import ExperimentError, device_here
 from scripts.experiments.runs import claimed

@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.data import PreparedData
-from optimus_cc_ext.report.comparison import Comparison, relative
-from optimus_cc_ext.report.document import Box, Folded, Number, Points, ReportDocument, machine
-from optimus_cc_ext.report.record import Record, shares
+from optimus_cc_ext.tools.data import PreparedData
+from optimus_cc_ext.tools.report.comparison import Comparison, relative
+from optimus_cc_ext.tools.report.document import Box, Folded, Number, Points, ReportDocument, machine
+from optimus_cc_ext.tools.report.record import Record, shares
 from scripts.bench.cluster.predicted import planned
 from scripts.hosts.network import bits_per_second
 from scripts.quickstart.settings import Settings

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from optimus_cc_ext.data import PreparedData
+from optimus_cc_ext.tools.data import PreparedData
 from scripts.experiments.models import MODELS, VALIDATION_SHARE, ExperimentError, Training
 from scripts.experiments.variants import STUDY
 

@@ -47,7 +47,7 @@ def node_faults(interface: str, on_gpus: bool) -> list[str]:
 
 def doctor_says() -> str:
     """Return the failures that `optimus-cc doctor` reports about this node; empty if it passes."""
-    program = "from optimus_cc_ext.cli import main; raise SystemExit(main(['doctor']))"
+    program = "from optimus_cc_ext.tools.cli import main; raise SystemExit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     failed = [line.strip() for line in done.stdout.splitlines() if "FAIL" in line]
     return (

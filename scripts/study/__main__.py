@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import Picture, ReportDocument
-from optimus_cc_ext.report.record import read_logs, shares
-from optimus_cc_ext.report.table import printed
+from optimus_cc_ext.tools.data import PreparedData
+from optimus_cc_ext.tools.report.document import Picture, ReportDocument
+from optimus_cc_ext.tools.report.record import read_logs, shares
+from optimus_cc_ext.tools.report.table import printed
 from scripts.experiments.command import add_text_options, words_and_further
 from scripts.experiments.models import MODELS, Training, device_here
 from scripts.experiments.runs import Runs

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.variants import VANILLA
 
 LAST = 4

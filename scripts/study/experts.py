@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.training import get_args
 
-from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.tools import pretrain_gpt
 from scripts.study.noise import relative_noise
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]

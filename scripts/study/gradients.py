@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import ReportDocument
-from optimus_cc_ext.report.record import read_logs, shares
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.tools.data import PreparedData
+from optimus_cc_ext.tools.report.document import ReportDocument
+from optimus_cc_ext.tools.report.record import read_logs, shares
+from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of

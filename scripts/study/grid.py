@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.config.classes import CLASSES
-from optimus_cc_ext.data import PreparedData
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.record import read_logs, shares
-from optimus_cc_ext.report.table import printed
+from optimus_cc_ext.tools.data import PreparedData
+from optimus_cc_ext.tools.report.record import read_logs, shares
+from optimus_cc_ext.tools.report.table import printed
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import TEXTS, hash_of, text_of

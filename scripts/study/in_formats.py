@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors import formats
 from optimus_cc_ext.compressors.formats import Format
 from optimus_cc_ext.patching import around
@@ -26,6 +25,7 @@ from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Parame
 from optimus_cc_ext.techniques.reducers import Reducer
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from optimus_cc_ext.techniques.two_levels import block_reducer
+from optimus_cc_ext.tools import pretrain_gpt
 
 ROWS = {
     name: Format(name=name, packing="integers", bits=6, largest=largest, rotated=True, gaussian_error=error)

@@ -25,8 +25,8 @@ import torch
 
 from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import ReportDocument
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.document import ReportDocument
+from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.models import MODELS, Training, device_here
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of

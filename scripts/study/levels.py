@@ -23,12 +23,12 @@ import torch.multiprocessing as multiprocessing
 
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.report.table import Cell, Table
 from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.nodes import Node
 from optimus_cc_ext.techniques.two_levels import block_plan, block_reducer
+from optimus_cc_ext.tools.report.table import Cell, Table
 
 SHARES = (0.0, 0.1, 0.5)
 """Shares of the variance of a replica's gradient that all replicas have in common."""

@@ -11,8 +11,8 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.training import get_args
 
-from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.tools import pretrain_gpt
 
 Noise = Callable[[torch.Tensor, torch.Generator], None]
 """Function that changes a flat gradient buffer in place."""

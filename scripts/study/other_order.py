@@ -10,7 +10,7 @@ from typing import Any
 from megatron.training import get_args
 from torch.utils.data import Subset
 
-from optimus_cc_ext import pretrain_gpt
+from optimus_cc_ext.tools import pretrain_gpt
 
 build_datasets = pretrain_gpt.build_datasets
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.variants import VANILLA
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> T
 def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure":
     """Draw `prices` as points, one for each variant, over vanilla's own spread."""
     # matplotlib is imported here: it takes a second, for which tables need not wait.
-    from optimus_cc_ext.report.pictures import GRID, INK, colour, panels, tidy
+    from optimus_cc_ext.tools.report.pictures import GRID, INK, colour, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
     for control, width in sorted(bands.items(), key=lambda item: -item[1]):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.report.document import Picture, ReportDocument
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.document import Picture, ReportDocument
+from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.models import ExperimentError
 from scripts.experiments.runs import read_rows
 from scripts.study.cells import Cell, compared, upper_bound
@@ -95,7 +95,7 @@ def slope(table: Table) -> float:
 
 def draw(table: Table, title: str) -> "Figure":
     """Draw prices over squared errors, with their one-sided bounds and the line through 0."""
-    from optimus_cc_ext.report.pictures import INK, panels, tidy
+    from optimus_cc_ext.tools.report.pictures import INK, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 6.4, 4.2)
     columns = (table.numbers(name) for name in ("squared error, %^2", "price, %", "95 % below, %"))

@@ -16,9 +16,9 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.hooks import token_dispatcher
 from optimus_cc_ext.techniques.expert_rows import ExpertRows, RowExchange
+from optimus_cc_ext.tools import pretrain_gpt
 
 WAYS = ("dispatch-forward", "combine-forward", "dispatch-backward", "combine-backward")
 """Ways of a token: to the experts and back, in the forward pass, and of its gradient, in the backward pass."""

@@ -166,7 +166,7 @@ def poison() -> None:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.training import get_args
 
-    from optimus_cc_ext import pretrain_gpt
+    from optimus_cc_ext.tools import pretrain_gpt
 
     start_grad_sync, masked_loss = _ParamAndGradBucketGroup.start_grad_sync, pretrain_gpt.masked_loss
 
@@ -193,7 +193,7 @@ def outlier(iteration: int, factor: float) -> None:
     """Multiply the loss of one iteration by `factor`, so that its gradients are outliers."""
     from megatron.training import get_args
 
-    from optimus_cc_ext import pretrain_gpt
+    from optimus_cc_ext.tools import pretrain_gpt
 
     masked_loss = pretrain_gpt.masked_loss
 

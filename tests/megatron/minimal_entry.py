@@ -1,7 +1,7 @@
 """Entry into Megatron 0.17 and 0.18 from the wheel alone: the smallest GPT training on their public API.
 
 For the smoke test of these versions where no checkout's pretrain_gpt.py is at hand: random tokens, pipeline and data
-parallelism, no tensor parallelism. The package's own entry (optimus_cc_ext/pretrain_gpt.py) is for 0.19.
+parallelism, no tensor parallelism. The package's own entry (optimus_cc_ext/tools/pretrain_gpt.py) is for 0.19.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def train(flags: list[str], own: argparse.Namespace, started: dict[str, float]) 
     from optimus_cc_ext import startup
 
     startup.prepare()
-    from optimus_cc_ext import pretrain_gpt
+    from optimus_cc_ext.tools import pretrain_gpt
 
     time_start_up(started)
 

@@ -158,7 +158,7 @@ def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_c
 def _refused_by_the_entry() -> str:
     from argparse import Namespace
 
-    from optimus_cc_ext.pretrain_gpt import refuse_unsupported
+    from optimus_cc_ext.tools.pretrain_gpt import refuse_unsupported
 
     with pytest.raises(FlagError) as refusal:
         refuse_unsupported(Namespace(sft=True))

@@ -15,8 +15,8 @@ import pytest
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.plan.flags import job_of
-from optimus_cc_ext.plan.traffic import memory
+from optimus_cc_ext.tools.plan.flags import job_of
+from optimus_cc_ext.tools.plan.traffic import memory
 from scripts.compat import cpu_attention
 from tests.forked_ranks import run_ranks
 from tests.launches import Launch, _Accepted, _captured, call
@@ -86,7 +86,8 @@ def train_until_pretrain(argv: list[str]) -> Launch:
     """Call the launcher with the package's own entry; the files of a tokenizer need not exist."""
     from megatron.training import global_vars
 
-    from optimus_cc_ext import pretrain_gpt, startup
+    from optimus_cc_ext import startup
+    from optimus_cc_ext.tools import pretrain_gpt
 
     def pretrain(*_: Any) -> NoReturn:
         raise _Accepted(argparse.Namespace())
@@ -100,7 +101,7 @@ def train_until_pretrain(argv: list[str]) -> Launch:
 
 
 def ask_doctor(line: str, world_size: int | None, *options: str) -> Launch:
-    from optimus_cc_ext import cli
+    from optimus_cc_ext.tools import cli
 
     count = [] if world_size is None else ["--world-size", str(world_size)]
     return call(cli.main, ["doctor", *count, *options, "--", *shlex.split(line)])
@@ -214,7 +215,7 @@ def test_a_variable_in_front_of_the_line_counts_and_one_that_is_not_given_is_nam
 
 
 def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
-    from optimus_cc_ext.doctor import examine
+    from optimus_cc_ext.tools.doctor import examine
 
     diagnosis = examine(["--optimus-cc"], target="h200")
     assert diagnosis.exit_code == 2
@@ -401,7 +402,7 @@ def no_megatron() -> int:
     import importlib.util
     import sys
 
-    from optimus_cc_ext import cli
+    from optimus_cc_ext.tools import cli
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
@@ -420,7 +421,7 @@ def test_a_missing_megatron_is_one_sentence_with_the_cure() -> None:
 def the_checkout_here(folder: str) -> list[str]:
     import sys
 
-    from optimus_cc_ext.doctor.machine import find_checkout
+    from optimus_cc_ext.tools.doctor.machine import find_checkout
 
     os.chdir(folder)
     find_checkout(None)

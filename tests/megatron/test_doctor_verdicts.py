@@ -59,7 +59,7 @@ def verdicts(seeds: range) -> list[tuple[int, str, list[str]]]:
     from megatron.training import argument_utils
 
     import optimus_cc_ext
-    from optimus_cc_ext import doctor
+    from optimus_cc_ext.tools import doctor
 
     # Each line gets Megatron's parser anew, which reads the docstrings of its fields from sources.
     argument_utils.ArgumentGroupFactory._get_field_docstrings = functools.cache(
@@ -149,7 +149,7 @@ def checkpoint_with(folder: Path, line: str) -> None:
 def doctor_with_checkpoint(folder: str, saved: str, line: str, target: str) -> int:
     import sys
 
-    from optimus_cc_ext import cli
+    from optimus_cc_ext.tools import cli
 
     if saved:
         sys.argv = ["pretrain_gpt.py", *shlex.split(saved)]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc_ext.data import prepare
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.tools.data import prepare
 from scripts.eval.convert import convert, main
 from tests.megatron.evaluation_runs import LENGTH, NEW_TOKENS, PROMPTS, Answers, train
 

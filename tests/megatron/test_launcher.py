@@ -37,12 +37,13 @@ def mark() -> str:
 
 
 def start_torchrun(
-    arguments: Sequence[str], cwd: Path, mark: str, *, ranks: int = 2, program: Sequence[str] = ("-m", "optimus_cc_ext")
-) -> subprocess.Popen[str]:
+    arguments: Sequence[str], cwd: Path, mark: str, *, ranks: int = 2, python_path: str = str(ROOT),
+    program: Sequence[str] = ("-m", "optimus_cc_ext"),
+) -> subprocess.Popen[str]:  # fmt: skip
     """Start one agent with its ranks in `cwd`; stdout and stderr come through one pipe."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     place = ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables = {MARK: mark, "OPTIMUS_CC_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     return subprocess.Popen(
         [*agent, *place, *program, *arguments],
         cwd=cwd, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -102,7 +103,7 @@ def test_without_a_script_it_trains_with_what_is_switched_on_said_once(tmp_path:
 SCRIPT = """
 import os
 import sys
-from optimus_cc_ext import pretrain_gpt
+from optimus_cc_ext.tools import pretrain_gpt
 from neighbour import greeting
 
 if __name__ == "__main__":
@@ -130,7 +131,7 @@ def test_a_users_script_is_run_as_python_would_run_it(tmp_path: Path, mark: str)
 DYING_SCRIPT = """
 import functools, os, pathlib, signal, time
 from megatron.training import training
-from optimus_cc_ext import pretrain_gpt
+from optimus_cc_ext.tools import pretrain_gpt
 
 train_step, steps = training.train_step, []
 

@@ -10,7 +10,7 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.doctor import _shards
+from optimus_cc_ext.tools.doctor import _shards
 from tests.forked_ranks import run_ranks
 from tests.megatron import one_of_many, own_loops
 from tests.megatron_runs import last_stage_losses, run_megatron

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext.patch.block import BLOCK
+from optimus_cc_ext.tools.patch.block import BLOCK
 from tests.megatron.test_launcher import ROOT, Ended, logged_losses, mark, processes_of, torchrun
 from tests.megatron_runs import TINY_GPT
 

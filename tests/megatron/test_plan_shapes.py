@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from optimus_cc_ext.plan.flags import job_of
-from optimus_cc_ext.plan.hardware import CLUSTERS
-from optimus_cc_ext.plan.iteration import rank_costs
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE
+from optimus_cc_ext.tools.plan.flags import job_of
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS
+from optimus_cc_ext.tools.plan.iteration import rank_costs
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.traffic import DENSE
 from tests.megatron.test_doctor import ask_doctor
 from tests.plan.test_plan_bytes import planned
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from optimus_cc_ext.report.comparison import FILES
+from optimus_cc_ext.tools.report.comparison import FILES
 from scripts.hosts.network import why_not
 from scripts.quickstart.settings import TINY
 from tests.shaped_links import needs_namespaces, without_namespaces

@@ -25,7 +25,7 @@ from tests.megatron_runs import last_stage_losses, relative_gap
 ASKED_FOR = os.environ.get("OPTIMUS_CC_TEST_MEGATRON")
 VERSION = ASKED_FOR or SUPPORTED_MEGATRON[-1]
 HAS_ENTRY = VERSION.startswith("0.19.")
-ENTRY = None if HAS_ENTRY else minimal_entry.main  # None: optimus_cc_ext.pretrain_gpt
+ENTRY = None if HAS_ENTRY else minimal_entry.main  # None: optimus_cc_ext.tools.pretrain_gpt
 TORCH = os.environ.get("OPTIMUS_CC_TEST_TORCH")
 pytestmark = [] if ASKED_FOR or TORCH else [pytest.mark.full]
 

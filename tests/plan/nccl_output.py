@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from optimus_cc_ext.plan.hardware import Cluster
-from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, reduce_scatter
+from optimus_cc_ext.tools.plan.hardware import Cluster
+from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, all_to_all, reduce_scatter
 
 __all__ = ["nccl_tests"]
 

@@ -14,8 +14,8 @@ from string import Template
 
 import pytest
 
-from optimus_cc_ext import cli
-from optimus_cc_ext.plan.grid import NETWORKS
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan.grid import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "does-it-help.md"

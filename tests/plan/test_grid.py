@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext import cli
+from optimus_cc_ext.tools import cli
 
 JOB = ["--use-distributed-optimizer", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1",
        "--tensor-model-parallel-size", "8", "--global-batch-size", "64"]  # fmt: skip

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from optimus_cc_ext import cli
-from optimus_cc_ext.plan.flags import job_of, layout_flags
-from optimus_cc_ext.plan.hardware import CLUSTERS
-from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.left_out import BOUNDS
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import activation_bytes
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS
+from optimus_cc_ext.tools.plan.iteration import iteration
+from optimus_cc_ext.tools.plan.left_out import BOUNDS
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.traffic import activation_bytes
 
 PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-235b", "--",
         "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "8",

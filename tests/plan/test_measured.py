@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext import cli
-from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.flags import job_of
-from optimus_cc_ext.plan.hardware import CLUSTERS
-from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.measured import calibrated, read_run
-from optimus_cc_ext.plan.nccl_tests import with_nccl_tests
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan import PlanError
+from optimus_cc_ext.tools.plan.flags import job_of
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS
+from optimus_cc_ext.tools.plan.iteration import iteration
+from optimus_cc_ext.tools.plan.measured import calibrated, read_run
+from optimus_cc_ext.tools.plan.nccl_tests import with_nccl_tests
 from tests.plan.nccl_output import nccl_tests
 
 ARGUMENTS = {

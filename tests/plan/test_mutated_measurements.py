@@ -15,11 +15,11 @@ from statistics import median
 
 import pytest
 
-from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.hardware import CLUSTERS, network_of
-from optimus_cc_ext.plan.measured import read_run
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.nccl_tests import with_nccl_tests
+from optimus_cc_ext.tools.plan import PlanError
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS, network_of
+from optimus_cc_ext.tools.plan.measured import read_run
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.nccl_tests import with_nccl_tests
 from tests.plan.nccl_output import nccl_tests
 
 FOLDER = Path(__file__).parent / "logs"

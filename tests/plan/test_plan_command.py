@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext import cli
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
@@ -20,7 +19,8 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_FORWARD,
     TrafficClass,
 )
-from optimus_cc_ext.plan.variants import VARIANTS
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan.variants import VARIANTS
 
 LAYOUT = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "8",
           "--global-batch-size", "512"]  # fmt: skip
@@ -39,8 +39,8 @@ def test_every_block_format_of_every_class_is_planned_alone() -> None:
 
 def test_the_planner_imports_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys, pkgutil, importlib, optimus_cc_ext.plan as plan\n"
-        "[importlib.import_module(m.name) for m in pkgutil.iter_modules(plan.__path__, 'optimus_cc_ext.plan.')]\n"
+        "import sys, pkgutil, importlib, optimus_cc_ext.tools.plan as plan\n"
+        "[importlib.import_module(m.name) for m in pkgutil.iter_modules(plan.__path__, 'optimus_cc_ext.tools.plan.')]\n"
         "print([m for m in ('torch', 'megatron') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -12,14 +12,14 @@ from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.placement import Placement
-from optimus_cc_ext.plan import PlanError, traffic
-from optimus_cc_ext.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
-from optimus_cc_ext.plan.inside import inside
-from optimus_cc_ext.plan.iteration import breakdown, iteration
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.seconds import Group, all_reduce, all_to_all, gemm, layer, moved, reduce_scatter, send
-from optimus_cc_ext.plan.shapes import MODELS, Mixture, Model
-from optimus_cc_ext.plan.traffic import (
+from optimus_cc_ext.tools.plan import PlanError, traffic
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
+from optimus_cc_ext.tools.plan.inside import inside
+from optimus_cc_ext.tools.plan.iteration import breakdown, iteration
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, all_to_all, gemm, layer, moved, reduce_scatter, send
+from optimus_cc_ext.tools.plan.shapes import MODELS, Mixture, Model
+from optimus_cc_ext.tools.plan.traffic import (
     DENSE,
     activation_message,
     check_memory,

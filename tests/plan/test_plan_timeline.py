@@ -9,11 +9,11 @@ import pytest
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.forecast.forecast import Measured, forecast
 from optimus_cc_ext.forecast.timeline import Sent, StageCost, last_backward_ends
-from optimus_cc_ext.plan.hardware import CLUSTERS
-from optimus_cc_ext.plan.iteration import CLASSES, backward_ends, breakdown, iteration, rank_costs, schedule_of
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.page import trace
-from optimus_cc_ext.plan.shapes import MODELS
+from optimus_cc_ext.tools.plan.hardware import CLUSTERS
+from optimus_cc_ext.tools.plan.iteration import CLASSES, backward_ends, breakdown, iteration, rank_costs, schedule_of
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.page import trace
+from optimus_cc_ext.tools.plan.shapes import MODELS
 
 DENSE, EPILOGUE, ALL, GRADIENTS, BOTH = (
     OptimusConfig(),

@@ -4,12 +4,12 @@ from statistics import median
 
 import pytest
 
-from optimus_cc_ext import cli
-from optimus_cc_ext.plan.hardware import GPUS
-from optimus_cc_ext.plan.recipes import Judged, configurations, fitted_efficiency, judged
-from optimus_cc_ext.plan.shapes import MODELS
-from optimus_cc_ext.plan.traffic import memory
-from optimus_cc_ext.plan.validate import BAND, MIXTURE_BAND
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan.hardware import GPUS
+from optimus_cc_ext.tools.plan.recipes import Judged, configurations, fitted_efficiency, judged
+from optimus_cc_ext.tools.plan.shapes import MODELS
+from optimus_cc_ext.tools.plan.traffic import memory
+from optimus_cc_ext.tools.plan.validate import BAND, MIXTURE_BAND
 
 ROWS, LEFT_OUT = configurations()
 MIXTURES = [row for row in ROWS if row.job.model.mixture and row.modelled]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext import cli
-from optimus_cc_ext.plan import PlanError
-from optimus_cc_ext.plan.hardware import GPUS
-from optimus_cc_ext.plan.traffic import memory
-from optimus_cc_ext.plan.validate import (
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan import PlanError
+from optimus_cc_ext.tools.plan.hardware import GPUS
+from optimus_cc_ext.tools.plan.traffic import memory
+from optimus_cc_ext.tools.plan.validate import (
     BAND,
     LAUNCHES,
     SHIPPED,

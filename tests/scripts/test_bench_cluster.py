@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import free_coding, page
 from scripts.bench.cluster.model import PAPER, proportions

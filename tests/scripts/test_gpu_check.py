@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus_cc_ext.doctor.gpu import NEEDED_BYTES, FoundGpu, problem
 from optimus_cc_ext.techniques.messages import LowRankMessages
 from optimus_cc_ext.techniques.transfer import Transfer
+from optimus_cc_ext.tools.doctor.gpu import NEEDED_BYTES, FoundGpu, problem
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import world_of_one
 from scripts.gpu_check.checks import CHECKS, Check

@@ -10,8 +10,8 @@ import torch
 from matplotlib.figure import Figure
 
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PIPELINE_BACKWARD, PIPELINE_FORWARD
-from optimus_cc_ext.report.document import Picture
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.document import Picture
+from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.models import Training
 from scripts.experiments.variants import GRADIENTS, STUDY
 from scripts.study import gradients

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors.formats import FORMATS
-from optimus_cc_ext.data import DataError, PreparedData
+from optimus_cc_ext.tools.data import DataError, PreparedData
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.runs import add_row, read_rows
 from scripts.experiments.texts import Text

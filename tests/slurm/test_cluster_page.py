@@ -33,7 +33,7 @@ SRUN = f"""{PYXIS}
 echo "srun $*"
 for word; do
   shift
-  [[ "$word" != optimus_cc_ext.data ]] || exec python -m optimus_cc_ext.data "$@"
+  [[ "$word" != optimus_cc_ext.tools.data ]] || exec python -m optimus_cc_ext.tools.data "$@"
 done
 """
 
@@ -94,7 +94,7 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
     assert (site / "optimus-cc.sqsh").exists()
     # The page's jobs start one step each for the data, preflight, training and the experiment, three for evaluation.
     programs_of_steps = (
-        "optimus_cc_ext.data",
+        "optimus_cc_ext.tools.data",
         "preflight.py",
         "pretrain_gpt.sh",
         "convert.sh",

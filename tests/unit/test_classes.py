@@ -22,10 +22,10 @@ from optimus_cc_ext.config.presets import Layout, config_of, describe
 from optimus_cc_ext.config.refusals import REFUSALS
 from optimus_cc_ext.errors import FlagError, UnknownName
 from optimus_cc_ext.forecast import forecast
-from optimus_cc_ext.plan.variants import VARIANTS
 from optimus_cc_ext.techniques import agreement
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
+from optimus_cc_ext.tools.plan.variants import VARIANTS
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
 SEEN = {

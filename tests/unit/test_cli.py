@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import triton
 
-from optimus_cc_ext import __version__, cli
+from optimus_cc_ext import __version__
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE
+from optimus_cc_ext.tools import cli
 from tests.launches import Launch, call
 from tests.shell_scripts import ROOT
 
@@ -58,7 +59,7 @@ def doctor_on_another_megatron() -> int:
 
 def test_on_this_machine_everything_holds() -> None:
     """This test starts the one real process, as a person does."""
-    command = [sys.executable, "-m", "optimus_cc_ext.cli", "doctor"]
+    command = [sys.executable, "-m", "optimus_cc_ext.tools.cli", "doctor"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.startswith("ok   this machine") and found.stderr == "", "the verdict comes first"

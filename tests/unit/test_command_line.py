@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from optimus_cc_ext.doctor.command_line import read_command_line
-from optimus_cc_ext.doctor.target import missing
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.tools.doctor.command_line import read_command_line
+from optimus_cc_ext.tools.doctor.target import missing
 
 FLAGS = "--num-layers 4 --optimus-cc"
 

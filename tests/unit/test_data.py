@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext.data import DataError, prepare
-from optimus_cc_ext.data.__main__ import main
-from optimus_cc_ext.data.documents import find_corpus
+from optimus_cc_ext.tools.data import DataError, prepare
+from optimus_cc_ext.tools.data.__main__ import main
+from optimus_cc_ext.tools.data.documents import find_corpus
 from tests.prepared_data import load_documents, write_jsonl
 
 WORDS = ["quick", "brown", "", "two\tcolumns\r\n", "naïve", "café", "—", "東京", "🙂", "a", "lazy", "dog"]
@@ -111,10 +111,10 @@ def test_workers_batches_and_the_kind_of_input_do_not_change_a_byte(
     tmp_path: Path, folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "jsonl", vocab_size=400, workers=1, progress=False)
-    monkeypatch.setattr(sys.modules["optimus_cc_ext.data.prepare"], "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(sys.modules["optimus_cc_ext.tools.data.prepare"], "_BATCH_BYTES", 1000)
     prepare(folder, tmp_path / "batches", vocab_size=400, progress=False)
     for workers in ("1", "3"):  # The tokenizer starts its threads once per process.
-        command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(folder), "--workers", workers]
+        command = [sys.executable, "-m", "optimus_cc_ext.tools.data", "--input", str(folder), "--workers", workers]
         command += ["--output", str(tmp_path / workers), "--vocab-size", "400"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     jsonl, *trees = (read_tree(tmp_path / name) for name in ("jsonl", "batches", "1", "3"))
@@ -256,7 +256,7 @@ def test_interrupted_run_leaves_nothing_and_the_next_one_succeeds(
     tmp_path: Path, texts: list[str], stop: signal.Signals
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", texts * 2000)
-    command = [sys.executable, "-m", "optimus_cc_ext.data", "--input", str(source), "--workers", "2"]
+    command = [sys.executable, "-m", "optimus_cc_ext.tools.data", "--input", str(source), "--workers", "2"]
     command += ["--output", str(tmp_path / "out"), "--vocab-size", "300"]
     # A shell starts background processes with SIGINT ignored, and this test may run in one.
     listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from optimus_cc_ext.data import DataError, prepare
-from optimus_cc_ext.data.__main__ import main
+from optimus_cc_ext.tools.data import DataError, prepare
+from optimus_cc_ext.tools.data.__main__ import main
 from tests.prepared_data import read_back, write_jsonl
 
 OTHER_FILES = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext.report.comparison import Comparison
-from optimus_cc_ext.report.log_lines import parse_techniques
-from optimus_cc_ext.report.record import Record, read_run
+from optimus_cc_ext.tools.report.comparison import Comparison
+from optimus_cc_ext.tools.report.log_lines import parse_techniques
+from optimus_cc_ext.tools.report.record import Record, read_run
 
 FOLDER = Path(__file__).parent / "log_of_d851e77"
 LAST = {

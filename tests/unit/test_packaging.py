@@ -20,9 +20,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from optimus_cc_ext.cli import shared_folder
-from optimus_cc_ext.data import __main__ as data
 from optimus_cc_ext.errors import MissingExtra, require_extra
+from optimus_cc_ext.tools.cli import shared_folder
+from optimus_cc_ext.tools.data import __main__ as data
 from scripts.eval import harness
 from tests.shell_scripts import ROOT
 
@@ -172,7 +172,7 @@ def without_extras(installed: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def answer_without_extras(python: Path, *words: str | Path) -> tuple[int, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [python, "-m", "optimus_cc_ext.cli", *words], cwd=python.parent, env=variables, text=True, timeout=120,
+        [python, "-m", "optimus_cc_ext.tools.cli", *words], cwd=python.parent, env=variables, text=True, timeout=120,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert "Traceback" not in done.stdout, done.stdout

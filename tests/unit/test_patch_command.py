@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus_cc_ext.cli import main
-from optimus_cc_ext.patch import block as blocks
-from optimus_cc_ext.patch.block import BLOCK, find, insert, remove
+from optimus_cc_ext.tools.cli import main
+from optimus_cc_ext.tools.patch import block as blocks
+from optimus_cc_ext.tools.patch.block import BLOCK, find, insert, remove
 
 SOURCE = b'"""Doc."""\nimport sys\n\n# What trains.\nfrom megatron.training import pretrain\n\nprint(sys.argv)\n'
 BLOCK_LINES = BLOCK.count("\n")

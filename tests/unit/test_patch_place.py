@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.patch.place import Imports, find_place
+from optimus_cc_ext.tools.patch.place import Imports, find_place
 
 NEIGHBOURS = {
     "leads.py": "import again\n",

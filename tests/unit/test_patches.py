@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext import startup
-from optimus_cc_ext.patch.block import BLOCK
+from optimus_cc_ext.tools.patch.block import BLOCK
 from tests.launches import Launch, call, launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def removed_then_checked(script: str, lacking: str) -> int:
     """Run --check in a rank that has this Megatron, without one function."""
     from megatron.training import training
 
-    from optimus_cc_ext.cli import main
+    from optimus_cc_ext.tools.cli import main
 
     if lacking:
         delattr(training, lacking)
@@ -203,7 +203,7 @@ def test_check_prints_megatron_its_version_seams_and_attributes(script: Path, la
 
 def checked_without_megatron(script: str) -> int:
     """Run --check in a rank that finds no Megatron."""
-    from optimus_cc_ext.cli import main
+    from optimus_cc_ext.tools.cli import main
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from optimus_cc_ext.data import DataError, PreparedData
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.report.comparison import REQUIRED
-from optimus_cc_ext.report.record import SECONDS, Record
+from optimus_cc_ext.tools.data import DataError, PreparedData
+from optimus_cc_ext.tools.report.comparison import REQUIRED
+from optimus_cc_ext.tools.report.record import SECONDS, Record
 from scripts.experiments.models import ExperimentError, device_here
 from scripts.experiments.variants import STUDY
 from scripts.hosts.launch import torchrun_command

@@ -13,10 +13,10 @@ from torch.utils.tensorboard import SummaryWriter
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.report import Report, StageMetrics, TechniqueMetrics
-from optimus_cc_ext.report import ReportError, pictures
-from optimus_cc_ext.report.comparison import PICTURES, REQUIRED, Comparison
-from optimus_cc_ext.report.document import Box, Folded, Number, Picture, Points, ReportDocument
-from optimus_cc_ext.report.log_lines import (
+from optimus_cc_ext.tools.report import ReportError, pictures
+from optimus_cc_ext.tools.report.comparison import PICTURES, REQUIRED, Comparison
+from optimus_cc_ext.tools.report.document import Box, Folded, Number, Picture, Points, ReportDocument
+from optimus_cc_ext.tools.report.log_lines import (
     Progress,
     failure_reason,
     parse_left_dense,
@@ -24,8 +24,8 @@ from optimus_cc_ext.report.log_lines import (
     parse_techniques,
     without_prefix,
 )
-from optimus_cc_ext.report.record import Curve, read_events, read_logs, shares
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.record import Curve, read_events, read_logs, shares
+from optimus_cc_ext.tools.report.table import Table
 
 RAW = {
     "pipeline forward": 2_097_152,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from optimus_cc_ext import cli
 from optimus_cc_ext.metrics.report import Report
 from optimus_cc_ext.metrics.traffic import FALLBACK
-from optimus_cc_ext.report.comparison import FILES
-from optimus_cc_ext.report.record import SECONDS, TRAINING, VALIDATION, read_events, read_run
+from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.report.comparison import FILES
+from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, read_events, read_run
 
 CLASSES = {"DP gradients": (4e6, 1e6), "pipeline forward": (1e6, 5e5)}
 

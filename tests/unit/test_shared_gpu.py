@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from optimus_cc_ext.devices import cpu_runtime, shared_gpu
-from optimus_cc_ext.doctor import gpu
 from optimus_cc_ext.errors import OptimusError, is_first_local_rank
+from optimus_cc_ext.tools.doctor import gpu
 from tests.device import device_of, said_of
 
 GIB = 1 << 30

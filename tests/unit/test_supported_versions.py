@@ -7,8 +7,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from optimus_cc_ext import OptimusConfig, cli, errors, install
+from optimus_cc_ext import OptimusConfig, errors, install
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
+from optimus_cc_ext.tools import cli
 from tests.launches import call, launch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus_cc_ext import pretrain_gpt
 from optimus_cc_ext.compressors.blocks import BLOCK, Codec
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.rates import Plan
 from scripts.bench.cluster.results import payload, share_recovered
 from scripts.bench.cluster.run import FREE_CODING, Iteration, Run, train

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from optimus_cc_ext.data.output import write_whole
-from optimus_cc_ext.report.document import Box, Picture, Points, ReportDocument, machine
-from optimus_cc_ext.report.pictures import INK, colour, panels, tidy
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.data.output import write_whole
+from optimus_cc_ext.tools.report.document import Box, Picture, Points, ReportDocument, machine
+from optimus_cc_ext.tools.report.pictures import INK, colour, panels, tidy
+from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.results import ALL, losses_agree, times, traffic
 from scripts.bench.cluster.run import Iteration, Run

@@ -19,13 +19,13 @@ from itertools import combinations
 from pathlib import Path
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.plan.flags import job_of
-from optimus_cc_ext.plan.hardware import GPUS, Cluster, Network
-from optimus_cc_ext.plan.iteration import iteration
-from optimus_cc_ext.plan.measured import solved
-from optimus_cc_ext.plan.model import Job
-from optimus_cc_ext.plan.traffic import DENSE
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.plan.flags import job_of
+from optimus_cc_ext.tools.plan.hardware import GPUS, Cluster, Network
+from optimus_cc_ext.tools.plan.iteration import iteration
+from optimus_cc_ext.tools.plan.measured import solved
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.traffic import DENSE
+from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.page import load
 from scripts.bench.cluster.run import Run
 from scripts.experiments.models import MODELS, Layout, Training

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.variants import VANILLA

@@ -8,7 +8,7 @@ from pathlib import Path
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
-from optimus_cc_ext.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
+from optimus_cc_ext.tools.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.rates import Plan
 from scripts.experiments.models import Layout
 from scripts.hosts.launch import lines_in

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from optimus_cc_ext.report.document import machine
+from optimus_cc_ext.tools.report.document import machine
 from scripts.bench.compressors.page import write
 from scripts.bench.compressors.sections import SECTIONS, Row, Setting
 

@@ -34,7 +34,7 @@ from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import blocks, launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
-from optimus_cc_ext.report.table import Table
+from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.compressors.variants import VARIANTS, applied
 
 __all__ = ["compiling", "main"]

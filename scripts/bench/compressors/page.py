@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optimus_cc_ext.report.document import Box, Part, Picture, ReportDocument
-from optimus_cc_ext.report.table import Cell, Table
+from optimus_cc_ext.tools.report.document import Box, Part, Picture, ReportDocument
+from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.compressors.sections import SECTIONS, Row
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _table(section: str, rows: Sequence[Row]) -> Table:
 def _draw_slices(table: Table) -> "Figure":
     """Draw figure 14: Gbit/s of the slice, by compression rank."""
     # matplotlib is not on every machine with a GPU, and no other section needs it.
-    from optimus_cc_ext.report.pictures import lines, panels, tidy
+    from optimus_cc_ext.tools.report.pictures import lines, panels, tidy
 
     models = table.distinct("model")
     figure, (row,) = panels(1, len(models), 4.2, 3.6)

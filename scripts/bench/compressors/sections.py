@@ -15,7 +15,7 @@ from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank, ReferenceLowRank, packed_numel
 from optimus_cc_ext.compressors.numerics import private_generator
-from optimus_cc_ext.report.table import Cell
+from optimus_cc_ext.tools.report.table import Cell
 from scripts.bench.compressors.bucket import Bucket, hook, one_process, reducer, step
 from scripts.bench.compressors.codecs import cases, compile_variants
 from scripts.bench.compressors.kernels import contenders

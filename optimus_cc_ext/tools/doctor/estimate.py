@@ -1,0 +1,449 @@
+"""Estimates of bytes by class of traffic and memory per rank, for a GPT that no process has built."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+    TrafficClass,
+)
+from optimus_cc_ext.config.presets import Layout, saves_nothing
+from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
+from optimus_cc_ext.placement import Placement
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
+from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
+from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.techniques.groups import communicator_bytes
+from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
+from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels, Node
+from optimus_cc_ext.techniques.schedule import Message, Schedule
+from optimus_cc_ext.techniques.state import state_dtype
+from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
+from optimus_cc_ext.tools.doctor.shapes import NotBuilt, Parameter, stages_of
+from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
+
+__all__ = [
+    "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "compression_memory", "gpt_from", "places_of",
+    "tokens_of", "without_gain",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt:
+    """A model's parameters on one tensor-parallel rank of each stage, with the data types of messages and gradients."""
+
+    stages: Sequence[Sequence[Parameter]]
+    message: torch.Size
+    """Shape of an activation between two stages: sequence (divided by the context-parallel size, and by the
+    tensor-parallel size with sequence parallelism) x micro-batch x hidden.
+    """
+
+    pipeline_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    tensor_parallel: int
+    mixture: ExpertLayers = NO_EXPERT_LAYERS
+    """Layers of the dispatcher `alltoall`; the log counts no tokens of other dispatchers."""
+
+    expert_replicas: int = 0
+    """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
+
+
+def gpt_from(args: argparse.Namespace, *, trained_here: bool = False) -> Gpt:
+    """Read the model from Megatron's validated arguments; `stages_of` has the argument and what it raises."""
+    tp = args.tensor_model_parallel_size
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        if args.tokenizer_type != "GPT2BPETokenizer":
+            raise NotBuilt("the size of the vocabulary comes from the tokenizer: give --vocab-size")
+        args = argparse.Namespace(**vars(args) | {"vocab_size": 50257})
+    stages = stages_of(args, trained_here=trained_here)
+    split = args.context_parallel_size * (tp if args.sequence_parallel else 1)
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False) or args.params_dtype == torch.float32
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
+    return Gpt(
+        stages=stages,
+        message=torch.Size((args.seq_length // split, args.micro_batch_size, args.hidden_size)),
+        pipeline_dtype=args.params_dtype,
+        gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
+        parameter_dtype=args.params_dtype,
+        tensor_parallel=tp,
+        mixture=ExpertLayers.of(args) if args.moe_token_dispatcher_type == "alltoall" else NO_EXPERT_LAYERS,
+        expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
+        if args.expert_model_parallel_size > 1
+        else 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnNodes:
+    """Facts about a run's nodes on which estimates depend; the defaults stand for unknown nodes."""
+
+    levels: Levels = ONE_LEVEL
+    """Levels in which the first group of replicas adds up gradients."""
+
+    beside: int = 1
+    """Number of ranks of the first group of replicas on one node."""
+
+    union: Levels = ONE_LEVEL
+    """Levels of the ranks that reduce a tied embedding together without the distributed optimizer: the first and the
+    last stage's replicas.
+    """
+
+    beside_in_union: int = 1
+    """Number of ranks on one node that reduce a tied embedding together."""
+
+    left_dense: frozenset[TrafficClass] = frozenset()
+    """Classes that are left dense because nothing of them leaves a node."""
+
+    crossing: float = 1.0
+    """Share of the hops between stages that cross nodes."""
+
+    tokens_to_ranks: float = 0.0
+    """Share of the tokens sent to experts that leave their rank."""
+
+    tokens_to_nodes: float = 0.0
+    """Share of the tokens sent to experts that leave their node."""
+
+    pair_crosses: bool = True
+    """True if the first and the last stage of the first pipeline are on different nodes."""
+
+    @classmethod
+    def of(cls, config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> "OnNodes":
+        """Return the facts that follow from the places of all ranks; `instances` is the number of instances of the
+        distributed optimizer.
+        """
+        nodes = {place.rank: place.node.name for place in places}
+        first = next(place for place in places if place.rank == 0)
+        alike = [p.rank for p in places if (p.stage, p.tensor_rank) == (first.stage, first.tensor_rank)]
+        levels = _instance_levels(len(alike), instances) or levels_of_group(places, sorted(alike))
+        two = levels.instances or (config.sums_in_blocks and config.dp_compression_levels != "one")
+        hops = [hop for place in places for hop in pairwise(place.pipeline)]
+        union = union_ranks(places, max(place.stage for place in places) + 1)[0]
+        together = levels_of_group(places, union)
+        return cls(
+            levels=levels if two else dataclasses.replace(levels, members=1),
+            beside=sum(nodes[rank] == nodes[0] for rank in alike),
+            union=together if config.dp_compression_levels != "one" else ONE_LEVEL,
+            beside_in_union=sum(nodes[rank] == nodes[0] for rank in union),
+            left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places, instances))),
+            tokens_to_ranks=away(places, nodes=False),
+            tokens_to_nodes=away(places, nodes=True),
+            crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
+            pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
+        )
+
+
+def _instance_levels(replicas: int, instances: int) -> Levels | None:
+    """Return the levels of several instances of the distributed optimizer; None with one instance."""
+    return Levels(nodes=instances, members=replicas // instances, instances=True) if instances > 1 else None
+
+
+UNKNOWN = OnNodes()
+
+
+def places_of(placement: Placement) -> list[RankPlace]:
+    """Return the places of all ranks of a run, on nodes that each hold the same number of consecutive ranks."""
+    tensor_ranks = {rank: index for ranks in placement.groups("tensor") for index, rank in enumerate(ranks)}
+    return [
+        RankPlace(
+            rank=rank, stage=stage, tensor_rank=tensor_ranks[rank], node=Node(str(placement.node(rank))),
+            pipeline=tuple(ranks) if len(ranks) > 1 else (),
+            experts=tuple(placement.experts(rank)) if placement.expert > 1 else (),
+        )
+        for ranks in placement.groups("pipeline")
+        for stage, rank in enumerate(ranks)
+    ]  # fmt: skip
+
+
+def bytes_by_class(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN
+) -> dict[str, tuple[int, int]]:
+    """Return the (raw, sent) bytes of one iteration by class, summed over all ranks, after every warm-up.
+
+    The counts follow the formulas of the log. `--dp-compression-stages auto` counts as all stages, the most that it can
+    choose.
+    """
+    counted = {
+        traffic.tag: _pipeline(gpt, config, schedule, traffic, on) for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD)
+    }
+    for traffic, (raw, sent) in _of_tokens(gpt, layout, config, schedule, on).items():
+        counted[traffic.tag] = round(on.tokens_to_ranks * raw), round(on.tokens_to_ranks * sent)
+    by_stage = [_of_stage(gpt, layout, config, stage, on) for stage in range(layout.stages)]
+    for traffic in (DP_GRADIENTS, EMBEDDING, PARAM_GATHER):
+        counted[traffic.tag] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
+    ranks = layout.data_parallel * gpt.tensor_parallel
+    return {name: (raw * ranks, sent * ranks) for name, (raw, sent) in counted.items() if raw}
+
+
+def bytes_between_nodes(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
+) -> tuple[int, int]:
+    """Return the (raw, sent) bytes of one iteration that leave a node, summed over all ranks, after every warm-up."""
+    raw = sent = 0.0
+    for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
+        before, after = _pipeline(gpt, config, schedule, traffic, on)
+        raw, sent = raw + before * on.crossing, sent + after * on.crossing
+    for dense, coded in _of_tokens(gpt, layout, config, schedule, on).values():
+        raw, sent = raw + dense * on.tokens_to_nodes, sent + coded * on.tokens_to_nodes
+    for stage in range(layout.stages):
+        gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
+        dense, coded = (leaving_ring(nbytes, layout.owners, min(on.beside, layout.owners)) for nbytes in gathered)
+        raw, sent = raw + dense, sent + coded
+        for plan in _plans(gpt, layout, config, stage, on):
+            raw += plan.dense_leaving_bytes
+            sent += plan.leaving_bytes(compressing=plan.compresses, whole=False)
+            if plan.tied_bytes and on.pair_crosses:
+                pair = all_reduce_bytes(plan.tied_bytes, 2)
+                raw += pair
+                sent += pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)
+    ranks = layout.data_parallel * gpt.tensor_parallel
+    return round(raw * ranks), round(sent * ranks)
+
+
+def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
+    """Return the tokens of an exchange; None if no token is sent to other ranks."""
+    sequence, batch, hidden = gpt.message
+    width, number = layout.row_width or hidden, sequence * batch * layout.rows_per_token
+    found = Tokens(layout=layout, number=number, dtype=gpt.parameter_dtype, hidden=width, mixture=gpt.mixture)
+    return found if gpt.mixture.layers else None
+
+
+def _of_tokens(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
+) -> dict[TrafficClass, tuple[float, float]]:
+    """Return the (raw, sent) bytes of the tokens of one rank of each stage, those that stay on the rank included."""
+    if (tokens := tokens_of(gpt, layout)) is None:
+        return {}
+    times = gpt.mixture.layers * sum(work.forward for work in schedule.passes(0)) // schedule.chunks
+    return {
+        traffic: (
+            times * tokens.sent_bytes(traffic, "dense"),
+            times * tokens.sent_bytes(traffic, "dense" if traffic in on.left_dense else config.format_of(traffic)),
+        )
+        for traffic in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+    }
+
+
+def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> float:
+    """Return the bytes of a rank that leave its node in fused embedding synchronisation, after the replicas' shards."""
+    dtype, replicas = plan.buckets[0].record.dtype, layout.data_parallel
+    formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+    numel = plan.tied_bytes // dtype.itemsize
+    if layout.distributed_optimizer:
+        shard = BlockLayout.of_one(numel // layout.owners)
+        if formats is None:
+            return all_reduce_bytes(plan.tied_bytes // layout.owners, 2)
+        return Codec(formats.gradients).message_bytes(shard, dtype)
+    if formats is None:
+        return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside_in_union)
+    return _union(plan, layout, formats, on).leaving_bytes(on.beside_in_union)
+
+
+def _union(plan: GroupPlan, layout: Layout, formats: Formats, on: OnNodes) -> ExchangePlan | TwoLevelPlan:
+    """Plan the sum of a tied embedding over the replicas of both stages."""
+    dtype, ranks = plan.buckets[0].record.dtype, 2 * layout.data_parallel
+    numel = plan.tied_bytes // dtype.itemsize
+    return block_plan(numel, [(0, numel)], (), dtype, ranks, sharded=False, formats=formats, levels=on.union)
+
+
+def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
+    """Yield (plan, receiving stage) of each link between stages that carries activation gradients."""
+    for stage in range(schedule.stages):
+        if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
+            yield LinkPlan(config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage), stage
+
+
+def _codec(chosen: str) -> Codec | None:
+    format = block_format(chosen)
+    return None if format is None else Codec(format)
+
+
+def _pipeline(
+    gpt: Gpt, config: OptimusConfig, schedule: Schedule, traffic: TrafficClass, on: OnNodes
+) -> tuple[int, int]:
+    dtype, forward = gpt.pipeline_dtype, traffic is PIPELINE_FORWARD
+    dense = gpt.message.numel() * dtype.itemsize
+
+    def sent_bytes(plan: LinkPlan, message: Message) -> int:
+        if traffic in on.left_dense:
+            return dense
+        if forward:
+            return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
+        compressed = config.compressed_backprop and plan.compresses(message, gpt.message)
+        return plan.message_bytes(gpt.message, dtype) if compressed else dense
+
+    found = [
+        sent_bytes(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)
+    ]
+    return dense * len(found), sum(found)
+
+
+def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
+    named = config.dp_compression_stages
+    return config.dp_compression and (not isinstance(named, int) or stage < named)
+
+
+def _of_stage(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes
+) -> dict[TrafficClass, tuple[int, int]]:
+    """Return the (raw, sent) bytes that one rank of a stage reduces and gathers over its replicas, from its bucket
+    plans.
+    """
+    sharded, embedding = layout.distributed_optimizer, (0, 0)
+    gradients, gathers = [], []
+    for plan in _plans(gpt, layout, config, stage, on):
+        sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
+        gradients.append((plan.dense_bytes, sent))
+        if plan.tied_bytes:
+            instances = layout.instances
+            raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, instances=instances)
+            embedding = raw, raw - saved
+            if config.fused_embedding_sync:
+                formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+                fused = fused_bytes(
+                    plan.tied_bytes,
+                    layout.data_parallel,
+                    sharded=sharded,
+                    formats=formats,
+                    dtype=gpt.gradient_dtype,
+                    levels=on.levels if sharded else on.union,
+                    instances=instances,
+                )
+                embedding = raw, fused
+        coded = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
+        gathered = sum(gather.gathered_bytes() for gather in coded) if coded else plan.gather_bytes
+        gathers.append((plan.gather_bytes, gathered))
+    return {DP_GRADIENTS: _summed(gradients), EMBEDDING: embedding, PARAM_GATHER: _summed(gathers)}
+
+
+def _summed(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(raw for raw, _ in pairs), sum(sent for _, sent in pairs)
+
+
+def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
+    """Plan a stage as one bucket, with a tied embedding as another, and routed experts that not every replica holds as
+    a third one over their own replicas. Megatron uses more buckets, which changes little.
+    """
+    kinds: dict[str, list[ParameterRecord]] = {"rest": [], "tied": [], "apart": []}
+    for each in gpt.stages[stage]:
+        kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
+        kinds[kind].append(
+            ParameterRecord(
+                shape=each.shape, start=0, tied=each.tied, embedding=each.embedding, expert=each.expert,
+                router=each.router,
+            )
+        )  # fmt: skip
+    found = []
+    for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):
+        buckets = [_bucket(gpt, layout, ranks, kinds[name]) for name in names if kinds[name]]
+        if not buckets:
+            continue
+        nodes = on if ranks == layout.data_parallel else OnNodes(
+            levels=_instance_levels(ranks, layout.instances) or ONE_LEVEL
+        )  # fmt: skip
+        rules = BucketRules.of(
+            config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
+            fused=config.fused_embedding_sync and bool(kinds["tied"]) and "tied" in names,
+            levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
+        )  # fmt: skip
+        if not _compressed_stage(config, stage):
+            rules = dataclasses.replace(rules, format="dense")
+        found.append(GroupPlan.of(buckets, rules))
+    return found
+
+
+def _bucket(gpt: Gpt, layout: Layout, ranks: int, parameters: Sequence[ParameterRecord]) -> BucketRecord:
+    """Lay the parameters out one after the other; the distributed optimizer pads a bucket to shards of equal length."""
+    starts = [0, *accumulate(parameter.range[1] for parameter in parameters)]
+    unit = ranks if layout.distributed_optimizer else 1
+    return BucketRecord(
+        numel=-(-starts[-1] // unit) * unit,
+        dtype=gpt.gradient_dtype,
+        parameter_dtype=gpt.parameter_dtype,
+        parameters=[dataclasses.replace(each, start=at) for each, at in zip(parameters, starts, strict=False)],
+    )
+
+
+def compression_memory(
+    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN, *, nccl: bool
+) -> dict[str, int]:
+    """Return the bytes of memory that compression takes, by kind. The rank that needs most of a kind counts.
+
+    Residuals and low-rank factors are kept twice, so that a step can be repeated. Block formats keep no state across
+    iterations, and with lazy error propagation the residual of one message within an iteration.
+
+    Args:
+        nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
+    """
+    dtype = state_dtype(config.compression_state_dtype)
+    senders = {plan.sending_stage for plan, stage in _links(config, schedule) if config.compressed_backprop and any(
+        plan.compresses(message, gpt.message) for message in schedule.messages(stage)
+    )}  # fmt: skip
+    width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
+    link = schedule.chunks * gpt.message.numel() * (2 * dtype.itemsize if config.backprop_remembers else width)
+    stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
+    low_rank = [
+        [bucket.compressed for plan in plans for bucket in plan.buckets if isinstance(bucket.compressed, LowRankPlan)]
+        for plans in stages
+    ]
+    states = (sum(each.state_bytes(dtype) for each in found) for found in low_rank)
+    union = nccl and config.fused_embedding_sync and not layout.distributed_optimizer
+    return {
+        COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
+        MESSAGE_BUFFERS: max(sum(_messages(plan, gpt, layout, config, on) for plan in plans) for plans in stages),
+        COMMUNICATORS: communicator_bytes(2 * layout.data_parallel) if union else 0,
+    }
+
+
+def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
+    """Return a rank's bytes for messages of a group's gradients and parameters, for its shard before the step, and for
+    the change of its shard.
+    """
+    found, formats = 0, Formats.of(config.format_of(EMBEDDING))
+    for bucket in plan.buckets:
+        reduction, gather = bucket.compressed, bucket.gather
+        gathered = 0 if gather is None else gather.ranks * gather.message_bytes[0]
+        exchange = reduction.across if isinstance(reduction, TwoLevelPlan) else reduction
+        # Messages of gradients in blocks and of parameters use one memory.
+        shared = min(exchange.wire_bytes, gathered) if isinstance(exchange, ExchangePlan) else 0
+        found += gathered - shared + (reduction.wire_bytes if reduction else 0)
+        if gather is not None:
+            found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize
+    if plan.tied_bytes and config.fused_embedding_sync and formats and EMBEDDING not in on.left_dense:
+        numel = plan.tied_bytes // gpt.gradient_dtype.itemsize
+        shard = BlockLayout.of_one(numel // layout.owners)
+        pair = 2 * Codec(formats.gradients).message_bytes(shard, gpt.gradient_dtype)
+        found += pair if layout.distributed_optimizer else _union(plan, layout, formats, on).wire_bytes
+    return found
+
+
+def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:
+    """Return a line for each class of traffic that low rank does not shrink, because its compression rank is too
+    high.
+    """
+    found = bytes_by_class(gpt, layout, dataclasses.replace(config, dp_compression_stages="all"), schedule)
+    return [
+        saves_nothing(config, traffic)
+        for traffic in CLASSES
+        for raw, sent in [found.get(traffic.tag, (0, 0))]
+        if config.format_of(traffic) == "low-rank" and raw == sent
+    ]

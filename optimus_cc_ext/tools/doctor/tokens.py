@@ -1,0 +1,116 @@
+"""Estimates of the tokens that a mixture's ranks send to experts: their bytes, memory and nodes, if every expert gets
+equally many.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.techniques.expert_rows import exchange_bytes, exchange_line
+from optimus_cc_ext.techniques.grid import RankPlace
+from optimus_cc_ext.tools.doctor.findings import Finding
+
+__all__ = ["NO_EXPERT_LAYERS", "ExpertLayers", "Tokens", "about_dispatchers", "away"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayers:
+    """Facts about a model's mixture of experts."""
+
+    layers: int = 0
+    """Number of layers whose tokens are sent to the experts of other ranks, also of multi-token prediction."""
+
+    probability: int = 4
+    """Bytes of the probability of an expert, which is sent to the expert with each token."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "ExpertLayers":
+        """Return the facts in Megatron's arguments."""
+        if not args.num_experts or args.expert_model_parallel_size == 1:
+            return cls()
+        frequency = args.moe_layer_freq
+        pattern = [not index % frequency for index in range(frequency)] if isinstance(frequency, int) else frequency
+        layers = [bool(each) for each in islice(cycle(pattern), args.num_layers)]
+        return cls(
+            layers=sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0),
+            probability={"fp32": 4, "fp64": 8}.get(args.moe_router_dtype, args.params_dtype.itemsize),
+        )
+
+
+NO_EXPERT_LAYERS = ExpertLayers()
+"""The facts about a model whose ranks send no token to each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Tokens that one rank sends in one exchange, those that stay on the rank included."""
+
+    layout: Layout
+    number: float
+    """Number of rows: tokens of the rank in a micro-batch, times the experts of each."""
+
+    dtype: torch.dtype
+    hidden: int
+    """Number of values of a token."""
+
+    mixture: "ExpertLayers"
+
+    def row_bytes(self, chosen: str) -> int:
+        """Return the bytes of a token in a format."""
+        format = block_format(chosen)
+        return self.hidden * self.dtype.itemsize if format is None else Codec(format).row_bytes(self.hidden)
+
+    def sent_bytes(self, traffic: TrafficClass, chosen: str) -> float:
+        """Return the bytes that a rank sends in one direction of one layer and micro-batch, to all ranks and itself."""
+        times = 2 if traffic is EXPERT_DISPATCH and self.layout.recomputes_experts else 1
+        return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
+
+    def memory(self, config: OptimusConfig) -> float:
+        """Return the bytes of an exchange: two messages and the decoded tokens."""
+        chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
+        largest = max((self.row_bytes(each) for each in chosen if each != "dense"), default=0)
+        return exchange_bytes(self.number, largest, self.row_bytes("dense")) if largest else 0
+
+    def lines(self, config: OptimusConfig) -> Iterator[str]:
+        """Yield the lines about the assumptions of the estimates."""
+        yield "counted as if every expert got equally many tokens; the log counts the real ones, by destination rank"
+        if self.layout.recomputes_experts:
+            yield "recomputation sends the tokens of the forward pass twice"
+        if nbytes := self.memory(config):
+            yield exchange_line(nbytes)
+
+
+def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
+    """Return the share of the tokens that leave their rank, or with `nodes` their node."""
+    node = {place.rank: place.node.name if nodes else place.rank for place in places}
+    shares = [
+        sum(node[other] != node[place.rank] for other in place.experts) / len(place.experts)
+        for place in places
+        if place.experts
+    ]
+    return sum(shares) / max(1, len(shares))
+
+
+def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> list[Finding]:
+    """Return the findings about a dispatcher whose tokens are not counted; empty: all tokens are counted."""
+    chosen = args.moe_token_dispatcher_type
+    if chosen == "alltoall" or not ExpertLayers.of(args).layers:
+        return []
+    flag = f"--moe-token-dispatcher-type {chosen}"
+    found = [Finding("tokens", f"{flag}: neither doctor nor the log counts the bytes of tokens, except of alltoall")]
+    if chosen == "allgather" and away(places, nodes=True):
+        advice = (
+            f"{flag}, Megatron's default, sends every token to all ranks of an expert group, and these ranks are on "
+            "several nodes: alltoall sends a token only to the ranks of its experts, and compressed with "
+            "--expert-dispatch-format and --expert-gradient-format"
+        )
+        found.append(Finding("tokens", advice, "warn"))
+    return found

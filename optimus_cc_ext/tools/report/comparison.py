@@ -1,0 +1,328 @@
+"""Comparison of one run, or of two side by side: numbers, tables, pictures and contradictions, for
+`optimus-cc report`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+from optimus_cc_ext.config.classes import CLASSES, EXPERT_DISPATCH, EXPERT_GRADIENT
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
+from optimus_cc_ext.tools.data.output import check_replaceable, locked, replace
+from optimus_cc_ext.tools.report import ReportError, require
+from optimus_cc_ext.tools.report.document import Box, Part, Picture, Points, ReportDocument
+from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
+from optimus_cc_ext.tools.report.table import Cell, Table, printed
+
+__all__ = ["FILES", "PICTURES", "REQUIRED", "Comparison", "relative", "write_report"]
+
+PICTURES = ("gain", "training_loss", "validation_loss", "seconds", "traffic", "errors")
+"""Names of the pictures, without the suffixes `.png`, `.svg` and `.pdf`; a picture without data is not drawn."""
+
+FILES = (
+    *(f"{name}.csv" for name in ("losses", "times", "traffic", "compression", "scalars")),
+    *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg", "pdf")),
+)
+"""Names of all files that the document of a comparison may write beside its page."""
+
+_TRAFFIC = tuple(
+    f"optimus-cc/{traffic.tag} {side} bytes"
+    for traffic in CLASSES
+    for side in ("raw", "sent")
+    # Earlier versions did not log tokens to experts, and their runs are still read.
+    if traffic not in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+)
+_COMPRESSION = re.compile(
+    r"optimus-cc/(?P<technique>[\w ]+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
+)
+REQUIRED = (TRAINING, VALIDATION, SECONDS, *_TRAFFIC)
+"""Tags that a run has to have logged for the report to be complete."""
+
+
+def relative(new: float, old: float) -> float:
+    """Return the difference of `new` and `old` as a fraction of `old`."""
+    return (new - old) / old
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of the same training, by name. If there are two, the second is compared with the first."""
+
+    runs: Mapping[str, Record]
+    spans: Mapping[str, tuple[int, float]] = field(default_factory=lambda: {"": (2, inf)})
+    """First and last iteration of each span over which seconds are compared, by a description of the span."""
+
+    band: float | None = None
+    """Largest change of the first run's loss by other orders of the batches, as a fraction of the loss;
+    None: unknown.
+    """
+
+    first_is_vanilla: bool = False
+
+    @property
+    def first(self) -> Record:
+        """The run that the other one is compared with, or the only run."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def last(self) -> Record:
+        """The run that is compared, or the only run."""
+        return list(self.runs.values())[-1]
+
+    def complaints(self) -> list[str]:
+        """Return contradictions between runs: raw bytes must be equal in all runs, and vanilla must send
+        exactly these.
+        """
+        said = []
+        for name in (traffic.tag for traffic in CLASSES):
+            if self.first_is_vanilla and self.first.raw(name) != self.first.sent(name):
+                said.append(f"{name}: the vanilla run did not send its raw bytes")
+            for (old, a), (new, b) in pairwise(self.runs.items()):
+                if a.raw(name).values and b.raw(name).values and a.raw(name) != b.raw(name):
+                    said.append(
+                        f"{name}: raw bytes per iteration are {b.raw(name).mean:,.0f} in {new}, {a.raw(name).mean:,.0f}"
+                        f" in {old}, or the logged iterations differ: these are not runs of the same training"
+                    )
+        if len({record.training.iterations for record in self.runs.values()}) > 1:
+            said.append("the two runs did not log the same iterations")
+        return said
+
+    def missing(self) -> list[str]:
+        """Return one line for each quantity that a run did not log, with the flag that logs it."""
+        cures = {
+            (TRAINING,): "no training loss",
+            (VALIDATION,): "no validation loss (--eval-interval)",
+            (SECONDS,): "no times (--log-timers-to-tensorboard)",
+            _TRAFFIC: "no traffic and no errors (vanilla Megatron does not count them, nor does optimus_cc_ext with"
+            " --no-compression-metrics)",
+        }
+        return [
+            f"{name}: {said}"
+            for name, record in self.runs.items()
+            for tags, said in cures.items()
+            if not record.scalars.keys() & set(tags)
+        ]
+
+    def fallbacks(self) -> list[str]:
+        """Return one line for each run that was compressed by torch in place of Triton's kernels, with the reason."""
+        found = ((name, record.fallback) for name, record in self.runs.items())
+        return [f"{name}: compressed by torch, which takes longer: {reason}" for name, reason in found if reason]
+
+    def left_out(self) -> list[str]:
+        """Return one line for each part of a run that was not read, or that a later attempt replaced as a whole."""
+        return [f"{name}: {said}" for name, record in self.runs.items() for said in record.notes]
+
+    def tables(self) -> list[Table]:
+        """Return the tables that have rows."""
+        return [table for table in (self.losses(), self.times(), self.traffic(), self.compression()) if table.rows]
+
+    def losses(self) -> Table:
+        """Return the table of losses at the end of training."""
+        rows = [
+            _row(f"final {name} loss", [record.curve(tag).last for record in self.runs.values()], ".4f")
+            for name, tag in (("training", TRAINING), ("validation", VALIDATION))
+        ]
+        ends = dict.fromkeys(max(record.training.iterations, default=0) for record in self.runs.values())
+        title = f"After {' and '.join(map(str, ends))} iterations"
+        return Table(self._columns(), rows, title, name="losses")
+
+    def times(self) -> Table:
+        """Return the table of median seconds per iteration, over each span."""
+        rows = [
+            _row(f"seconds per iteration{where and ', '}{where}", [median for _, median, _ in of_runs.values()], ".3f")
+            for where, of_runs in self.seconds().items()
+        ]
+        return Table(self._columns(), rows, "Time", "Medians.", name="times")
+
+    def seconds(self) -> dict[str, dict[str, tuple[float, float, float]]]:
+        """Return the quartiles of the seconds per iteration, by span and run."""
+        return {
+            where: {name: record.seconds.between(*span).quartiles for name, record in self.runs.items()}
+            for where, span in self.spans.items()
+        }
+
+    def traffic(self) -> Table:
+        """Return the table of raw bytes of each class, and of sent bytes of each run that compressed something."""
+        by_run = self._shares()
+        shown = {
+            name: {share.name: share for share in found}
+            for name, found in by_run.items()
+            if name == [*by_run][-1] or any(share.raw != share.sent for share in found)
+        }
+        rows: list[tuple[Cell, ...]] = []
+        for share in max(by_run.values(), key=len, default=[]):
+            here = [found.get(share.name, Share(share.name, 0, 0)) for found in shown.values()]
+            sent = (cell for each in here for cell in (f"{each.sent / 1e6:.3f}", f"{each.ratio:.1%}"))
+            rows.append((share.name, f"{share.raw / 1e6:.3f}", *sent))
+        leaving = [record for name, record in self.runs.items() if name in shown and record.raw(BETWEEN_NODES).values]
+        if len(leaving) == len(shown) > 0:
+            both = [(record.raw(BETWEEN_NODES).mean, record.sent(BETWEEN_NODES).mean) for record in leaving]
+            cells = (cell for raw, sent in both for cell in (f"{sent / 1e6:.3f}", f"{sent / raw:.1%}"))
+            rows.insert(len(rows) - 1, (f"of these {BETWEEN_NODES}", f"{both[0][0] / 1e6:.3f}", *cells))
+        columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
+        note = "Logical bytes. Raw: the bytes that vanilla Megatron sends."
+        return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True, name="traffic")
+
+    def compression(self) -> Table:
+        """Return the table of mean error, residual norm and milliseconds of each technique, by stage."""
+        kinds = {"relative error": ("error, %", 100), "residual norm": ("residual norm", 1), "milliseconds": ("ms", 1)}
+        found: dict[str, dict[tuple[str, str], float]] = {}
+        for name, record in self.runs.items():
+            for tag, match in _compression(record):
+                found.setdefault(_place(match), {})[name, match["kind"]] = record.curve(tag).mean
+        said = {column for values in found.values() for column in values}
+        columns = [(name, kind) for name in self.runs for kind in kinds if (name, kind) in said]
+        rows: list[tuple[Cell, ...]] = [
+            (row, *(values[c] * kinds[c[1]][1] if c in values else None for c in columns))
+            for row, values in sorted(found.items())
+        ]
+        titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in columns]
+        note = (
+            "Error: |compression error| / |compressed tensor|. forward: activations, CB: activation gradients, "
+            "SC: data-parallel gradients, FE: tied embedding, gather: the distributed optimizer's parameters."
+        )
+        return Table(("", *titles), rows, "Compression", note, name="compression")
+
+    def scalars(self) -> Table:
+        """Return every scalar of every iteration as a table."""
+        return Table(("run", "scalar", "iteration", "value"), [
+            (name, tag, iteration, value)
+            for name, record in self.runs.items()
+            for tag, values in record.scalars.items()
+            for iteration, value in values.items()
+        ], name="scalars")  # fmt: skip
+
+    def document(
+        self, title: str, lead: str, before: Sequence[Part] = (), after: Sequence[Part] = ()
+    ) -> ReportDocument:
+        """Return the document of the comparison, with the parts `before` and `after` around its own parts."""
+        drawn, complaints, missing = self._pictures(), self.complaints(), self.missing()
+        alarm = Box("Cross-check failed: the bytes below are not reliable", [Points.of(complaints)], "card alarm")
+        parts = [
+            *before,
+            *([alarm] if complaints else []),
+            *([Box("Not compressed by Triton's kernels", [Points.of(self.fallbacks())])] if self.fallbacks() else []),
+            *(picture for picture in drawn if picture.name == "gain"),
+            Box("", [picture for picture in drawn if picture.name != "gain"], "grid wide"),
+            Box("", self.tables(), "grid wide"),
+            *([Box("Not logged", [Points.of(missing)])] if missing else []),
+            *([Box("Left out", [Points.of(self.left_out())])] if self.left_out() else []),
+            *after,
+        ]
+        empty = [table for table in (self.traffic(), self.compression()) if not table.rows]
+        return ReportDocument(title, lead, parts, files=[*empty, self.scalars()])
+
+    def _pictures(self) -> list[Picture]:
+        # The pictures are imported here: matplotlib takes a second, which the tables should not wait for.
+        from optimus_cc_ext.tools.report import pictures
+
+        drawn, by_run = [], self._shares()
+        if len(self.runs) > 1 and not self.missing():
+            drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), by_run)))
+        for name, tag, band in (("training", TRAINING, None), ("validation", VALIDATION, self.band)):
+            if all(tag in record.scalars for record in self.runs.values()):
+                figure = pictures.loss_curves(f"{name.capitalize()} loss", self._curves(tag), band)
+                drawn.append(Picture(f"{name}_loss", figure))
+        if any(SECONDS in record.scalars for record in self.runs.values()):
+            figure = pictures.curves("Seconds per iteration", "s", self._curves(SECONDS))
+            drawn.append(Picture("seconds", figure))
+        if by_run:
+            drawn.append(Picture("traffic", pictures.traffic_bars(*list(by_run.items())[-1])))
+        errors = {
+            f"{name}: {_place(match)}": record.curve(tag)
+            for name, record in self.runs.items()
+            for tag, match in _compression(record)
+            if match["kind"] == "relative error"
+        }
+        if errors:
+            figure = pictures.curves("Relative compression error", "|error| / |compressed tensor|", errors)
+            drawn.append(Picture("errors", figure))
+        return drawn
+
+    def _shares(self) -> dict[str, list[Share]]:
+        """Return the bytes of each run that has logged them, by class."""
+        by_run = {name: shares(record) for name, record in self.runs.items()}
+        return {name: found for name, found in by_run.items() if len(found) > 1}
+
+    def _curves(self, tag: str) -> dict[str, Curve]:
+        return {name: record.curve(tag) for name, record in self.runs.items()}
+
+    def _columns(self) -> tuple[str, ...]:
+        return ("", *self.runs, *(["difference"] if len(self.runs) > 1 else []))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the most important results as plain JSON values."""
+        return {
+            "final_validation_loss": {name: record.validation.last for name, record in self.runs.items()},
+            "final_validation_loss_change": relative(self.last.validation.last, self.first.validation.last),
+            "seconds_per_iteration": self.seconds(),
+            "traffic_bytes_per_iteration": {s.name: asdict(s) | {"ratio": s.ratio} for s in shares(self.last)},
+            "raw_equals_what_vanilla_sent": not self.complaints(),
+            "complaints": self.complaints(),
+        }
+
+
+def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield each tag of a technique's error, residual norm or milliseconds, with its match."""
+    for tag in record.scalars:
+        if match := _COMPRESSION.fullmatch(tag):
+            yield tag, match
+
+
+def _place(match: re.Match[str]) -> str:
+    """Return the technique and the stage that a tag names; tags read from a log have no stage."""
+    return ", ".join(filter(None, (match["technique"], match["stage"])))
+
+
+def _row(name: str, values: Sequence[float], form: str) -> tuple[Cell, ...]:
+    """Return a table's row: the values and the relative change from the first to the second, None if unknown."""
+    changes = [relative(new, old) for old, new in pairwise(values)]
+    cells = [*((value, form) for value in values), *((change, "+.2%") for change in changes)]
+    return name, *(None if isnan(value) else format(value, form) for value, form in cells)
+
+
+def write_report(folders: list[Path], output: Path) -> None:
+    """Write index.html, CSV and pictures into `output`, which appears complete or not at all, and print the tables.
+
+    Raises:
+        ReportError: a folder has no run or more than one, or the two runs have no iteration in common.
+        DataError: `output` contains files that a report does not write.
+        MissingExtra: the extra `report` is not installed.
+    """
+    require()
+    if len(folders) > 2:
+        raise ReportError(f"{len(folders)} folders: a report shows one run, or two side by side. Give one or two")
+    for folder in folders:
+        check_replaceable(output, folder.resolve(), {"index.html", *FILES})
+    comparison = Comparison(dict(zip(_names(folders), map(read_run, folders), strict=True)))
+    for record in comparison.runs.values():
+        record.require((TRAINING,))
+    first, last = comparison.first.training.iterations, comparison.last.training.iterations
+    if not set(first) & set(last):
+        raise ReportError(
+            f"{folders[-1]}: the run has no iteration in common with {folders[0]}. Give two runs of the same training"
+        )
+    names = list(comparison.runs)
+    title = f"{names[-1]} against {names[0]}" if len(names) > 1 else names[0]
+    lead = f"Iterations {first[0]} to {first[-1]}; read from {', '.join(map(str, folders))}."
+    with locked(output.absolute()) as partial:
+        comparison.document(title, lead).write(partial, page="index.html")
+        replace(partial, output)
+    print(printed(comparison.tables(), "table"), end="")
+    for said in [*comparison.complaints(), *comparison.fallbacks(), *comparison.missing(), *comparison.left_out()]:
+        print(f"note: {said}")
+    print(f"written: {output / 'index.html'}")
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """Return the shortest names, from the ends of the paths, that distinguish the folders."""
+    words = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, words)) + 1):
+        names = ["/".join(each[-length:]) for each in words]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({place})" for place, name in enumerate(names, start=1)]
