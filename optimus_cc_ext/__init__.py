@@ -8,19 +8,7 @@ for a custom loop, and at docs/develop/how-it-works.md for the way of a gradient
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext._version import __version__
-from optimus_cc_ext.api import (
-    begin_step,
-    collect_metrics,
-    compress,
-    current_session,
-    end_step,
-    install,
-    load_state_dict,
-    pad_buckets,
-    preset,
-    state_dict,
-    uninstall,
-)
+from optimus_cc_ext.api import compress, pad_buckets
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError, OptimusError, RanksDisagree, UnfitState, UnsupportedMegatron
 
@@ -36,17 +24,8 @@ __all__ = [
     "UnfitState",
     "UnsupportedMegatron",
     "__version__",
-    "begin_step",
-    "collect_metrics",
     "compress",
-    "current_session",
-    "end_step",
-    "install",
-    "load_state_dict",
     "pad_buckets",
-    "preset",
-    "state_dict",
-    "uninstall",
 ]
 
 

@@ -4,21 +4,19 @@
 
     pretrain(config, forward_step, callbacks=[Compression(config, "paper")])
 
-Bridge has its own training loop, log and checkpoints around megatron-core. Activation gradients and bucket reductions
-go through the wrapped functions of megatron-core; steps, metrics and state come through Bridge's callbacks
+Bridge has its own training loop, log and checkpoints around megatron-core. The callback attaches the handle of
+`optimus_cc_ext.compress` to Bridge's model; metrics and state come through Bridge's callbacks
 (megatron/bridge/training/callbacks.py).
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.api import Preset, collect_metrics, install_once, preset_on, uninstall
+from optimus_cc_ext.api import Preset, compress
 from optimus_cc_ext.config import OptimusConfig, OptimusFields
-from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Compression"]
@@ -35,7 +33,7 @@ _UNSUPPORTED = (
 
 
 class Compression:
-    """Callback that compresses a run of Megatron-Bridge. Make it before calling `pretrain`, which builds the model.
+    """Callback that compresses a run of Megatron-Bridge. Make it before calling `pretrain`.
 
     Args:
         config: Bridge's ConfigContainer.
@@ -44,7 +42,6 @@ class Compression:
 
     Raises:
         FlagError: a setting of Bridge and a setting of Optimus-CC do not work together.
-        UnsupportedMegatron: this version of megatron-core was not tested.
     """
 
     def __init__(
@@ -53,41 +50,40 @@ class Compression:
         for name, given in _UNSUPPORTED:
             if given(config):
                 raise FlagError(name, "not supported with Optimus-CC on Megatron-Bridge", "Leave it out")
-        if isinstance(compression, str):
-            compression = _preset(compression, config, changes)
-        session = install_once(compression, config.train.train_iters).session
-        assert session is not None, "an installation with a configuration has a session"
-        self._session = session
+        self._compression, self._changes = compression, changes
 
     def on_train_start(self, context: Any) -> None:
-        """Load the compression state from beside the checkpoint, once Bridge has loaded the model from it, and prove
-        that it can be saved.
+        """Attach compression to Bridge's model, load its state from beside the checkpoint that Bridge has loaded, and
+        prove that it can be saved.
+
+        Raises:
+            FlagError: the model cannot be compressed in this way.
+            UnsupportedMegatron: a part of this megatron-core does not hold.
         """
         from optimus_cc_ext.checkpoint.beside import resume_beside
         from optimus_cc_ext.checkpoint.saving import rehearse
 
         config, step = context.state.cfg, context.state.train_state.step
+        self._handle = compress(
+            context.model, context.optimizer, self._compression, train_iters=config.train.train_iters,
+            measure_every=config.logger.log_interval, **self._changes,
+        )  # fmt: skip
+        self._session = self._handle._session
+        if self._session is None:  # the model has nothing to compress
+            return
+        self._session.step.iteration = step
         if config.checkpoint.save and config.checkpoint.save_optim:
             rehearse(self._session, [Path(config.checkpoint.save)])
         if config.checkpoint.load and step:
             resume_beside(self._session, _iteration_folder(config.checkpoint.load, step), step, _arguments(config))
 
-    def on_train_step_start(self, context: Any) -> None:
-        """Begin a step of the session."""
-        step = context.state.train_state.step
-        self._session.begin_step(step, measured=_due(context, step + 1))
-
     def on_train_step_end(self, context: Any) -> None:
-        """End the session's step. At Bridge's logging interval, print and log our metrics beside Bridge's own."""
-        from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
-
-        clip = {MAIN_NORM_GROUP: clip_coefficient(context.state.cfg.optimizer.clip_grad, context.grad_norm)}
-        self._session.end_step(applied=not context.skipped_iter, clip=clip)
+        """At Bridge's logging interval, print and log our metrics beside Bridge's own."""
         # Bridge increments its step counter after this callback.
         step = context.state.train_state.step + 1
-        if not _due(context, step):
+        if step % context.state.cfg.logger.log_interval:
             return
-        metrics = collect_metrics()
+        metrics = self._handle.metrics()
         state = context.state
         if state.tensorboard_logger is not None:
             for name, value in metrics.items():
@@ -100,40 +96,21 @@ class Compression:
 
     def on_train_end(self, context: Any) -> None:
         """Remove the compression; a checkpoint that Bridge writes later still gets the state."""
-        uninstall()
+        self._handle.remove()
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Save the compression state beside the checkpoint that Bridge has just completed."""
         from optimus_cc_ext.checkpoint.beside import save_beside
 
         config, step = context.state.cfg, context.state.train_state.step
-        save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
-
-
-def _preset(name: str, config: Any, changes: Mapping[str, Any]) -> OptimusConfig:
-    """Make the configuration of a preset from the facts in Bridge's ConfigContainer."""
-    from optimus_cc_ext.hooks.facts import layout_from, options_from
-
-    model = config.model
-    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
-    options = options_from(
-        model, config.ddp, config.optimizer,
-        # The replicas of a layout include those of context parallelism.
-        data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")) // ranks, context_parallel_size=1,
-        untie_embeddings_and_output_weights=not getattr(model, "share_embeddings_and_output_weights", True),
-        train_iters=config.train.train_iters, seed=Layout.seed,
-    )  # fmt: skip
-    return preset_on(name, layout_from(options), changes, options)
+        if self._session is not None:
+            save_beside(self._session, _iteration_folder(config.checkpoint.save, step), step, _arguments(config))
 
 
 def _iteration_folder(checkpoints: str, step: int) -> Path:
     folder = Path(checkpoints)
     # Bridge accepts a folder of checkpoints, or the folder of one checkpoint.
     return folder if folder.name.startswith("iter_") else folder / f"iter_{step:07d}"
-
-
-def _due(context: Any, step: int) -> bool:
-    return bool(step % context.state.cfg.logger.log_interval == 0)
 
 
 def _arguments(config: Any) -> SimpleNamespace:

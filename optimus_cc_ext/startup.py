@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from optimus_cc_ext.api import install, is_installed
 from optimus_cc_ext.devices import cpu_runtime, parent_death
 from optimus_cc_ext.errors import OptimusError, ends_the_run, exit_with, require_megatron, require_torch
 
@@ -20,7 +19,7 @@ OWN_ENTRY = "optimus_cc_ext.tools.pretrain_gpt"
 
 
 def launch(argv: list[str]) -> None:
-    """Run a Megatron training script, or our own entry point, with Optimus-CC installed.
+    """Run a Megatron training script, or our own entry point, whose parser knows our flags.
 
     Args:
         argv: the command line without the program's name: the path of a script and its flags, or flags only.
@@ -53,7 +52,7 @@ def prepare_script() -> None:
     If Megatron is imported already, functions may have been imported by name before they are wrapped. Then the process
     ends with status 2 and a message that names who imported it.
     """
-    if is_installed():
+    if _is_prepared():
         return  # The launcher has started the script, or another patched script.
     if "megatron.core" in sys.modules:
         exit_with(
@@ -66,8 +65,7 @@ def prepare_script() -> None:
 
 
 def prepare() -> None:
-    """Choose the device and install Optimus-CC, so that Megatron's parser knows our flags; print the device and
-    Megatron's path.
+    """Choose the device, and let Megatron's parser know our flags; print the device and Megatron's path.
 
     Call it first under `if __name__ == "__main__"`, before modules that import Megatron's functions by name. Child
     processes end with this process. If this machine or this Megatron cannot be used, the process ends with status 2 and
@@ -78,12 +76,19 @@ def prepare() -> None:
         require_torch()
         require_megatron()
         line = cpu_runtime.activate()
-        install()
+        from optimus_cc_ext.hooks import start
+
+        start()
     except (OptimusError, ValueError, RuntimeError) as error:
         exit_with(f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}: {error}")
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
         print(_which_megatron(), flush=True)
+
+
+def _is_prepared() -> bool:
+    hooks = sys.modules.get("optimus_cc_ext.hooks")
+    return hooks is not None and hooks.launched() is not None
 
 
 def _run_own_entry(argv: list[str]) -> None:

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     for module in (
         "megatron.training",
         "megatron.core.tokenizers.text.models",
-        "optimus_cc_ext.hooks.installation",
+        "optimus_cc_ext.hooks.launching",
         "torch._dynamo",
         "transformers.generation",
     ):

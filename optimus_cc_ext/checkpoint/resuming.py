@@ -104,9 +104,7 @@ def decide(
             return difference
         if technique not in saved:
             return _NO_STATE
-        # Checkpoints without a format setting hold low-rank state.
-        low_rank = {class_named(technique).format_flag: "low-rank"}
-        return _difference(settings[technique], low_rank | saved[technique])
+        return _difference(settings[technique], saved[technique])
 
     reset = {technique: reason for technique in settings if (reason := why_afresh(technique))}
     return Resumption(

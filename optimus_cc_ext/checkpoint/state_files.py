@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -56,9 +56,7 @@ _ABANDONED_SECONDS = 24 * 60 * 60
 
 MANIFEST = "topology.json"
 _FORMAT = 3
-"""Version of the file format that is written; all versions can be read. Format 3 may hold the state in topology.json,
-format 2 has named states, format 1 numbered ones.
-"""
+"""Version of the file format; topology.json may hold the whole state. Formats 1 and 2 were never released."""
 
 
 class DamagedState(OptimusError):
@@ -204,10 +202,9 @@ def read_manifest(iteration_folder: Path) -> Manifest | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] not in range(1, _FORMAT + 1):
-            raise DamagedState(path, f"format {content['format']}, and this version reads formats 1 to {_FORMAT}")
-        described = {"common": None} | content  # manifests of formats 1 and 2 have no common state
-        described = {field.name: described[field.name] for field in fields(Manifest)}
+        if content["format"] != _FORMAT:
+            raise DamagedState(path, f"format {content['format']}, and this version reads format {_FORMAT}")
+        described = {field.name: content[field.name] for field in fields(Manifest)}
         manifest = Manifest(**described | {"files": tuple(RankFile(**file) for file in content["files"])})
         if len(manifest.files) != content["ranks"]:
             raise DamagedState(path, f"it lists {len(manifest.files)} files for {content['ranks']} ranks")
@@ -248,36 +245,7 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
         raise DamagedState(path, f"the file cannot be read ({type(error).__name__}: {error})") from error
     if found != (rank, manifest.iteration):
         raise DamagedState(path, f"it is the state of rank {found[0]} at iteration {found[1]}")
-    return state if manifest.format > 1 else _from_format_1(state)
-
-
-def _from_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state of format 1, in which links, buckets and the shape groups of a bucket were lists, to named
-    states.
-    """
-
-    def kept(entry: dict[str, Any]) -> dict[str, Any]:
-        return {key: entry[key] for key in ("residual", "warm_start")}
-
-    named = dict(state)
-    if links := state.get("compressed_backprop"):
-        states = {
-            f"chunk {link['chunk']}: {_shape(link['shape'])} {link['dtype'].removeprefix('torch.')}": kept(link)
-            for link in links["states"]
-        }
-        named["compressed_backprop"] = {"states": states}
-    if gradients := state.get("dp_compression"):
-        states = {
-            f"bucket {number}: {_shape(group['residual'].shape[1:])}": kept(group)
-            for number, bucket in enumerate(gradients["buckets"])
-            for group in bucket["groups"]
-        }
-        named["dp_compression"] = {**gradients, "states": states}
-    return named
-
-
-def _shape(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes))
+    return state
 
 
 def _rank_file(rank: int) -> str:

@@ -67,7 +67,7 @@ class OptimusConfig(
     ExpertGradientConfig, ExpertDispatchConfig, ParamGatherConfig, DataParallelCompressionConfig,
     FusedEmbeddingSyncConfig, CompressedBackpropConfig, PipelineForwardConfig,
 ):  # fmt: skip
-    """The configuration that `optimus_cc_ext.install` takes.
+    """The configuration that `optimus_cc_ext.compress` takes.
 
     Raises:
         FlagError: a field is out of range; the message names the command-line flag of that field.

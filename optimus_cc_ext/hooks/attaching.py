@@ -2,7 +2,8 @@
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
 from optimus_cc_ext.errors import FlagError, OptimusError, is_first_rank
-from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of
+from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of, take_place
 from optimus_cc_ext.hooks.facts import is_tied, layout_from, options_of
 from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_sessions, shared_wraps
 from optimus_cc_ext.hooks.parts import check_megatron
@@ -25,7 +26,10 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import close_abandoned
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["compress"]
+__all__ = ["attach", "compress"]
+
+Choice = Callable[[Layout, argparse.Namespace], tuple[OptimusConfig, Layout]]
+"""Chooses the configuration of a model by its layout and Megatron's options, and says by which layout it chose."""
 
 
 def compress(
@@ -35,17 +39,30 @@ def compress(
     *,
     train_iters: int | None,
     measure_every: int,
+    changes: Mapping[str, Any],
 ) -> Handle:
     """Attach compression to `models`, and return its handle; `optimus_cc_ext.compress` has the arguments."""
     chunks = [models] if isinstance(models, torch.nn.Module) else list(models)
+    if isinstance(config, OptimusConfig):
+        config = config.replace(**changes)
     if config is None or (isinstance(config, OptimusConfig) and not config.any_technique):
         return Off()
     if not isinstance(config, OptimusConfig | str):
         raise TypeError(f"config: a preset's name or an OptimusConfig is needed, not a {type(config).__name__}")
     _check_once()
+    check_optimizer(optimizer)
     wrapped = [_wrapped(chunk) for chunk in chunks]
     try:
-        return _attach(wrapped, optimizer, config, train_iters, measure_every)
+        handle = attach(wrapped, partial(_chosen, config, changes), optimizer, train_iters, in_code=True)
+        if not handle._session.config.any_technique:  # a preset of which this model leaves nothing
+            handle.remove()
+            return Off()
+        try:
+            follow(handle._session, wrapped, optimizer, measure_every, handle._patches)
+        except BaseException:
+            handle._detach()
+            raise
+        return handle
     finally:
         close_unless_used()  # removes the session if nothing was attached
 
@@ -59,30 +76,50 @@ def _check_once() -> None:
         say(f"optimus-cc: {line}")
 
 
-def _attach(
+def attach(
     models: Sequence[torch.nn.Module],
-    optimizer: Any,
-    config: OptimusConfig | str,
-    train_iters: int | None,
-    measure_every: int,
+    choose: Choice,
+    optimizer: Any = None,
+    train_iters: int | None = None,
+    *,
+    on: bool = True,
+    in_code: bool = False,
 ) -> Handle:
-    grid, refused = grid_of(models[0]), None
-    grid.meet()
-    tied = any(grid.gather(any(map(is_tied, models))))
+    """Choose the configuration of a model, and make its handle: on all ranks of the model, or on none.
+
+    Collective over all ranks of the model if a technique is on.
+
+    Args:
+        models: the chunks of the model on this rank, in DistributedDataParallel.
+        choose: chooses the configuration.
+        optimizer: the optimizer of the model; None: it is not known.
+        train_iters: iterations of the whole run; None: it is not known.
+        on: False if `choose` switches no technique on, so that no rank waits for another.
+        in_code: True if errors name fields of OptimusConfig, not flags.
+
+    Raises:
+        OptimusError: the model cannot be compressed in this way, on this rank or on another.
+    """
+    grid, refused, tied = grid_of(models[0]), None, any(map(is_tied, models))
+    if on:
+        grid.meet()
+        tied = any(grid.gather(tied))
     try:
-        chosen, layout = _settled(models, grid, optimizer, config, train_iters, tied)
+        config, layout = _settled(models, grid, choose, optimizer, train_iters, tied)
     except OptimusError as error:
-        refused = error.naming_fields() if isinstance(error, FlagError) else error
-    for rank, reason in grid.reasons(None if refused is None else str(refused)):
-        raise refused or OptimusError(f"rank {rank}: {reason}")
-    close_abandoned(shared_sessions().abandoned(), grid)
-    if not chosen.any_technique:
-        return Off()
-    handle = Handle(Session(chosen, layout))
+        refused = error.naming_fields() if in_code and isinstance(error, FlagError) else error
+    reason = None if refused is None else str(refused)
+    for rank, why in grid.reasons(reason) if on else ():
+        raise refused or OptimusError(f"rank {rank}: {why}")
+    if refused is not None:
+        raise refused
+    if on:
+        close_abandoned(shared_sessions().abandoned(), grid)
+    handle = Handle(Session(config))
     try:
+        take_place(handle._session, grid, layout, models[0])
         for model in models:
             handle._attach(model)
-        follow(handle._session, models, optimizer, measure_every, handle._patches)
     except BaseException:
         handle._detach()
         raise
@@ -92,8 +129,8 @@ def _attach(
 def _settled(
     models: Sequence[torch.nn.Module],
     grid: Grid,
+    choose: Choice,
     optimizer: Any,
-    config: OptimusConfig | str,
     train_iters: int | None,
     tied: bool,
 ) -> tuple[OptimusConfig, Layout]:
@@ -102,24 +139,35 @@ def _settled(
     Raises:
         OptimusError: the model cannot be compressed in this way.
     """
-    check_optimizer(optimizer)
     options = [options_of(model, grid, optimizer, train_iters, tied=tied) for model in models]
-    layout = layout_from(options[0])
-    if isinstance(config, str):
-        config = _preset(config, layout, options[0])
-    elif grid.is_first:
-        for note in amplified(config, layout):
-            say(f"optimus-cc: {note}")
+    config, layout = choose(layout_from(options[0]), options[0])
     if shared_sessions().of(models):
         raise OptimusError("models: compressed by another handle already. Remove that handle first")
     groups = chain.from_iterable(map(bucket_groups_of, models))
-    if any(bucket.grad_data is None for group in groups for bucket in group.buckets):
+    if config.any_technique and any(bucket.grad_data is None for group in groups for bucket in group.buckets):
         reason = "messages are planned from their lengths and dtypes"
         raise OptimusError(f"models: the gradients of a bucket are freed. Allocate them before compress(): {reason}")
     check_groups(config, grid)
     check_layout(config, layout)
     for each in options:
         refuse_unsupported(each, config)
+    return config, layout
+
+
+def _chosen(
+    config: OptimusConfig | str, changes: Mapping[str, Any], layout: Layout, options: argparse.Namespace
+) -> tuple[OptimusConfig, Layout]:
+    """Return a preset with changes as far as the layout allows it, or the given configuration."""
+    if isinstance(config, OptimusConfig):
+        notes = tuple(amplified(config, layout))
+    elif config in PRESETS:
+        request = Request(changes, {field: flag_of(field) for field in changes}, preset=config)
+        resolution = resolve(request, layout, options)
+        config, notes = resolution.config, resolution.notes
+    else:
+        raise FlagError("config", f"{config!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
+    for note in notes if dist.get_rank() == 0 else ():
+        say(f"optimus-cc: {note}")
     return config, layout
 
 
@@ -132,12 +180,3 @@ def _wrapped(chunk: torch.nn.Module) -> torch.nn.Module:
             "gradient buckets are compressed. Wrap it first, or leave it out: a model without a handle stays vanilla"
         )
     return found
-
-
-def _preset(name: str, layout: Layout, options: argparse.Namespace) -> OptimusConfig:
-    if name not in PRESETS:
-        raise FlagError("config", f"{name!r} is not the name of a preset", f"Give {' or '.join(PRESETS)}")
-    resolution = resolve(Request({}, {}, preset=name), layout, options)
-    for note in resolution.notes if dist.get_rank() == 0 else ():
-        say(f"optimus-cc: {note}")
-    return resolution.config

@@ -26,7 +26,7 @@ from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["prove_saves", "wraps"]
+__all__ = ["Loading", "prove_saves", "wraps"]
 
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
@@ -42,7 +42,8 @@ _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
 
 def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    saving, loading = _Saving(session), _Loading(session)
+    """Return the seams of saves, with their wraps; `Loading` has those of loads."""
+    saving = _Saving(session)
     # Megatron's training loop imports `save_checkpoint` and `load_checkpoint` by name.
     return [
         (Seam(f"{_MODULE}:save_checkpoint", _SAVE), around(saving.save)),
@@ -50,9 +51,6 @@ def wraps(session: Session) -> list[tuple[Seam, Callable[[Any], Any]]]:
         (Seam(f"{_MODULE}:get_checkpoint_tracker_filename", ("checkpoints_path",)), around(saving.before_tracker)),
         (Seam(f"{_MODULE}:schedule_async_save", ("async_request",)), around(saving.schedule)),
         (Seam(f"{_CALLERS}:maybe_finalize_async_save", ("blocking",)), around(saving.finalize)),
-        (Seam(f"{_MODULE}:load_checkpoint", _LOAD), around(loading.load)),
-        (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), around(loading.load)),
-        (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), around(loading.note)),
     ]
 
 
@@ -156,43 +154,66 @@ class _Saving:
             save.publish(iteration_folder)
 
 
-class _Loading:
-    """Wraps of Megatron's loads, which load the compression state after them."""
+class Loading:
+    """Wraps of Megatron's loads, which load the compression state after them: once there is a session that takes it."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._loaded: tuple[FoundCheckpoint, bool] | None = None
+        """The checkpoint that Megatron has loaded, whose state no session has taken yet, and whether it is a
+        release.
+        """
+
         self._levels: str | None = None
         self._found: list[tuple[FoundCheckpoint, bool]] = []
         """Checkpoints that the current load has found, and whether each is a release. Only the last one is loaded;
         Megatron merely looked at the others.
         """
 
-    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def wraps(self) -> list[tuple[Seam, Callable[[Any], Any]]]:
+        return [
+            (Seam(f"{_MODULE}:load_checkpoint", _LOAD), around(self._load)),
+            (Seam(f"{_CALLERS}:load_checkpoint", _LOAD), around(self._load)),
+            (Seam(f"{_MODULE}:_load_base_checkpoint", ("load_dir",)), around(self._note)),
+        ]
+
+    def resume(self, session: Session) -> None:
+        """Let the session take the state of the checkpoint that Megatron has loaded, and of those that it will load.
+
+        Collective over all ranks.
+        """
         from megatron.training import get_args
 
+        self._session = session
+        if self._loaded is not None:
+            (found, release), self._loaded = self._loaded, None
+            with ends_the_run():
+                resume(session, found, get_args(), release=release)
+            self._compare_levels(session)
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._found.clear()
         result = original(*args, **kwargs)
         given = arguments_of(original, args, kwargs)
         # Other models are loaded, too: a teacher to distil, or a model to compare with.
         if self._found and given["load_arg"] == "load" and given["optimizer"] is not None:
-            found, release = self._found[-1]
-            with ends_the_run():
-                resume(self._session, found, get_args(), release=release)
-            self._compare_levels()
+            self._loaded = self._found[-1]
+            if self._session is not None:
+                self.resume(self._session)
         return result
 
-    def _compare_levels(self) -> None:
+    def _compare_levels(self, session: Session) -> None:
         """Say so if the checkpoint's run added gradients up in other levels, because sums are then rounded
         differently.
         """
-        saved, now = self._levels, self._session.levels_of_sums
+        saved, now = self._levels, session.levels_of_sums
         if None not in (saved, now) and saved != now and dist.get_rank() == 0:
             say(
                 f"optimus-cc: gradients are added up in {now} here, and in {saved} in the run that saved the "
                 "checkpoint: sums are rounded differently, so the run does not go on to the bit"
             )
 
-    def note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         state_dict, name, release, _ = result
         folder = next((p for p in (Path(name), *Path(name).parents) if _ITERATION_FOLDER.fullmatch(p.name)), None)

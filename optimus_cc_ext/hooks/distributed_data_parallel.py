@@ -1,4 +1,4 @@
-"""Wraps megatron/core/distributed/distributed_data_parallel.py: a model's gradient buckets join its session.
+"""Reads megatron/core/distributed/distributed_data_parallel.py: a model's gradient buckets join its session.
 
 The process groups of the first model give the session its place. They are the groups that DDP holds, whether made by
 Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection`.
@@ -6,7 +6,7 @@ Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -17,14 +17,12 @@ import torch.distributed as dist
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
-from optimus_cc_ext.config.presets import cost_of_shards
-from optimus_cc_ext.config.refusals import refuse_unsupported
-from optimus_cc_ext.errors import FlagError, OptimusError
-from optimus_cc_ext.hooks.facts import as_built, is_tied, layout_from, options_of, tied_embedding
+from optimus_cc_ext.config.presets import Layout, cost_of_shards
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.hooks.facts import tied_embedding
 from optimus_cc_ext.hooks.param_and_grad_buffer import attach
-from optimus_cc_ext.hooks.registry import Seam
-from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of, layers_of
-from optimus_cc_ext.patching import Patches, around
+from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of
+from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.nodes import ranks_per_node
 from optimus_cc_ext.techniques.session import Session
@@ -33,26 +31,8 @@ __all__ = [
     "check_groups",
     "grid_of",
     "join",
-    "place",
-    "refuse_strangers",
-    "wrap_model",
-    "wraps",
+    "take_place",
 ]
-
-_TARGET = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
-
-
-def wraps(attach: Callable[[Any], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    """Return the seam of this file, with its wrap; `attach` is called with every model that is wrapped in DDP."""
-    return [(Seam(_TARGET, ("config", "ddp_config", "module")), around(wrap_model, attach))]
-
-
-def wrap_model(
-    attach: Callable[[Any], None], original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Attach the model that `DistributedDataParallel.__init__` wraps."""
-    original(model, *args, **kwargs)
-    attach(model)
 
 
 def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> None:
@@ -61,7 +41,6 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
     Args:
         patches: holds the replaced attributes of the model.
     """
-    place(session, model)
     experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
     session.expects_rows |= bool(experts)
     for bucket_groups, replicas in (
@@ -74,30 +53,11 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
         sessions.note(session.new_groups, session)
 
 
-def place(session: Session, model: Any) -> None:
-    """Give the session this rank's place in the process groups of `model`, once; refuse what a model does not support.
+def take_place(session: Session, grid: Grid, layout: Layout, model: Any) -> None:
+    """Give the session its place in the process groups of `model`, and log what follows from it.
 
-    Collective over all ranks of the first model if a technique is on.
-
-    Raises:
-        FlagError: a technique is on that needs a process group which the model lacks, or something else of it.
+    Collective over all ranks of the model if a technique is on.
     """
-    grid, tied = grid_of(model) if session.grid is None else session.grid, is_tied(model)
-    if session.grid is None and session.config.any_technique:
-        check_groups(session.config, grid)
-        grid.meet()
-        tied = any(grid.gather(tied))
-    options = options_of(model, grid, None, session.train_iters, tied=tied)
-    refuse_unsupported(options, session.config)
-    if session.grid is not None:
-        return
-    layout = layout_from(options)
-    if session.layout is not None:
-        layout = as_built(session.layout, layout)
-        if layout != session.layout and session.resolve is not None:
-            session.configure(session.resolve(layout))
-    if session.config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
-        raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     lines = session.place(grid, layout)
     if session.new_groups is not None:
         nodes = [place.node for place in session.new_groups.places]
@@ -109,22 +69,6 @@ def place(session: Session, model: Any) -> None:
         lines += filter(None, [cost_of_shards(session.config, grid.data_parallel)])
     for line in lines if grid.is_first else ():
         say(f"optimus-cc: {line}")
-
-
-def refuse_strangers(sessions: Sessions, chunks: Iterable[Any]) -> None:
-    """Refuse to train a model that did not join the session of `install`, if a technique is on.
-
-    Its buckets would reduce a tied embedding, which finalisation would then sum over the replicas once more.
-    """
-    session = sessions.of_every_model
-    for chunk in chunks if session is not None and session.config.any_technique else ():
-        wrapper = next((module for module in layers_of(chunk) if hasattr(module, "bucket_groups")), None)
-        if wrapper is not None and not sessions.of([wrapper]):
-            raise OptimusError(
-                "this model was wrapped in DistributedDataParallel before optimus_cc_ext.install(), or under an "
-                "earlier installation: Optimus-CC does not reduce its gradients, and those of a tied embedding "
-                "would be wrong. Build the model after install(), or call uninstall() to train it without compression"
-            )
 
 
 def grid_of(model: Any) -> Grid:
@@ -187,6 +131,8 @@ def check_groups(config: OptimusConfig, grid: Grid) -> None:
         if group is None:
             on = [each.switch for each in CLASSES_BY_FLAG if config.is_on(each)]
             raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
+    if config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
+        raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     # Megatron sums no tied embedding without this group, and the stages between have none.
     if config.fused_embedding_sync and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")

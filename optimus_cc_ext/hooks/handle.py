@@ -90,12 +90,7 @@ class Handle:
         self._removed = False
 
     def _attach(self, model: Any) -> None:
-        """Compress a model chunk of this rank, which DistributedDataParallel has wrapped.
-
-        Collective over all ranks of the model if it is the first one.
-        """
-        if self._removed:  # under `install`: other code has wrapped DDP's constructor around our wrap, which stays
-            return
+        """Compress a model chunk of this rank, which DistributedDataParallel has wrapped."""
         join(self._sessions, self._compressing, model, self._patches)
         self._models.append(model)
 
@@ -105,8 +100,6 @@ class Handle:
         Collective over all ranks of the model, with the same result on each. Bytes are summed over these ranks, and
         divided by the steps that had a pass, ended or not; the names begin with "optimus-cc/".
         """
-        if self._compressing.grid is None:
-            raise OptimusError("metrics: no model has been built yet. Call it after the first training step")
         return self._compressing.report(training_device()).scalars()
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,9 +119,7 @@ class Handle:
                 fit the techniques that are switched on here.
         """
         session, reason = self._compressing, None
-        if session.grid is None:  # under `install`, before the first model: this rank cannot ask the others
-            session.load_state_dict(state)
-            return
+        assert session.grid is not None, "a handle's session has a place"
         try:
             reason = self._misfit(session, state)
         except (AttributeError, KeyError, TypeError) as error:
@@ -155,8 +146,7 @@ class Handle:
     def _identity(self) -> dict[str, dict[str, Any]]:
         """Settings on which a state depends: this rank's place in the layout, and the settings of each technique."""
         config, grid = self._compressing.config, self._compressing.grid
-        if grid is None:
-            return {}
+        assert grid is not None, "a handle's session has a place"
         replicas, tensor = grid.replica_group, grid.tensor_group
         place = {
             "the number of pipeline stages": grid.stages,
@@ -247,7 +237,7 @@ class Off(Handle):
     """The handle of a model that is not compressed: its methods do nothing, and the model stays vanilla."""
 
     def __init__(self) -> None:
-        pass
+        self._session = None  # type: ignore[assignment]
 
     def metrics(self) -> dict[str, float]:
         """Return nothing."""

@@ -14,12 +14,12 @@ import torch
 from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS, say
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import saves_nothing
+from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.forecast.forecast import Forecaster
-from optimus_cc_ext.hooks.distributed_data_parallel import place, refuse_strangers
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
-from optimus_cc_ext.hooks.training import training_device
+from optimus_cc_ext.hooks.training import SETUP, STEP, training_device
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.expert_rows import exchange_line
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
@@ -70,9 +70,19 @@ def forward_backward(
 ) -> Any:
     """Run Megatron's forward-backward pass as one iteration of each session that owns some of its model chunks."""
     chunks = _chunks(rest["model"])
-    trained = () if forward_only else _trained(sessions, chunks)
+    trained = () if forward_only else sessions.of(chunks)
+    if sessions.awaits_model and not (trained or forward_only):
+        raise OptimusError(
+            f"this model was not made by {SETUP.replace(':', '.')}, so the flags of the command line do not compress "
+            "it. Leave --optimus-cc and its flags out, and call optimus_cc_ext.compress(model, optimizer, ...)"
+        )
     with ExitStack() as passes:
         for session in trained:
+            if session.config.any_technique and not (session.follows_zeroing or session.step.open):
+                raise OptimusError(
+                    f"a forward-backward pass outside of {STEP.replace(':', '.')}, which tells where a step begins and "
+                    "ends. Call that function, and not one that was imported before Optimus-CC"
+                )
             number = len(chunks) if interleaved else None
             passes.enter_context(
                 _iteration(session, forecasters.of(session), chunks[0], number, num_microbatches, rest)
@@ -80,16 +90,6 @@ def forward_backward(
         forecasters.timing = any(forecaster.stopwatch.on for forecaster in forecasters.values())
         passes.enter_context(sessions.passing(trained))
         return original(num_microbatches=num_microbatches, forward_only=forward_only, **rest)
-
-
-def _trained(sessions: Sessions, chunks: list[Any]) -> tuple[Session, ...]:
-    """Return the sessions that own these model chunks; chunks without a session belong to the session of `install`."""
-    found, of_every_model = sessions.of(chunks), sessions.of_every_model
-    if of_every_model is None or (found and of_every_model not in found):
-        return found
-    refuse_strangers(sessions, chunks)
-    place(of_every_model, chunks[0])
-    return (of_every_model,)
 
 
 @contextmanager

@@ -30,8 +30,10 @@ class Sessions:
     """Sessions, each with the models that the session compresses. A model without a session stays vanilla."""
 
     def __init__(self) -> None:
-        self.of_every_model: Session | None = None
-        """The session that `install` made, which all models of the process are meant to join; None: there is none."""
+        self.awaits_model = False
+        """True from the validation of a command line that compresses until the model that Megatron sets up has a
+        session.
+        """
 
         self._of_model: WeakKeyDictionary[torch.nn.Module, Session] = WeakKeyDictionary()
         self._groups: dict[NewGroups, ReferenceType[Session]] = {}
@@ -46,9 +48,8 @@ class Sessions:
 
     @property
     def in_use(self) -> bool:
-        """True if a session exists, with models or waiting for its first model, or groups of one that was dropped."""
-        left = any(groups.made for groups in self._groups)
-        return self.of_every_model is not None or bool(self._of_model) or left
+        """True if a session exists, or is awaited, or groups of one that was dropped are left."""
+        return self.awaits_model or bool(self._of_model) or any(groups.made for groups in self._groups)
 
     def add(self, model: torch.nn.Module, session: Session) -> None:
         """Register `session` as the session that compresses `model`, a DistributedDataParallel."""
@@ -60,8 +61,6 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         """Remove a session from the registry; the session's models are vanilla from now on."""
-        if self.of_every_model is session:
-            self.of_every_model = None
         for model in [model for model, other in self._of_model.items() if other is session]:
             del self._of_model[model]
         self._groups = {groups: owner for groups, owner in self._groups.items() if owner() is not session}

@@ -14,9 +14,10 @@ from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["train_step", "training_device", "training_log", "wraps"]
+__all__ = ["SETUP", "STEP", "train_step", "training_device", "training_log", "wraps"]
 
 _MODULE = "megatron.training.training"
+SETUP, STEP = f"{_MODULE}:setup_model_and_optimizer", f"{_MODULE}:train_step"
 _SKIPPED = 1
 """Index of `skipped_iter` in `train_step`'s return tuple: true if the update was skipped, or left out for an early
 exit.
@@ -27,7 +28,7 @@ _GRADIENT_NORM = 5
 
 
 def wraps(session: Session, before_first: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    seams = [(Seam(f"{_MODULE}:train_step", ("optimizer",)), around(train_step, session, [before_first]))]
+    seams = [(Seam(STEP, ("optimizer",)), around(train_step, session, [before_first]))]
     if session.config.compression_metrics:
         seam = Seam(f"{_MODULE}:training_log", ("iteration",))
         seams.append((seam, around(training_log, _Reporter(session))))

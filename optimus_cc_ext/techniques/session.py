@@ -7,7 +7,7 @@ wrapped, and told about steps and passes:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,14 +86,12 @@ class Session:
 
     Args:
         config: the configuration.
-        layout: the facts about the run from the command line; None without Megatron arguments.
-        train_iters: iterations of the run, for a custom training loop.
     """
 
-    def __init__(self, config: OptimusConfig, layout: Layout | None = None, train_iters: int | None = None) -> None:
-        self.layout, self.train_iters = layout, train_iters
-        self.resolve: Callable[[Layout], OptimusConfig] | None = None
-        """Makes the configuration anew if the built model is not as the command line says; None: it was given."""
+    def __init__(self, config: OptimusConfig) -> None:
+        self.config = config
+        self.layout: Layout | None = None
+        """The facts about the run; None until the session has its place."""
 
         self.grid: Grid | None = None
         self.new_groups: NewGroups | None = None
@@ -129,7 +127,6 @@ class Session:
         self.applied_steps = 0
         """Number of steps applied since the session was made; those before a checkpoint do not count."""
 
-        self.configure(config)
         self._usual_clipping: dict[str, UsualClipping] = defaultdict(UsualClipping)
         # Usual clipping coefficients, by gradient-norm group, are equal on all ranks, because the norms are.
         self._preallocated = False
@@ -138,10 +135,6 @@ class Session:
         """The reason why torch computes in place of Triton's kernels."""
 
         self.step = StepProgress()
-
-    def configure(self, config: OptimusConfig) -> None:
-        """Make the techniques of a configuration; not after the session has taken its place."""
-        self.config = config
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
@@ -307,7 +300,7 @@ class Session:
         Args:
             measured: True if errors and times of this step will be asked for.
         """
-        self._settle(applied=self._each_pass_counts)
+        self._settle(applied=False)
         self.step.open, self.step.measured = True, measured
         if iteration is not None:
             self.step.iteration = iteration
@@ -330,11 +323,6 @@ class Session:
         self.step.zeroed, self.step.reduced, self.step.strayed = True, False, False
         if not self.step.open:
             self.step.measured = measured
-
-    @property
-    def _each_pass_counts(self) -> bool:
-        """True if nobody tells the session where steps begin and end: each pass then counts as an applied step."""
-        return not (self.step.open or self.follows_zeroing)
 
     @contextmanager
     def iteration(
@@ -375,7 +363,7 @@ class Session:
         """Begin a forward-backward pass, whose end is unknown here; `iteration` knows the end, too."""
         if not self.follows_zeroing:
             # In an announced step, a second pass repeats the first one, whose changes must be discarded.
-            self._settle(applied=self._each_pass_counts)
+            self._settle(applied=False)
         if not self.step.passes:
             self._rescale_residuals(loss_scale)
             self._unreported_steps += 1
@@ -417,11 +405,8 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a run needs to resume, by technique: tensors (not copies), numbers and strings.
 
-        In a step that has not ended, the result is the state before the step; if nobody tells where steps end, every
-        pass counts as an applied step.
+        In a step that has not ended, the result is the state before the step.
         """
-        if self._each_pass_counts:
-            self._settle(applied=True)
         state: dict[str, Any] = {"iteration": self.step.iteration}
         if self.step.loss_scale is not None and any(technique.states.state_dict() for technique in self.techniques):
             state["loss_scale"] = self.step.loss_scale

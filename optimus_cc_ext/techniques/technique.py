@@ -109,8 +109,6 @@ class Technique:
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
         """Return why `load_state_dict` would refuse a state; None if it would not."""
-        if not isinstance(state_dict.get("states"), Mapping):
-            return "it was saved by a version that did not name its states: leave it out, and residuals start empty"
         return self.states.mismatch(state_dict["states"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -157,7 +157,7 @@ def _trained(script: Path, modes: list[str], ranks: int, limit: float) -> dict[s
     # A checkout whose helper was not compiled takes that of the wheel.
     wheel = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")
     megatron.core.datasets.__path__.append(str(wheel))
-    import optimus_cc_ext.hooks.installation  # noqa: F401
+    import optimus_cc_ext.hooks.launching  # noqa: F401
 
     if "vlm" in script.name:
         _norms_of_torch()

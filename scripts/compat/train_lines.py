@@ -80,7 +80,7 @@ def _rank(line: SmallLine, balanced: bool, notes: Path) -> None:
     """Train in this rank, and write down its traffic."""
     import torch
 
-    from optimus_cc_ext import api
+    from optimus_cc_ext.hooks import launched, start
 
     torch.set_num_threads(1)
     os.environ["OPTIMUS_CC_NODE"] = "ranks:1"
@@ -88,10 +88,10 @@ def _rank(line: SmallLine, balanced: bool, notes: Path) -> None:
         cpu_attention.install()
     sys.argv = [line.script, *line.flags, *(BALANCED if balanced else ())]
     if balanced:
-        api.install()
+        start()
     runpy.run_path(line.script, run_name="__main__")
-    session = api.current_session()
-    total = {} if session is None else session.traffic.total()
+    launch = launched()
+    total = {} if launch is None or launch.session is None else launch.session.traffic.total()
     notes.write_text(json.dumps({traffic.tag: list(counts) for traffic, counts in total.items()}))
 
 
@@ -171,7 +171,7 @@ def _prepare(checkout: Path) -> None:
     # A checkout whose helper was not compiled takes that of the wheel.
     wheel = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")
     megatron.core.datasets.__path__.append(str(wheel))
-    import optimus_cc_ext.hooks.installation  # noqa: F401
+    import optimus_cc_ext.hooks.launching  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-from optimus_cc_ext import OptimusConfig, api
+from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass, class_named
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.hooks.attaching import attach
 from optimus_cc_ext.patching import Patches
 
 __all__ = ["MODES", "VANILLA", "go_on", "run", "stand_in_for_a_gpu"]
@@ -41,6 +43,40 @@ _BETWEEN_STAGES = {
 """Settings that lossless has in addition where the tests are about pipeline stages."""
 
 _SPEC = "get_gpt_layer_with_transformer_engine_"
+
+
+class _Compressed(Patches):
+    """Compression of every model that is wrapped in DistributedDataParallel, all in one handle; None: nothing."""
+
+    def __init__(self, config: OptimusConfig | None) -> None:
+        from megatron.core.distributed import DistributedDataParallel
+
+        super().__init__()
+        self._config, self._handle = config, None
+        if config is not None:
+            self.wrap(DistributedDataParallel, "__init__", self._built)
+            self.callback(self._end)
+
+    def _built(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        if self._handle is None:
+            self._handle = attach([model], self._choose, train_iters=100, on=self._config.any_technique)
+            self._handle._session.follows_zeroing = True  # tests with one stage reduce gradients without a schedule
+        else:
+            self._handle._attach(model)
+
+    def _choose(self, layout: Layout, _options: Any) -> tuple[OptimusConfig, Layout]:
+        return self._config, layout
+
+    @property
+    def sent(self) -> int:
+        """The bytes that were sent with a technique on."""
+        on = self._handle is not None and self._config.any_technique
+        return sum(sent for _, sent in self._handle._session.traffic.total().values()) if on else 0
+
+    def _end(self) -> None:
+        if self._handle is not None:
+            self._handle._detach()  # a test may have destroyed the process groups
 
 
 class _Around:
@@ -74,15 +110,9 @@ class _Around:
             config = config and _without(config, class_named(name))
         while True:
             self._refused = None
-            if config is not None:
-                api.install(config, train_iters=100)
-            if (session := api.current_session()) is not None:
-                session.follows_zeroing = True  # tests with one stage reduce gradients without a schedule
-            reports = runtestprotocol(item, nextitem=nextitem, log=False)
-            if config is not None:
-                if config.any_technique and (session := api.current_session()) is not None:
-                    sent = sum(sent for _, sent in session.traffic.total().values())
-                api.uninstall()
+            with _Compressed(config) as compressed:
+                reports = runtestprotocol(item, nextitem=nextitem, log=False)
+                sent = compressed.sent
             refused = _class_of(self._refused)
             if config is None or refused is None or not config.is_on(refused):
                 break

@@ -23,7 +23,7 @@ from optimus_cc_ext.devices import cpu_runtime
 cpu_runtime.activate()
 import megatron.core, megatron.training
 from optimus_cc_ext.errors import UnsupportedMegatron
-from optimus_cc_ext.hooks.installation import all_seams, parts_of_megatron
+from optimus_cc_ext.hooks.launching import all_seams, parts_of_megatron
 from optimus_cc_ext.hooks.parts import check_megatron
 from optimus_cc_ext.hooks.registry import megatron_version
 try:

@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state, rerun_state_machine
 from megatron.training import global_vars, training
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import launched, start
 from optimus_cc_ext.tools import pretrain_gpt
 from scripts.gpu_check.nccl import CONFIGURATIONS, WORDS, Configuration
 
@@ -49,7 +49,7 @@ def _train(name: str, configuration: Configuration, folder: Path, *, tiny: bool)
     words = flags.format(**WORDS, folder=folder, half=iterations // 2).split()
     sys.argv = ["pretrain_gpt.py", *words, "--train-iters", str(iterations)]
     if configuration.ours is not None:
-        optimus_cc_ext.install()
+        start()
     pretrain_gpt.main()
     digest = hashlib.sha256()
     for parameter in (each for chunk in _built for each in chunk.parameters()):
@@ -63,9 +63,14 @@ def _train(name: str, configuration: Configuration, folder: Path, *, tiny: bool)
     _forget()
 
 
+def _remove() -> None:
+    if (launch := launched()) is not None:
+        launch.remove()
+
+
 def _forget() -> None:
     """Take Megatron's state and the extension out of the process again; the process group stays."""
-    optimus_cc_ext.uninstall()
+    _remove()
     _built.clear()
     _losses.clear()
     global_vars.unset_global_variables()
@@ -81,7 +86,7 @@ def _forget() -> None:
 
 if __name__ == "__main__":
     target, is_tiny = Path(sys.argv[1]), "--tiny" in sys.argv
-    optimus_cc_ext.uninstall()  # the launcher has installed it
+    _remove()  # the launcher has started it
     _watched()
     # Groups stay until the process ends, and NCCL opens tens of sockets for each.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -92,7 +92,7 @@ def _chosen_stages(sharded: bool, fraction: float) -> tuple[set[int], str]:
     dist.init_process_group("gloo")
     config = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto")
     layout = Layout(stages=1, data_parallel=2, tied_embeddings=False, distributed_optimizer=sharded)
-    session, world = Session(config, layout), dist.group.WORLD
+    session, world = Session(config), dist.group.WORLD
     place = RankPlace(rank=dist.get_rank(), stage=0, tensor_rank=0)
     session.place(Grid(place=place, stages=1, data_parallel=2, replica_group=world), layout)
     record = BucketRecord(
@@ -121,7 +121,7 @@ def test_an_all_to_all_that_is_slower_than_an_all_reduce_changes_what_auto_choos
 def _scratch_after_measuring() -> list[int]:
     dist.init_process_group("gloo")
     rank, layout = dist.get_rank(), Layout(stages=2, data_parallel=2, tied_embeddings=False)
-    session = Session(CONFIG, layout)
+    session = Session(CONFIG)
     place = RankPlace(rank=rank, stage=rank, tensor_rank=0)
     session.place(Grid(place=place, stages=2, data_parallel=2, pipeline_group=dist.group.WORLD), layout)
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
@@ -158,7 +158,7 @@ def _tokens_measured(recomputed: bool) -> list[tuple[str, When, float, float]]:
     dist.init_process_group("gloo")
     config = OptimusConfig(expert_dispatch_format="int8")
     layout = Layout(stages=1, data_parallel=2, tied_embeddings=False, expert_parallel=2, row_width=256)
-    world, session = dist.group.WORLD, Session(config, layout)
+    world, session = dist.group.WORLD, Session(config)
     place = RankPlace(rank=dist.get_rank(), stage=0, tensor_rank=0)
     session.place(Grid(place=place, stages=1, data_parallel=2, replica_group=world, expert_group=world), layout)
     rows = torch.ones(64, 256)

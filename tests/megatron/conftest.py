@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import start
 from tests.megatron import identity
 from tests.megatron.specs import Run, RunSpec
 from tests.megatron_runs import run_megatron
@@ -78,7 +78,7 @@ def _prepare(interventions: Any, install: bool) -> None:
     for intervention in interventions:
         intervention()
     if install:
-        optimus_cc_ext.install()
+        start()
 
 
 def _last_lines(ranks: Any) -> str:

@@ -23,6 +23,7 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.hooks import start
 
 INF_AT, NAN_AT = 1, 3
 """Iterations, counted from 0, in which a gradient of the first stage is Inf, and in which the last stage's are NaN."""
@@ -39,13 +40,22 @@ BY_CONFIG = OptimusConfig(
 )
 
 
-def install_by_config() -> None:
-    optimus_cc_ext.install(BY_CONFIG)
+def compress_by_config() -> None:
+    """Compress the model that Megatron sets up as a training loop of one's own does, without our flags."""
+    from megatron.training import get_args, training
+
+    set_up = training.setup_model_and_optimizer
+
+    def compressed(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = set_up(*args, **kwargs)
+        optimus_cc_ext.compress(model, optimizer, BY_CONFIG, train_iters=get_args().train_iters)
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = compressed
 
 
-def install_and_uninstall() -> None:
-    optimus_cc_ext.install()
-    optimus_cc_ext.uninstall()
+def start_and_remove() -> None:
+    start().remove()
 
 
 def without(flag: str, values: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import handle
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
@@ -32,9 +32,8 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def current() -> Session | None:
-    """Return this rank's session if training has begun with Optimus-CC installed."""
-    session = optimus_cc_ext.current_session()
-    return session if session is not None and session.grid is not None else None
+    """Return the session of this rank's model; None if the model has none, or is not built yet."""
+    return None if handle._shared is None else next(iter(handle._shared[0]), None)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def hot_path() -> dict[str, list[str]]:
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            session = optimus_cc_ext.current_session()
+            session = current()
             if session is None or iteration_of(session) == 0:
                 return original(*args, **kwargs)
             with Watch() as watch:

@@ -61,7 +61,7 @@ VANILLA = RunSpec(name="vanilla", flags=f"{EIGHT} {EVALUATED}")
 INSTALLED = VANILLA.but("off", ours=OFF)
 VANILLA_TP2 = RunSpec(name="TP2 vanilla", layout=TP2_PP2_DP2, flags=f"{DROPOUT} {EVALUATED}")
 INSTALLED_TP2 = VANILLA_TP2.but("TP2 off", ours=OFF)
-UNINSTALLED = VANILLA.but("uninstalled", before=(interventions.install_and_uninstall,))
+UNINSTALLED = VANILLA.but("uninstalled", before=(interventions.start_and_remove,))
 
 LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
 LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
@@ -72,7 +72,7 @@ BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
 BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
 BLOCKS_TP2 = RunSpec(name="TP2 blocks", layout=TP2_PP2_DP2, flags=EIGHT, ours=BLOCKS_WITH_LEP)
 GATHER_TP2 = RunSpec(name="TP2 gather", layout=TP2_PP2_DP2, flags=f"{EIGHT} --bf16 {SHARDED}", ours=BLOCKS)
-BY_CONFIG = RunSpec(name="by configuration", flags=EIGHT, before=(interventions.install_by_config,))
+BY_CONFIG = RunSpec(name="by configuration", flags=EIGHT, before=(interventions.compress_by_config,))
 WARMUPS = VANILLA.but(
     "warm-ups", ours=f"{CB4} {SC4} --compressed-backprop-warmup 0.5 --dp-compression-warmup 0.5"
 )  # fmt: skip

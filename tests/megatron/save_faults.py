@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import start
 from tests.megatron.runs import CB4
 from tests.megatron.specs import without_forecast
 from tests.megatron_runs import MegatronRun, run_megatron
@@ -137,7 +137,7 @@ class Trainer:
 
 def _prepare(trainer: Trainer, address: str | None) -> None:
     if trainer.ours:
-        optimus_cc_ext.install()
+        start()
     if address is not None:
         watched_by(address, reads=trainer.reads)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.hooks import launched
 from tests.launches import launch
 from tests.megatron.interventions import count_recomputation, recomputations
 from tests.megatron.runs import PP2_DP2, TP2_PP2_DP2
@@ -76,10 +76,10 @@ def meant(stages: int) -> OptimusConfig:
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    session = optimus_cc_ext.current_session()
-    assert session is not None
+    launch = launched()
+    assert launch is not None
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "data_parallel_size", "seed")
-    return {"config": session.config, **{name: getattr(args, name) for name in names}}
+    return {"config": launch.config, **{name: getattr(args, name) for name in names}}
 
 
 OTHERS = [pytest.param(model, marks=pytest.mark.full) for model in MODEL if model != "8.3B"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import start
 from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import resumed
@@ -139,7 +139,7 @@ def test_a_kill_while_a_background_save_ends_leaves_all_or_none_and_the_run_goes
 
 def _prepare(intervention: Callable[[], None] = lambda: None) -> None:
     intervention()
-    optimus_cc_ext.install()
+    start()
 
 
 # -- another run ------------------------------------------------------------------------------------------------------

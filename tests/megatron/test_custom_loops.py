@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.presets import Layout, Resolution
 from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.hooks import start
+from optimus_cc_ext.hooks.attaching import attach
 from tests.forked_ranks import run_ranks
-from tests.launches import call
 from tests.megatron import own_loops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
@@ -53,44 +56,41 @@ def test_the_documented_loop_runs_as_written_on_a_laptop(tmp_path: Path) -> None
     assert "'optimus-cc/DP gradients sent bytes': " in run.stdout
 
 
-def install_twice() -> tuple[str, bool]:
-    config = OptimusConfig(compressed_backprop=True)
-    optimus_cc_ext.install(config, train_iters=10)
-    optimus_cc_ext.install(config, train_iters=10)
-    first = optimus_cc_ext.current_session()
-    with pytest.raises(OptimusError) as refused:
-        optimus_cc_ext.install(config.replace(compressed_backprop_rank=8), train_iters=10)
-    optimus_cc_ext.uninstall()
-    optimus_cc_ext.install(config.replace(compressed_backprop_rank=8))
-    return str(refused.value), optimus_cc_ext.current_session() is not first
+def a_preset_with_changes() -> list[Any]:
+    """Return the configuration of a preset with a change on two layouts, and what is said of changes that cannot be."""
+    own_loops.start(2)
+    handle = compressed(own_loops.build(2), "paper", compressed_backprop_rank=8)
+    found: list[Any] = [handle._session.config]
+    handle.remove()
+    for changes in ({"config": "papr"}, {"expert_dispatch_format": "int8"}, {"compressed_backprop_rank": "8"}):
+        with pytest.raises(FlagError) as refused:
+            compressed(own_loops.build(2), **{"config": "paper", **changes})
+        found.append(str(refused.value))
+    return found
 
 
-def test_a_second_install_with_other_settings_is_an_error() -> None:
-    [(said, anew)] = run_ranks(1, install_twice)
-    assert "installed already, with other settings" in said and "uninstall() first" in said
-    assert anew
+def test_a_preset_takes_changes_by_name_and_is_what_the_flag_stands_for() -> None:
+    for config, unknown, impossible, mistyped in run_ranks(4, a_preset_with_changes, timeout=90):
+        assert config == OptimusConfig(
+            compressed_backprop=True, compressed_backprop_rank=8, fused_embedding_sync=True, dp_compression=True,
+            dp_compression_stages=2,
+        )  # fmt: skip
+        assert "'papr' is not the name of a preset. Give paper" in unknown
+        assert impossible.startswith("expert_dispatch_format: ") and "--" not in impossible
+        assert "'8' is not of type int" in mistyped
 
 
-def test_install_says_what_it_wants() -> None:
-    with pytest.raises(TypeError, match=r"takes an OptimusConfig, not a dict: .*preset"):
-        optimus_cc_ext.install({"compressed_backprop": True})  # type: ignore[arg-type]
-    for name in ("begin_step", "end_step", "state_dict", "collect_metrics"):
-        found = call(getattr(optimus_cc_ext, name))
-        assert "OptimusError: Optimus-CC is not installed: call optimus_cc_ext.install" in found.output
+def attached(model: Any, config: OptimusConfig) -> Any:
+    """Make the handle of a model; with everything off the one that counts bytes, which the launcher makes."""
+    return (
+        compressed(model, config)
+        if config.any_technique
+        else attach([model], lambda layout, _: (config, layout), on=False)
+    )
 
 
-def test_a_preset_by_name_is_what_the_flag_stands_for() -> None:
-    config = optimus_cc_ext.preset("paper", stages=4, data_parallel=2, compressed_backprop_rank=8)
-    assert config == OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=8, fused_embedding_sync=True, dp_compression=True,
-        dp_compression_stages=3,
-    )  # fmt: skip
-    assert not optimus_cc_ext.preset("paper", stages=1, data_parallel=2).compressed_backprop
-    assert optimus_cc_ext.preset("balanced", stages=4, data_parallel=2).dp_compression_format == "int8"
-    with pytest.raises(FlagError, match=r"'papr' is not the name of a preset. Give paper"):
-        optimus_cc_ext.preset("papr", stages=4, data_parallel=2)
-    with pytest.raises(FlagError, match="nothing to compress"):
-        optimus_cc_ext.preset("paper", stages=4, data_parallel=1, dp_compression=True)
+def compressed(model: Any, config: Any, optimizer: Any = None, **changes: Any) -> Any:
+    return optimus_cc_ext.compress(model, optimizer, config, train_iters=10, **changes)
 
 
 # -- process groups of one's own, and ranks without a model ----------------------------------------------------------
@@ -98,8 +98,8 @@ def test_a_preset_by_name_is_what_the_flag_stands_for() -> None:
 
 def one_model_without_parallel_state() -> bool:
     torch.distributed.init_process_group("gloo")
-    optimus_cc_ext.install(OptimusConfig())
     model = layer(own_loops.groups_of_ones_own(1))
+    attached(model, OptimusConfig())
     model(torch.ones(1, 4)).sum().backward()
     model.finish_grad_sync()
     return bool(model.module.weight.main_grad.eq(1).all())
@@ -125,16 +125,14 @@ def a_pipeline_of_ones_own(changes: dict[str, Any]) -> tuple[bool, float, dict[s
     model = own_loops.build(2, groups)
     own_loops.pass_of(model, groups)
     vanilla = own_loops.gradients(model)
-    optimus_cc_ext.install(OptimusConfig(compression_forecast=False, **changes))
     model = own_loops.build(2, groups)
-    optimus_cc_ext.begin_step()
-    own_loops.pass_of(model, groups)
-    optimus_cc_ext.end_step()
+    handle = attached(model, OptimusConfig(compression_forecast=False, **changes))
+    with handle.step() as step:
+        own_loops.pass_of(model, groups)
+        step.done()
     found = own_loops.gradients(model)
     error = max(float((found[name] - of).norm() / of.norm()) for name, of in vanilla.items())
-    session = optimus_cc_ext.current_session()
-    assert session is not None and session.grid is not None
-    return session.grid.stages == 2, error, optimus_cc_ext.collect_metrics()
+    return handle._session.grid.stages == 2, error, handle.metrics()
 
 
 @pytest.mark.parametrize(
@@ -157,13 +155,9 @@ def test_a_pipeline_of_ones_own_groups_trains_and_its_messages_are_counted(
 def groups_that_lack(name: str, value: str, changes: dict[str, Any], ddp: dict[str, Any]) -> str:
     own_loops.start(1)
     groups = own_loops.groups_of_ones_own(2)
-    optimus_cc_ext.install(OptimusConfig(**changes))
     setattr(groups, name, {"none": None, "two": [groups.pp, groups.pp]}[value])
     try:
-        if name == "pp":
-            layer(groups)
-        else:
-            own_loops.build(2, groups, **ddp)
+        attached(layer(groups) if name == "pp" else own_loops.build(2, groups, **ddp), OptimusConfig(**changes))
     except FlagError as error:
         return str(error)
     return "no error"
@@ -176,7 +170,7 @@ def groups_that_lack(name: str, value: str, changes: dict[str, Any], ddp: dict[s
         ("pp", "two", {}, {}, "no error"),
         (
             "embd", "none", {"fused_embedding_sync": True}, {"use_distributed_optimizer": True},
-            "--fused-embedding-sync: the model has no embedding process group",
+            "fused_embedding_sync: the model has no embedding process group",
         ),
     ],
 )  # fmt: skip
@@ -193,13 +187,13 @@ def a_model_on_two_of_three_ranks(changes: dict[str, Any]) -> str:
     own_loops.start(1)
     groups = own_loops.groups_of_ones_own(2)
     if torch.distributed.get_rank() < 2:
-        optimus_cc_ext.install(OptimusConfig(**changes))
         model = own_loops.build(2, groups)
+        handle = attached(model, OptimusConfig(**changes))
         for _ in range(3):  # the forecast measures before the third pass
-            optimus_cc_ext.begin_step()
-            own_loops.pass_of(model, groups)
-            optimus_cc_ext.end_step()
-        optimus_cc_ext.collect_metrics()
+            with handle.step() as step:
+                own_loops.pass_of(model, groups)
+                step.done()
+        handle.metrics()
     torch.distributed.barrier()
     return "through"
 
@@ -216,31 +210,29 @@ def test_a_rank_without_a_model_is_not_waited_for(changes: dict[str, Any]) -> No
 FE = OptimusConfig(fused_embedding_sync=True, compression_forecast=False)
 
 
-def models_of_other_installations(config: OptimusConfig) -> list[str]:
-    """Return the errors of training a model built before `install`, and one built under an earlier installation."""
+def a_model_beside_the_command_lines() -> list[str]:
+    """Return what is said of training a model of one's own while the model of a compressing command line is awaited,
+    and once it is no longer.
+    """
     own_loops.start(2)
-    said, stranger = [], own_loops.build(2)
+    said, model = [], own_loops.build(2)
+    launch = start()
+    launch._resolved(lambda _: Resolution(FE, ()), Layout(stages=2, data_parallel=2, tied_embeddings=True))
+    own_loops.pass_of(model, forward_only=True)
     for _ in range(2):
-        optimus_cc_ext.install(config)
         try:
-            own_loops.pass_of(stranger)
+            own_loops.pass_of(model)
             said.append("trained")
         except OptimusError as error:
             said.append(str(error))
-        stranger = own_loops.build(2)
-        own_loops.pass_of(stranger)
-        optimus_cc_ext.uninstall()
-    own_loops.pass_of(stranger)
+        launch.remove()
     return said
 
 
-def test_a_model_of_another_installation_is_refused_with_the_cure_where_a_technique_is_on() -> None:
-    for said in run_ranks(4, models_of_other_installations, FE, timeout=90):
-        assert len(said) == 2
-        for line in said:
-            assert "before optimus_cc_ext.install(), or under an earlier installation" in line
-            assert "Build the model after install()" in line
-    assert run_ranks(4, models_of_other_installations, OptimusConfig(), timeout=90) == [["trained"] * 2] * 4
+def test_a_model_that_megatron_did_not_set_up_is_refused_with_the_cure_instead_of_training_uncompressed() -> None:
+    for refused, then in run_ranks(4, a_model_beside_the_command_lines, timeout=90):
+        assert "not made by megatron.training.training.setup_model_and_optimizer" in refused
+        assert "call optimus_cc_ext.compress(model, optimizer, ...)" in refused and then == "trained"
 
 
 def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float]]:
@@ -252,60 +244,50 @@ def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float
     for _ in range(2):  # Megatron overlaps buckets from the second pass on
         own_loops.pass_of(model)
     vanilla = own_loops.gradients(model)
-    optimus_cc_ext.install(FE)
     model = own_loops.build(2, finalize=False, **ddp)
+    handle = compressed(model, FE, own_loops.optimizer_of(model) if when == "followed" else None)
     for _ in range(2):
-        if when != "without steps":
-            optimus_cc_ext.begin_step()
-        own_loops.pass_of(model)
-        if when == "after the step":
-            optimus_cc_ext.end_step()
-        finalize_model_grads([model])
-        if when == "in the step":
-            optimus_cc_ext.end_step()
+        with handle.step() if when == "announced" else nullcontext() as step:
+            own_loops.pass_of(model)
+            finalize_model_grads([model])
+            if step is not None:
+                step.done()
     found = own_loops.gradients(model)
     error = max(float((found[name] - of).norm() / of.norm()) for name, of in vanilla.items())
-    metrics = optimus_cc_ext.collect_metrics()
+    metrics = handle.metrics()
     return error, [metrics[f"optimus-cc/embedding {kind} bytes"] for kind in ("raw", "sent")]
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
-@pytest.mark.parametrize("when", ["in the step", "after the step", "without steps"])
+@pytest.mark.parametrize("when", ["announced", "followed"])
 def test_gradients_that_are_finalised_after_the_pass_are_vanillas(when: str, overlapped: bool) -> None:
     for error, (raw, sent) in run_ranks(4, finalised_by_hand, when, {"overlap_grad_reduce": overlapped}, timeout=90):
         assert error < 1e-5  # the sums are added in another order, in fp32
-        if overlapped or when != "after the step":
-            assert 0 < sent < raw, "the embedding was reduced in one collective"
+        assert 0 < sent < raw, "the embedding was reduced in one collective"
 
 
 def an_abandoned_step(config: OptimusConfig, fails: bool) -> list[bool]:
     own_loops.start(1)
-    optimus_cc_ext.install(config)
     model = own_loops.build(1)
-    session = optimus_cc_ext.current_session()
-    assert session is not None
+    handle = compressed(model, config)
+    session = handle._session
 
     def residuals() -> list[torch.Tensor]:
         return [r.clone() for r in session.gradients.states.residuals()]
 
-    def step() -> None:
-        optimus_cc_ext.begin_step()
+    with handle.step() as step:
         own_loops.pass_of(model)
-        optimus_cc_ext.end_step()
-
-    step()
+        step.done()
     before, steps = residuals(), session.completed_steps
-    if fails:  # the pass itself fails after its reduction: this loop does not announce steps
+    if fails:  # the pass itself fails after its reduction
         model.config.finalize_model_grads_func, finalize = _finalize_and_fail, model.config.finalize_model_grads_func
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError), handle.step():
             own_loops.pass_of(model)
         model.config.finalize_model_grads_func = finalize
     else:
-        optimus_cc_ext.begin_step()
-        own_loops.pass_of(model)
-    optimus_cc_ext.begin_step()
+        with handle.step():
+            own_loops.pass_of(model)
     after = residuals()
-    optimus_cc_ext.end_step()
     return [all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), session.completed_steps == steps,
             any(bool(r.any()) for r in before)]  # fmt: skip
 
@@ -339,11 +321,11 @@ def alignments(hidden: int, sharded: bool) -> tuple[int, set[int]]:
             original(codec, *args, **kwargs)
 
         setattr(Codec, name, noted)
-    optimus_cc_ext.install(OptimusConfig(dp_compression_format="int4", _force_compression=True), train_iters=2)
-    own_loops.pass_of(own_loops.build(1, hidden=hidden, use_distributed_optimizer=sharded))
-    session = optimus_cc_ext.current_session()
-    assert session is not None and session.grid is not None and seen
-    return session.grid.align, {_tables(layout, torch.device("cpu")).align for layout in seen}
+    model = own_loops.build(1, hidden=hidden, use_distributed_optimizer=sharded)
+    handle = compressed(model, OptimusConfig(dp_compression_format="int4", _force_compression=True))
+    own_loops.pass_of(model)
+    assert seen
+    return handle._session.grid.align, {_tables(layout, torch.device("cpu")).align for layout in seen}
 
 
 @pytest.mark.parametrize("hidden, told, sharded", [(64, 16, True), (36, 4, True), (36, 4, False), (34, 2, True)])

@@ -58,7 +58,7 @@ def verdicts(seeds: range) -> list[tuple[int, str, list[str]]]:
     """Return doctor's exit status, verdict and failed estimates of many lines, all in this process."""
     from megatron.training import argument_utils
 
-    import optimus_cc_ext
+    from optimus_cc_ext.hooks import launched
     from optimus_cc_ext.tools import doctor
 
     # Each line gets Megatron's parser anew, which reads the docstrings of its fields from sources.
@@ -68,7 +68,8 @@ def verdicts(seeds: range) -> list[tuple[int, str, list[str]]]:
     doctor.seams = doctor.packages = list  # they are the same for all lines
     found = []
     for seed in seeds:
-        optimus_cc_ext.uninstall()
+        if (launch := launched()) is not None:
+            launch.remove()
         words, world_size = random_line(seed)
         said = doctor.examine(words, world_size, target="h100")
         none = [each.state for each in said.findings if each.subject == "estimates" or "not estimated" in each.state]

@@ -13,6 +13,7 @@ import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.hooks import start
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
@@ -116,7 +117,7 @@ def a_model_that_is_tied(tied: bool) -> None:
         built(self, *args, share_embeddings_and_output_weights=tied, **rest)
 
     GPTModel.__init__ = init
-    optimus_cc_ext.install()
+    start()
 
 
 STAGES = "--pipeline-model-parallel-size 2 --train-iters 2"
@@ -133,7 +134,7 @@ def test_a_preset_follows_a_model_that_ties_its_embeddings_otherwise_than_the_co
         its_own_way = run_megatron(
             4, shlex.split(f"{STAGES} {flags} {ours}"), before=functools.partial(a_model_that_is_tied, tied)
         )
-        by_flags = run_megatron(4, shlex.split(f"{STAGES} {other_flags} {ours}"), before=optimus_cc_ext.install)
+        by_flags = run_megatron(4, shlex.split(f"{STAGES} {other_flags} {ours}"), before=start)
         for one, other in zip(its_own_way, by_flags, strict=True):
             assert one.ended is None, one.printed[-5:]
             assert (one.losses, one.weights) == (other.losses, other.weights)

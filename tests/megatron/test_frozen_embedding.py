@@ -9,10 +9,9 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.bridge import Compression
+from optimus_cc_ext.hooks import start
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
-from tests.megatron.test_bridge import configuration
 from tests.megatron_runs import run_megatron
 
 LEFT_OUT = "leaves out fused embedding sync: the tied embedding is frozen, so nothing of it is summed"
@@ -50,24 +49,13 @@ def frozen(way: str, preset: str, ddp: dict[str, Any]) -> tuple[list[str], float
     vanilla = own_loops.build(2, **ddp)
     own_loops.pass_of(vanilla)
     expected = gradients(vanilla)
-    if way == "bridge":
-        Compression(configuration(), preset)
     model = own_loops.build(2, **ddp)
     optimizer = own_loops.optimizer_of(model)
-    if way == "bridge":
-        session = optimus_cc_ext.current_session()
-        assert session is not None
-        session.begin_step(0)
-        own_loops.pass_of(model)
-        far = error(gradients(model), expected)
-        session.end_step(applied=True)
-    else:
-        config: Any = OptimusConfig(fused_embedding_sync=True) if way == "explicit" else preset
-        handle = optimus_cc_ext.compress(model, optimizer, config, train_iters=10)
-        session = handle._session
-        own_loops.pass_of(model)
-        far = error(gradients(model), expected)
-        optimizer.step()
+    config: Any = OptimusConfig(fused_embedding_sync=True) if way == "explicit" else preset
+    session = optimus_cc_ext.compress(model, optimizer, config, train_iters=10)._session
+    own_loops.pass_of(model)
+    far = error(gradients(model), expected)
+    optimizer.step()
     said = [line for line in lines if "leaves out fused" in line]
     return said, far, session.completed_steps, session.embedding.group is not None
 
@@ -109,4 +97,4 @@ def test_the_launcher_leaves_a_frozen_tied_embedding_out() -> None:
 
 def frozen_and_installed() -> None:
     freeze_tied_embeddings()
-    optimus_cc_ext.install()
+    start()

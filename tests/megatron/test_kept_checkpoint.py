@@ -1,6 +1,6 @@
-"""States that earlier commits saved beside a checkpoint, kept in this repository, are restored to the bit.
+"""States that an earlier commit saved beside a checkpoint, kept in this repository, are restored to the bit.
 
-`save_beside` of commits d851e77 and 8b301ab wrote the files after three passes of `train`: PP 2, DP 2, low rank on both
+`save_beside` of commit 8b301ab wrote the files after three passes of `train`: PP 2, DP 2, low rank on both
 classes that carry state, or a state that all ranks share.
 """
 
@@ -42,15 +42,13 @@ ARGUMENTS = SimpleNamespace(
 def train(passes: int, config: OptimusConfig = LOW_RANK) -> Any:
     """Run `passes` training passes on this rank, and return the session that compressed them."""
     own_loops.start(2)
-    optimus_cc_ext.install(config)
     model = own_loops.build(2, hidden=16)
+    handle = optimus_cc_ext.compress(model, None, config)
     for _ in range(passes):
-        optimus_cc_ext.begin_step()
-        own_loops.pass_of(model)
-        optimus_cc_ext.end_step(grad_norm=1.0, clip_grad=1.0)
-    session = optimus_cc_ext.current_session()
-    assert session is not None
-    return session
+        with handle.step() as step:
+            own_loops.pass_of(model)
+            step.done(grad_norm=1.0, clip_grad=1.0)
+    return handle._session
 
 
 def restored(folder: Path, config: OptimusConfig) -> tuple[str, list[str]]:
@@ -58,6 +56,7 @@ def restored(folder: Path, config: OptimusConfig) -> tuple[str, list[str]]:
     from optimus_cc_ext.checkpoint.beside import resume_beside
 
     session, said = train(1, config), io.StringIO()
+    on_standard_output()
     with contextlib.redirect_stdout(said):
         resume_beside(session, folder, PASSES, ARGUMENTS)
     if not config.compressed_backprop:
@@ -82,7 +81,6 @@ def differences(saved: Any, now: Any, name: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("folder", "config", "names"),
     [
-        ("checkpoint_of_d851e77", LOW_RANK, "compressed backpropagation and data-parallel compression"),
         ("checkpoints_of_8b301ab/low_rank", LOW_RANK, "compressed backpropagation and data-parallel compression"),
         ("checkpoints_of_8b301ab/common", SHARED, "data-parallel compression"),
     ],

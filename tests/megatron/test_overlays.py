@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import optimus_cc_ext
+from optimus_cc_ext.hooks import start
 from tests.megatron_runs import MegatronRun, run_megatron
 
 REPLACED = (
@@ -58,20 +58,20 @@ def validation(original: Callable[..., Any]) -> None:
 
 
 def ours_first() -> None:
-    optimus_cc_ext.install()
+    start()
     overlay()
 
 
 def theirs_first() -> None:
     overlay()
-    optimus_cc_ext.install()
+    start()
 
 
 def bypassed() -> None:
     from megatron.training import arguments
 
     original = arguments.validate_args
-    optimus_cc_ext.install()
+    start()
     validation(original)
 
 
@@ -79,7 +79,7 @@ def bypassed_first() -> None:
     from megatron.training import arguments
 
     validation(arguments.validate_args)
-    optimus_cc_ext.install()
+    start()
 
 
 def calls(_models: list[torch.nn.Module], _optimizer: Any) -> dict[str, int]:
@@ -95,7 +95,7 @@ def trained(before: Callable[[], Any]) -> list[MegatronRun]:
 
 @pytest.mark.full
 def test_an_overlay_that_calls_what_it_replaces_changes_nothing_in_either_order() -> None:
-    alone = trained(optimus_cc_ext.install)
+    alone = trained(start)
     for before in (ours_first, theirs_first, bypassed_first):
         for run, other in zip(trained(before), alone, strict=True):
             assert (run.losses, run.grad_norms, run.weights) == (other.losses, other.grad_norms, other.weights)

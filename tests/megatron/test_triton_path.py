@@ -38,12 +38,12 @@ def test_balanced_holds_in_tritons_interpreter(case: str) -> None:
 
 
 def _install(ranks_in_node: int, path: str) -> None:
-    import optimus_cc_ext
+    from optimus_cc_ext.hooks import start
 
     os.environ["OPTIMUS_CC_NODE"] = f"ranks:{ranks_in_node}"
     if path == "triton":
         _watch_kernels()
-    optimus_cc_ext.install()
+    start()
 
 
 def _watch_kernels() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from optimus_cc_ext.hooks.installation import all_seams
+from optimus_cc_ext.hooks.launching import all_seams
 from optimus_cc_ext.hooks.parts import check_megatron
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON, UNSUPPORTED_MEGATRON_VARIABLE
 from tests.forked_ranks import run_ranks

@@ -115,7 +115,7 @@ def test_a_file_of_other_columns_is_refused_before_anything_is_trained(tmp_path:
 def test_a_run_without_compressed_bytes_of_a_class_that_was_asked_for_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log = Path(__file__).parents[1] / "unit" / "log_of_d851e77" / "balanced"
+    log = Path(__file__).parents[1] / "unit" / "logs_of_runs" / "balanced"
     monkeypatch.setattr(grid, "LAST", 1)  # the run validated once
     assert grid.measured(log, ["pipeline forward", "DP gradients"])["bytes"] < 1
     with pytest.raises(RunFailed, match="the log shows no compressed bytes of expert dispatch"):

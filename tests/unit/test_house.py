@@ -169,7 +169,7 @@ NO_FILE_OF_MEGATRONS = (
     "attaching",
     "facts",
     "handle",
-    "installation",
+    "launching",
     "parts",
     "registry",
     "sessions",

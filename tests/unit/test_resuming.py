@@ -134,14 +134,9 @@ def test_another_format_is_the_reason_and_not_what_means_nothing_to_it(
     assert line.endswith(says)
 
 
-def test_what_means_nothing_to_a_format_does_not_matter_and_an_old_description_without_a_format_is_low_rank() -> None:
+def test_what_means_nothing_to_a_format_does_not_matter() -> None:
     int4 = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto")
     assert decided(now=int4.replace(dp_compression_rank=8), saved=int4).restored == (SC,)
-    # Commit d851e77 described the settings in its checkpoints like this.
-    old = {"--dp-compression-rank": 128, "--dp-compression-stages": "all", "--dp-error-feedback": True}
-    manifest = Manifest(iteration=4, checkpoint="mark", topology=TOPOLOGY, techniques={SC: old}, files=())
-    settings = settings_of(OptimusConfig(dp_compression=True), MESSAGES)
-    assert decide(settings, TOPOLOGY, manifest, checkpoint="mark", iteration=4, unwanted=None).restored == (SC,)
 
 
 def test_what_a_rank_finds_out_later_resets_as_well() -> None:

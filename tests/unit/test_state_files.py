@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,10 +30,6 @@ from optimus_cc_ext.checkpoint.state_files import (
     write_manifest,
     write_rank_file,
 )
-from optimus_cc_ext.compressors.low_rank import FastLowRank
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.schedule import Message
 from tests.forked_ranks import run_ranks
 from tests.system_calls import AVAILABLE, Watch, watched_by
 
@@ -78,36 +73,6 @@ def test_what_was_written_is_read_again_and_without_our_folder_there_is_no_state
         assert found["iteration"] == 4
         assert found["compressed_backprop"]["states"][0]["chunk"] == rank
         assert torch.equal(found["compressed_backprop"]["states"][0]["residual"], torch.ones(3, 5))
-
-
-def test_a_checkpoint_of_format_1_is_read_by_the_names_that_links_and_buckets_have_now(tmp_path: Path) -> None:
-    residual, warm_start = torch.ones(1, 32, 48), torch.ones(1, 48, 4)
-    saved = {"residual": residual, "warm_start": warm_start}
-    old = {
-        "iteration": 4,
-        "compressed_backprop": {"states": [{"chunk": 1, "shape": [16, 2, 48], "dtype": "torch.bfloat16", **saved}]},
-        "dp_compression": {"buckets": [{"groups": [saved]}, {"groups": [saved]}], "stages": [0]},
-    }
-    start_staging(tmp_path, "mark")
-    files = (write_rank_file(staging_folder(tmp_path, "mark"), 0, 4, old),)
-    write_manifest(
-        staging_folder(tmp_path, "mark"),
-        Manifest(iteration=4, checkpoint="mark", topology={}, techniques={}, files=files, format=1),
-    )
-    publish(staging_folder(tmp_path, "mark"), tmp_path)
-    found = load(tmp_path, 0)
-
-    config = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4, compression_seed=7)
-    ours = CompressedBackprop(config, FastLowRank(), None)
-    ours.connect_to(0, 1, rank=1, peer_rank=0)
-    ours.preallocate(
-        SimpleNamespace(messages=lambda _: [Message(1, epilogue=True)]), torch.zeros(16, 2, 48, dtype=torch.bfloat16)
-    )
-    assert found["compressed_backprop"]["states"].keys() == ours.states.state_dict().keys()
-    ours.load_state_dict(found["compressed_backprop"])
-    # The names that `SelectiveStageCompression.make_reducer` and `LowRankReducer` give to states.
-    assert list(found["dp_compression"]["states"]) == ["bucket 0: 32x48", "bucket 1: 32x48"]
-    assert found["dp_compression"]["stages"] == [0] and found["iteration"] == 4
 
 
 def test_a_run_that_was_killed_while_writing_leaves_the_checkpoint_before_as_it_was(tmp_path: Path) -> None:
@@ -320,7 +285,7 @@ def flip_a_byte(files: Path) -> None:
 def edit_manifest(files: Path, **changes: object) -> None:
     """Change fields of the manifest by name; a field that becomes None is removed."""
     described = json.loads((files / "topology.json").read_text()) | changes
-    kept = {name: value for name, value in described.items() if value is not None}
+    kept = {name: value for name, value in described.items() if value is not None or name not in changes}
     (files / "topology.json").write_text(json.dumps(kept))
 
 
@@ -332,7 +297,7 @@ DAMAGES = {
     "topology.json: the file is missing": lambda files: (files / "topology.json").unlink(),
     "topology.json: the file cannot be read": lambda files: (files / "topology.json").write_text('{"format": 1, '),
     "cannot be read (KeyError: 'checkpoint')": lambda files: edit_manifest(files, checkpoint=None),
-    "format 4, and this version reads formats 1 to 3": lambda files: edit_manifest(files, format=4),
+    "format 2, and this version reads format 3": lambda files: edit_manifest(files, format=2),
     "'experts' is not the name of a class of traffic; known are pipeline_forward, compressed_backprop, ": (
         lambda files: edit_manifest(files, techniques={"experts": {}})
     ),

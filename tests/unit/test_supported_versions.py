@@ -7,7 +7,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from optimus_cc_ext import OptimusConfig, errors, install
+from optimus_cc_ext import OptimusConfig, compress, errors
 from optimus_cc_ext.hooks.registry import SUPPORTED_MEGATRON
 from optimus_cc_ext.tools import cli
 from tests.launches import call, launch
@@ -86,7 +86,7 @@ def doctor_on_an_older_torch() -> int:
 def custom_loop_on_an_older_torch() -> int:
     an_older_torch()
     try:
-        install(OptimusConfig(compressed_backprop=True))
+        compress([], None, OptimusConfig(compressed_backprop=True))
     except errors.OptimusError as error:
         print(error)
         return 2

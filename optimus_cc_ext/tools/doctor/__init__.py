@@ -95,7 +95,7 @@ def _prepare(target: str) -> str:
 
 
 def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_per_node: int) -> Diagnosis:
-    from optimus_cc_ext.api import current_session
+    from optimus_cc_ext.hooks import launched
     from optimus_cc_ext.tools.doctor.verdict import in_words, validate
 
     verdict = validate(line, 1 if world_size is None else world_size, target)
@@ -114,9 +114,9 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
             reason += f"\n({Path(line.script).name} may have flags of its own: doctor knows those of Megatron's parser)"
         mark: Literal["FAIL", "warn"] = "FAIL" if verdict.known else "warn"
         return Diagnosis(Finding(target, reason, mark), verdict.exit_code, notes, {"target": target})
-    session, args = current_session(), verdict.args
-    assert session is not None and session.layout is not None and args is not None
-    config, layout = session.config, session.layout
+    launch, args = launched(), verdict.args
+    assert launch is not None and launch.config is not None and launch.layout is not None and args is not None
+    config, layout = launch.config, launch.layout
     placement = _placement(args, ranks_per_node)
     try:
         lines = _lines_about_nodes(config, placement, layout.instances)

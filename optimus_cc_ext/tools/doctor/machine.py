@@ -62,7 +62,7 @@ def seams() -> list[Finding]:
     """Return Megatron's version, a finding for each function of Megatron that we wrap, and one for all attributes that
     we read, or for each that is missing.
     """
-    from optimus_cc_ext.hooks.installation import all_seams, parts_of_megatron
+    from optimus_cc_ext.hooks.launching import all_seams, parts_of_megatron
     from optimus_cc_ext.hooks.parts import check_megatron
     from optimus_cc_ext.hooks.registry import megatron_version
 

@@ -61,14 +61,14 @@ def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:
     environment variable that the line does not give is unknown on another machine than this one: it takes the value
     that Megatron asks for, and a note names that value.
     """
-    from optimus_cc_ext.api import install
+    from optimus_cc_ext.hooks import start
 
     if refusal := _not_launched_by_us(line):
         return Verdict(2, str(refusal))
     sys.argv = [line.script or "pretrain_gpt.py", *line.flags]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
     os.environ.update(line.environment)
-    install()
+    start()
     unknown = {} if target == HERE else {k: v for k, v in KNOWN_VARIABLES.items() if k not in line.environment}
     needed: list[str] = []
     while True:

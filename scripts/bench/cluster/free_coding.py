@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BLOCK, Codec
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
+from optimus_cc_ext.tools import pretrain_gpt
 
 
 def encode(self: Codec, *unused: Any, **also_unused: Any) -> None:

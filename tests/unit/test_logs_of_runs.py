@@ -1,6 +1,6 @@
-"""Logs that commit d851e77 printed are still read: every value by its tag.
+"""Logs of runs, kept here, are read: every value by its tag.
 
-Each folder of log_of_d851e77 holds the lines that `optimus-cc report` looks for, from a run of that commit:
+Each folder of logs_of_runs holds the lines that `optimus-cc report` looks for, from one run:
 `MODEL=tiny TRAIN_ITERS=4 PIPELINE_PARALLEL=2 PROCESSES_PER_NODE=4 scripts/pretrain_gpt.sh --eval-interval 4`, once with
 `--optimus-cc --compressed-backprop-messages all --compression-error-statistics`, once with `--bf16
 --use-distributed-optimizer --optimus-cc balanced --dp-compression-stages all`.
@@ -14,7 +14,7 @@ from optimus_cc_ext.tools.report.comparison import Comparison
 from optimus_cc_ext.tools.report.log_lines import parse_techniques
 from optimus_cc_ext.tools.report.record import Record, read_run
 
-FOLDER = Path(__file__).parent / "log_of_d851e77"
+FOLDER = Path(__file__).parent / "logs_of_runs"
 LAST = {
     "paper": {
         "lm loss": 6.248878,
