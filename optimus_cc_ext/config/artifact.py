@@ -153,6 +153,10 @@ REMOVED_FLAGS = (
         "--get_val_ppls", const=True, today="checkpoints are evaluated by another program",
         cure="Train without it, then run scripts/eval/perplexity.sh on the checkpoints",
     ),
+    RemovedFlag(
+        "--compression-debug", const=True, today="settings of ranks are compared when training begins",
+        cure="Leave it out",
+    ),
     *(
         RemovedFlag(f"--{switch}_{value}", today=f"it has no effect without --{switch}")
         for switch in ("emb_grad_comp", "mp_grad_comp", "mp_acti_comp", "inter_acti_comp")

@@ -57,7 +57,6 @@ class OptimusFields(TypedDict, total=False):
     compression_metrics: bool
     compression_forecast: bool
     compression_error_statistics: bool
-    compression_debug: bool
     require_triton: bool
 
 
@@ -102,10 +101,6 @@ class OptimusConfig(
     )
     # A preset lists here, separated by commas, the classes that it compresses only if their traffic leaves a node.
     only_between_nodes: str = option("", None)
-    compression_debug: bool = option(
-        False, "Compare number and length of all messages before each iteration, and name the first two ranks that "
-        "disagree; over NCCL they would otherwise wait for each other until the time limit.",
-    )  # fmt: skip
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
     _force_compression: bool = option(False, None)
     _exact_blocks: bool = option(False, None)

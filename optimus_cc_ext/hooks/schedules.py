@@ -108,7 +108,7 @@ def _iteration(
     schedule = _schedule(session, config, chunks, micro_batches)
     gradient = _gradient(config, schedule_arguments)
     _prepare(session, forecaster, schedule, gradient)
-    with session.iteration(schedule, _loss_scale(config), gradient), without_device_synchronisation(session, config):
+    with session.iteration(schedule, _loss_scale(config)), without_device_synchronisation(session, config):
         yield
 
 

@@ -21,9 +21,8 @@ from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import names_of
 from optimus_cc_ext.techniques.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.techniques.state import state_dtype
-from optimus_cc_ext.techniques.technique import Planned
 
-__all__ = ["Machine", "agree", "agree_on_messages"]
+__all__ = ["Machine", "agree"]
 
 
 _CURE = (
@@ -108,26 +107,6 @@ def agree(grid: Grid, config: OptimusConfig, layout: Layout | None) -> tuple[lis
     if fallback is not None:
         notes.append(f"{fallback}: all ranks compress with torch, which takes longer. {_CURE}")
     return places, notes, fallback
-
-
-def agree_on_messages(grid: Grid, planned: Planned, iteration: int) -> None:
-    """Compare the messages of an iteration before the first one is sent. Collective over all ranks of the model.
-
-    Raises:
-        RanksDisagree: on all ranks: two ranks plan messages of different number or length.
-    """
-    first: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for rank, theirs in grid.gather((grid.place.rank, planned)):
-        for name, lengths in theirs.items():
-            other, expected = first.setdefault(name, (rank, lengths))
-            if lengths == expected:
-                continue
-            what = f"{len(expected)} on rank {other} and {len(lengths)} on rank {rank}"
-            if len(lengths) == len(expected):
-                number = next(n for n, (a, b) in enumerate(zip(expected, lengths, strict=True)) if a != b)
-                a, b = expected[number], lengths[number]
-                what = f"message {number} has {a} bytes on rank {other} and {b} on rank {rank}"
-            raise RanksDisagree(f"iteration {iteration + 1}: ranks plan different messages of {name}: {what}")
 
 
 def _different(mine: OptimusConfig | Layout | None, theirs: OptimusConfig | Layout | None) -> Iterator[str]:

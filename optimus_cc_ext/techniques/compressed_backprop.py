@@ -30,7 +30,7 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import BlockMessages, DenseMessages, LinkPlan, LowRankMessages
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.technique import Iteration, Planned, Technique
+from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
 __all__ = ["CompressedBackprop", "CompressedForward", "PipelineLink"]
@@ -138,12 +138,6 @@ class CompressedBackprop(Technique):
             return "this rank sends no compressed messages"
         return super().mismatch(state_dict)
 
-    def planned(self, like: torch.Tensor | None) -> Planned:
-        """Return the bytes of the messages of both links."""
-        ends = ((self.sending, True), (self.receiving, False))
-        found = (link.planned(like, sends=sends) for link, sends in ends if link is not None and like is not None)
-        return {name: sizes for planned in found for name, sizes in planned.items()}
-
     def _links(self) -> list["PipelineLink"]:
         return [link for link in (self.sending, self.receiving) if link is not None]
 
@@ -199,13 +193,6 @@ class PipelineLink:
         for message in schedule.messages(self.plan.receiving_stage):
             if self.plan.compresses(message, like.shape):
                 self.messages.preallocate(like, message.chunk)
-
-    def planned(self, like: torch.Tensor, *, sends: bool) -> Planned:
-        """Return the bytes of this iteration's messages, by a name that both ends give to them."""
-        ranks = (self._rank, self._peer_rank) if sends else (self._peer_rank, self._rank)
-        sizes = like.numel() * like.itemsize, self.plan.message_bytes(like.shape, like.dtype)
-        compressed = (self._compressing and self.plan.compresses(message, like.shape) for message in self._expected)
-        return {f"gradients from rank {ranks[0]} to rank {ranks[1]}": tuple(sizes[each] for each in compressed)}
 
     def _next(self, shape: torch.Size) -> tuple[Message, DenseMessages]:
         """Return the message that passes now, and the object for its kind."""

@@ -29,7 +29,7 @@ from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
 from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
 from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer, Reduction, SideStream
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.technique import Iteration, Planned, Technique
+from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
@@ -254,15 +254,6 @@ class SelectiveStageCompression(Technique):
             DP_GRADIENTS.name: (sum(plan.unpaid for plan in gradients), number),
             PARAM_GATHER.name: (sum(plan.ungathered for plan in plans), number),
         }
-
-    def planned(self, like: torch.Tensor | None) -> Planned:
-        """Return the bytes that each reduction sends, for each group of buckets."""
-        found: Planned = {}
-        for number, group in enumerate(self.buckets):
-            first, *_ = dist.get_process_group_ranks(group.exchanging)
-            name = f"gradient buckets {number} of the replicas of rank {first}"
-            found[name] = tuple(reducer.plan.sent_bytes() for reducer in group.reducers)
-        return found
 
     @property
     def message_bytes(self) -> int:

@@ -23,7 +23,7 @@ from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, EXPERT_DISPATCH, E
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.techniques.agreement import agree, agree_on_messages
+from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.crossing import (
@@ -325,20 +325,13 @@ class Session:
             self.step.measured = measured
 
     @contextmanager
-    def iteration(
-        self, schedule: Schedule, loss_scale: torch.Tensor | None = None, like: torch.Tensor | None = None
-    ) -> Iterator[None]:
+    def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
         """Run one forward-backward pass by `schedule`, whose loss is multiplied by the 0-dim tensor `loss_scale`.
-
-        `like` has the shape and dtype of the gradients between stages, if they are known beforehand.
 
         Raises:
             RanksDisagree: more or fewer gradient messages passed than the schedule has.
         """
         self.begin_pass(schedule, loss_scale)
-        if self.config.compression_debug and self.grid is not None and self.config.any_technique:
-            planned = {name: sizes for each in self.techniques for name, sizes in each.planned(like).items()}
-            agree_on_messages(self.grid, planned, self.step.iteration)
         failed = self.step.failed
         self.active = self.step.failed = True
         try:

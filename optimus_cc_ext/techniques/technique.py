@@ -14,11 +14,7 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
-__all__ = ["Iteration", "Planned", "Technique"]
-
-
-Planned = dict[str, tuple[int, ...]]
-"""Bytes of a pass's messages in order, by a name that is the same on all ranks which send or receive them."""
+__all__ = ["Iteration", "Technique"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +81,6 @@ class Technique:
 
     def begin(self, this: Iteration) -> None:
         self.gauge.begin(this.measured)
-
-    def planned(self, like: torch.Tensor | None) -> "Planned":
-        """Return the bytes of the messages of this pass that other ranks have to know alike (`--compression-debug`).
-
-        Args:
-            like: has the shape and dtype of the gradients between stages; None: they are not known beforehand.
-        """
-        return {}
 
     def commit(self, shrinkage: Mapping[str, float]) -> None:
         """Commit an applied step (`FactorState.commit`). Its seconds count as seconds of the technique."""

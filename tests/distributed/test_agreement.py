@@ -13,7 +13,6 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.nodes import VARIABLE
-from optimus_cc_ext.techniques.schedule import NonInterleaved
 from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 
@@ -188,43 +187,3 @@ def test_models_that_come_and_go_leave_no_group_and_their_ranks_find_each_other(
         times = 6 if rank == 1 else 3
         assert sums == [[[3.0, 3.0]] * 2] * times
         assert len(groups) == times and len(set(groups)) == 1
-
-
-def _begin_a_pass(rows: list[int], micro_batches: list[int], debug: bool) -> str:
-    """Begin a pass over two stages, whose ranks may expect different micro-batch sizes or numbers."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    session = Session(CB.replace(compressed_backprop_format="int8", compression_debug=debug))
-    session.place(
-        Grid(
-            place=RankPlace(rank=rank, stage=rank, tensor_rank=0, pipeline=(0, 1)), stages=2, data_parallel=1,
-            pipeline_group=dist.group.WORLD,
-        ),
-        LAYOUT,
-    )  # fmt: skip
-    session.begin_step(6)
-    schedule = NonInterleaved(2, micro_batches[rank])
-    try:
-        with session.iteration(schedule, like=torch.empty(rows[rank], 1, 128)):
-            return "begun"
-    except RanksDisagree as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("rows", "micro_batches", "said"),
-    [
-        ([8, 16], [4, 4], "message 0 has 1040 bytes on rank 0 and 2080 on rank 1"),
-        ([8, 8], [4, 6], "4 on rank 0 and 6 on rank 1"),
-    ],
-    ids=["length", "number"],
-)
-def test_messages_that_two_ranks_plan_differently_are_named_before_one_is_sent(rows, micro_batches, said):
-    """Over NCCL a send and a receive of different lengths wait for each other until the time limit."""
-    expected = f"iteration 7: ranks plan different messages of gradients from rank 1 to rank 0: {said}"
-    found = run_ranks(2, _begin_a_pass, rows, micro_batches, True, timeout=60)
-    assert found == [expected] * 2
-
-
-def test_messages_that_both_ranks_plan_alike_are_not_named():
-    assert run_ranks(2, _begin_a_pass, [8, 8], [4, 4], True, timeout=60)[0].startswith("rank 0 exchanged 0")

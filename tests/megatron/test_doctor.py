@@ -122,7 +122,6 @@ def test_what_trains_is_said_to_train(line: str, world_size: int) -> None:
     assert "FAIL" not in doctor.output
 
 
-# Every fourth line, from all groups of reasons, is in the default tier.
 REFUSED = [pytest.param(*row, marks=pytest.mark.full if n % 4 else ()) for n, row in enumerate(BAD)]
 
 

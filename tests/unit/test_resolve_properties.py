@@ -48,7 +48,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression_forecast": st.booleans(),
     "compression_error_statistics": st.booleans(),
     "require_triton": st.booleans(),
-    "compression_debug": st.booleans(),
 }
 """Values in and out of range, for every field that has a flag."""
 
