@@ -34,10 +34,9 @@ _KINDS = {
     "vlm": "--encoder-num-layers 2 --decoder-num-layers 4 --img-h 28 --img-w 28 --patch-dim 14 "
     "--dataloader-seq-length 64 --disable-vision-class-token --ckpt-format torch",
     "hybrid|mamba": "--spec scripts.compat.hybrid_local spec",
-    "bert": _LAYERS,
+    "bert": f"{_LAYERS} --spec local",
     # Megatron's T5 has one stage only.
-    "t5": "--pipeline-model-parallel-size 1 --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 64 "
-    "--decoder-seq-length 64",
+    "t5": "--pipeline-model-parallel-size 1 --encoder-num-layers 2 --decoder-num-layers 2 --decoder-seq-length 64",
 }
 """Flags of scripts, by a part of their names; of all others, `_LAYERS`."""
 
@@ -48,7 +47,9 @@ def _flags(script: Path, folder: Path) -> list[str]:
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     own = next((flags for part, flags in _KINDS.items() if re.search(part, script.name)), _LAYERS)
-    if "--spec" in own:  # Since 0.19 the pattern of a hybrid model says how many layers it has, and on which stage.
+    if (
+        "hybrid_local" in own
+    ):  # Since 0.19 the pattern of a hybrid model says how many layers it has, and on which stage.
         pattern = "--hybrid-layer-pattern *-|*-", f"--hybrid-override-pattern *-*- {_LAYERS}"
         own += f" {pattern['--hybrid-layer-pattern' not in parser._option_string_actions]}"
     data = sentences.flags(folder) if re.search("bert|t5", script.name) else []
@@ -161,6 +162,10 @@ def _trained(script: Path, modes: list[str], ranks: int, limit: float) -> dict[s
 
     if "vlm" in script.name:
         _norms_of_torch()
+    if "bert" in script.name:  # It imports this spec also where `--spec local` replaces it.
+        from megatron.core.models.bert import bert_layer_specs
+
+        bert_layer_specs.bert_layer_with_transformer_engine_spec = None
     found = {}
     with tempfile.TemporaryDirectory(prefix="compat-entries-") as folder:
         flags = _flags(script, Path(folder))

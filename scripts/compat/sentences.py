@@ -34,4 +34,5 @@ def flags(folder: Path) -> list[str]:
     return [
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"), "--data-path",
         str(prefix), "--split", "100,0,0", "--data-cache-path", str(folder / "cache"),
+        "--tokenizer-special-tokens", *extra,
     ]  # fmt: skip
