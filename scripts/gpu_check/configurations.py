@@ -54,6 +54,9 @@ def _train(name: str, configuration: Configuration, folder: Path, *, tiny: bool)
     digest = hashlib.sha256()
     for parameter in (each for chunk in _built for each in chunk.parameters()):
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    if "--save" in words and torch.distributed.get_rank() == 0:
+        # Megatron loads the step that this file names, not --ckpt-step's, into a distributed optimizer.
+        (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text(f"{iterations // 2}")
     weights: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(weights, digest.hexdigest())
     if torch.distributed.get_rank() == len(weights) - 1:  # the rank that has losses

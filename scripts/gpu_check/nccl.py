@@ -51,7 +51,9 @@ def check(folder: Path, *, tiny: bool) -> Iterator[dict[str, Any]]:
     except RunFailed as failure:
         failures = [f"{failure} ({failure.log})"]
     done = {name: folder / f"{name}.json" for name in CONFIGURATIONS if (folder / f"{name}.json").exists()}
-    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in done.items()}
+    read = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in done.items()}
+    found = {name: each for name, each in read.items() if each["losses"]}
+    failures += [f"{name}: it has trained nothing" for name in CONFIGURATIONS if name not in found]
     losses, weights = ({name: each[what] for name, each in found.items()} for what in ("losses", "weights"))
     for name in found:
         configuration, ours, other = CONFIGURATIONS[name], losses[name], CONFIGURATIONS[name].like
