@@ -64,10 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--models", type=_list(_one_of(TRAINED + ON_GPU)),
         help=f"models to train, of {', '.join(TRAINED)} (small); on a GPU of {', '.join(ON_GPU)} (gpt-1b)",
     )  # fmt: skip
-    variants, every = [VANILLA, "paper", "auto"], ", ".join(CLUSTER)
-    compared.add_argument(
-        "--variants", type=_list(_one_of([*CLUSTER, on_gpu.FREE])), default=variants, help=f"variants, of {every}"
-    )
+    variants, said = _list(_one_of([*CLUSTER, on_gpu.FREE])), f"variants, of {', '.join(CLUSTER)}"
+    compared.add_argument("--variants", type=variants, default=[VANILLA, "paper", "auto"], help=said)
     compared.add_argument(
         "--rates", type=_list(_rate),
         help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none;"
@@ -75,16 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     much = parser.add_argument_group("how much")
     much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")
-    much.add_argument(
-        "--iterations", type=_positive, default=3, help="iterations measured per rate and cycle (%(default)s)"
-    )
-    much.add_argument(
-        "--cycles", type=_positive, default=2, help="passes through the rates, there and back (%(default)s)"
-    )
-    much.add_argument(
-        "--warm-up", type=_positive, default=3,
-        help="first iterations of a run, not counted (%(default)s: the forecast runs before the third)",
-    )  # fmt: skip
+    much.add_argument("--iterations", type=_positive, default=3, help="measured per rate and cycle (%(default)s)")
+    much.add_argument("--cycles", type=_positive, default=2, help="passes through the rates, and back (%(default)s)")
+    warm_up = "first iterations, not counted (%(default)s: the forecast runs before the third)"
+    much.add_argument("--warm-up", type=_positive, default=3, help=warm_up)
     much.add_argument(
         "--bound", choices=("links", "coding"), nargs="?", const="links",
         help="one more run of each variant: vanilla on links that are faster by as much as the variant's bytes are"
