@@ -30,8 +30,10 @@ from tests.megatron.save_faults import (
     iteration_folder,
     outcome_of,
     record,
+    save_again,
     shortened,
     up_to,
+    without_ours,
 )  # fmt: skip
 from tests.system_calls import AVAILABLE, KILL, Call
 
@@ -164,6 +166,38 @@ def test_a_run_that_is_killed_at_any_call_of_a_save_goes_on_as_if_never_killed(
     for at, _, _ in kills:
         assert_a_kill_leaves_what_was_copied(run, at, tmp_path / "killed")
     print(f"{form}: {len(run.calls)} calls, by tracker {dict(calls)}; {len(kills)} kills; resumed {dict(resumes)}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["torch"])
+def test_a_kill_while_an_iteration_is_saved_again_is_met_as_without_us(
+    form: str, recorded: Record, tmp_path: Path
+) -> None:
+    run = recorded(form)
+    again, before = save_again(run, tmp_path)
+
+    def state(tree: Tree) -> frozenset[str]:
+        """Return the names in a copy, and which files of iteration 4 are the old ones, and which the new."""
+        same = {path: [digest == other.get(path) for other in (before, again.end)] for path, digest in tree.items()}
+        return frozenset(shortened(path) + str(same[path] if path.startswith("iter_0000004") else "") for path in tree)
+
+    ends: Counter[str] = Counter()
+    copies = again.first_by(state)
+    for number, (call, tree) in enumerate(copies):
+        assert iteration_folder(tree, 2) == iteration_folder(before, 2), f"{call} lost 2"
+        alone, _ = again.resume(Trainer(form, ours=False), without_ours(tree), tmp_path / f"alone-{number}")
+        with_us, ranks = again.resume(Trainer(form), tree, tmp_path / f"with-us-{number}")
+        print(f"  {call}: alone {alone}, with us {with_us}")
+        if with_us.iteration is None:
+            assert alone.iteration is None or re.match(r"error: .*: .*\. [A-Z]", with_us.said), f"{call}: {with_us}"
+            ends["refused" if alone.iteration is None else "refused with a sentence"] += 1
+        else:
+            assert with_us.iteration == alone.iteration == 4, f"{call}: {with_us}; alone {alone}"
+            resets = [line for line in ranks[0].said if " is reset " in line]
+            assert resets or equal_rest(ranks, run.ranks, 4), call
+            ends["reset, which is said" if resets else "equal"] += 1
+    assert ends["equal"], "before the first change, both resume"
+    print(f"{form}: {len(again.calls)} calls, {len(copies)} states, each resumed with us and without: {dict(ends)}")
 
 
 # -- failing ----------------------------------------------------------------------------------------------------------
