@@ -144,7 +144,7 @@ def _prepare(trainer: Trainer, address: str | None) -> None:
 
 def _train() -> None:
     """Train; an early end is an error, after which the other ranks are ended, as torchrun ends them."""
-    from optimus_cc_ext import pretrain_gpt
+    from optimus_cc_ext.tools import pretrain_gpt
 
     try:
         pretrain_gpt.main()
