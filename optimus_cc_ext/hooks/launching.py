@@ -104,6 +104,8 @@ class Launch:
         if not (self.config.any_technique or self.config.compression_metrics):
             self._setting_up.close()
             return
+        for seam, _ in _loop_wraps(Session(self.config)):  # refused now, and not after the model is built
+            seam.resolve()
         if self.config.any_technique:
             shared_sessions().awaits_model = True
         self._applied.apply(self._loading.wraps())

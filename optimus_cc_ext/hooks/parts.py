@@ -72,8 +72,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     PARSER: (
         "async_save", "bf16", "clip_grad", "context_parallel_size", "data_parallel_size",
         "distributed_timeout_minutes", "expert_model_parallel_size", "finetune", "fp16", "global_batch_size",
-        "log_interval", "moe_token_dispatcher_type", "mtp_num_layers", "no_load_optim", "non_persistent_ckpt_type",
-        "non_persistent_global_ckpt_dir", "num_experts", "optimizer", "pipeline_model_parallel_layout",
+        "log_interval", "moe_token_dispatcher_type", "mtp_num_layers", "no_load_optim", "no_save_optim",
+        "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir", "num_experts", "optimizer",
+        "pipeline_model_parallel_layout",
         "pipeline_model_parallel_size", "save", "seed", "train_iters", "train_samples",
         "untie_embeddings_and_output_weights", "use_distributed_optimizer", "use_precision_aware_optimizer",
     ),

@@ -28,7 +28,7 @@ SEAMS = [
     "megatron.core.pipeline_parallel.schedules:forward_step",
     "megatron.core.pipeline_parallel.schedules:backward_step",
     "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+    "megatron.training.training:setup_model_and_optimizer",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
     "megatron.training.training:train_step",
     "megatron.training.training:training_log",

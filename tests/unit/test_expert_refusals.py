@@ -93,7 +93,8 @@ def test_the_preset_leaves_gradients_of_tokens_dense_with_one_line(facts, given,
 def test_a_custom_loops_preset_leaves_tokens_of_another_dispatcher_dense(monkeypatch, caplog) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(attaching.dist, "get_rank", lambda: 0)
-    config = attaching._preset("balanced", Layout(**LAYOUT), options(moe_token_dispatcher_type="allgather"))
+    dispatcher = options(moe_token_dispatcher_type="allgather")
+    config, _ = attaching._chosen("balanced", {}, Layout(**LAYOUT), dispatcher)
     assert config.expert_gradient_format == "dense" and config.dp_compression_format == "int8"
     assert "leaves out compressed expert gradients" in caplog.text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.hooks import finalize_model_grads, schedules
 from optimus_cc_ext.hooks.sessions import Sessions
 
@@ -76,8 +77,9 @@ def test_a_layer_recomputed_in_autograds_thread_belongs_to_the_open_pass() -> No
 
 
 class _Stub:
-    """Session of which only the attributes that a test sets are asked for."""
+    """Session of which only these attributes, and those that a test sets, are asked for."""
 
+    config = OptimusConfig()
     steps_are_announced = False
 
 
