@@ -11,7 +11,7 @@ from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron.test_lossless_limits import NORMS, assert_tied, saved_gradients
 from tests.megatron_runs import last_stage_losses, relative_gap
 
-IN_DEFAULT_TIER = ("sharded", "overlapped, interleaved, per token")
+IN_DEFAULT_TIER = ("overlapped, interleaved, per token",)
 CASES = [(limit, limit.vanilla, exact) for limit, exact in zip(table.LIMITS, table.EXACT, strict=True)]
 LIMIT_OF = {exact.name: limit for limit, _, exact in CASES}
 
@@ -65,7 +65,7 @@ def test_what_is_not_finite_on_one_replica_reaches_all_and_the_step_leaves_nothi
         assert [step.weights for step in first.steps] == [step.weights for step in second.steps]
 
 
-@uses((table.BLOCKS_RUN, table.BLOCKS_EVALUATED))
+@uses(full(table.BLOCKS_RUN, table.BLOCKS_EVALUATED))
 def test_evaluation_sends_dense_and_touches_nothing(runs):
     without, evaluated = runs
     assert evaluated.ranks[-1].evaluation_losses

@@ -211,6 +211,7 @@ def test_the_command_line_converts(runs: Any, data: Path, tmp_path: Path, capsys
     assert (target / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.full
 def test_what_is_missing_or_foreign_is_named_and_nothing_is_written(runs: Any, data: Path, tmp_path: Path) -> None:
     _, save, _ = runs("TP2-PP2")
     distributed = save.with_name("torch_dist")

@@ -136,7 +136,7 @@ ALL_LIMITS = {
 }
 
 
-IN_DEFAULT_TIER = ("bf16 buckets", "overlapped, interleaved, per token", "sharded")
+IN_DEFAULT_TIER = ("overlapped, interleaved, per token", "sharded")
 
 
 @uses(

@@ -87,7 +87,7 @@ def assert_like_vanilla(
         assert raw > 0 and sent != raw, name
 
 
-@uses(case(CP2_PP2))
+@uses(full(*case(CP2_PP2)))
 def test_replicas_of_context_parallelism_reduce_compressed_gradients_and_messages_are_as_long_as_their_part(runs):
     vanilla, ours = runs
     assert_like_vanilla(vanilla, ours, "pipeline forward", "pipeline backward", "DP gradients", "embedding")

@@ -23,7 +23,7 @@ ON_CPUS = [
 ]
 WHY_NOT = why_not_as_root("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "setpriv")
 needs_slurm = pytest.mark.skipif(bool(WHY_NOT), reason=f"{WHY_NOT} (Debian: slurm-wlm, munge)")
-pytestmark = [pytest.mark.ci, needs_slurm]
+pytestmark = [pytest.mark.full, needs_slurm]
 
 
 def wait_until(condition: Callable[[], object], purpose: str, seconds: float) -> None:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ class Import:
     """True below `if TYPE_CHECKING:`, which never runs."""
 
 
+@cache
 def imports(source: str) -> list[Import]:
     tree = ast.parse(source)
     checked = [
@@ -213,6 +215,7 @@ def room(name: str) -> str:
     return above + name.removeprefix(above).partition("/")[0]
 
 
+@cache
 def arrows() -> list[Arrow]:
     """Return all imports between files of the package, also those inside functions and under TYPE_CHECKING."""
     return [
