@@ -178,26 +178,29 @@ def warnings_of_ours() -> list[str]:
     return found
 
 
-def never_ended() -> tuple[list[str], list[dict[str, float]]]:
+def never_ended() -> tuple[list[str], list[int], list[dict[str, float]]]:
+    """Return the warnings, their number after each step, and the bytes of one step and of seven."""
     own_loops.start(1)
     model = own_loops.build(1)
     optimizer, elsewhere = own_loops.optimizer_of(model), own_loops.optimizer_of(model)
     config = LOW_RANK.replace(dp_compression_warmup=0.0)
     handle, metrics = optimus_cc_ext.compress(model, elsewhere, config, train_iters=STEPS, measure_every=0), []
-    said = warnings_of_ours()
+    said, told = warnings_of_ours(), []
     for batch in range(8):
         model.zero_grad_buffer()  # slime and SkyRL zero twice; pass_of zeroes once more
         own_loops.pass_of(model, batch=batch)
         optimizer.step()
+        told.append(len(said))
         if batch in (0, 7):
             metrics.append({name: value for name, value in handle.metrics().items() if name.endswith(" bytes")})
-    return said, metrics
+    return said, told, metrics
 
 
 def test_a_loop_that_ends_no_step_is_told_so_once_and_its_bytes_are_those_of_a_step() -> None:
-    (said, (one, seven)), (others, _) = run_ranks(2, never_ended, timeout=150)
+    (said, told, (one, seven)), (others, *_) = run_ranks(2, never_ended, timeout=150)
     assert not others, "one rank speaks for all"
     [line] = said
+    assert told == [0] * 5 + [1] * 3, "zeroing without a pass counts nothing"
     assert line.startswith("optimus-cc: warning: 5 steps have begun and none has ended, so each counts as repeated")
     assert "Give compress() the optimizer whose step()" in line
     assert one == seven and one["optimus-cc/DP gradients sent bytes"] > 0
