@@ -53,8 +53,8 @@ class Compression:
         self._compression, self._changes = compression, changes
 
     def on_train_start(self, context: Any) -> None:
-        """Attach compression to Bridge's model, load its state from beside the checkpoint that Bridge has loaded, and
-        prove that it can be saved.
+        """Attach compression to Bridge's model, check that the compression state can be saved, and load the state that
+        lies beside the checkpoint which Bridge has loaded.
 
         Raises:
             FlagError: the model cannot be compressed in this way.

@@ -290,7 +290,9 @@ _CURES = {
 }
 
 _NO_RENAME = (errno.EXDEV, errno.ENOSYS, errno.ENOTSUP, errno.EMFILE)
-"""Errors of a rename to another file system, and of any folder's on Mountpoint for S3 and gcsfuse (EMFILE)."""
+"""Errors with which a folder cannot be renamed to another file system, or at all on Mountpoint for S3 and gcsfuse
+(EMFILE).
+"""
 
 
 @contextmanager
@@ -340,8 +342,8 @@ def _is_abandoned(leftover: Path) -> bool:
 
 
 def _rename(folder: Path, name: Path) -> None:
-    """Rename a folder of files, or move its files, topology.json last. The folder of an iteration may be a link to
-    another file system, and mounted stores of objects rename no folders.
+    """Rename a folder of files. Where that is impossible, move the files one by one, topology.json last: the folder of
+    an iteration may be a link to another file system, and mounted object stores cannot rename folders.
     """
     try:
         folder.rename(name)

@@ -85,7 +85,7 @@ def attach(
     on: bool = True,
     in_code: bool = False,
 ) -> Handle:
-    """Choose the configuration of a model, and make its handle: on all ranks of the model, or on none.
+    """Choose the configuration of a model and attach a handle to it. If one rank refuses, no rank attaches.
 
     Collective over all ranks of the model if a technique is on.
 

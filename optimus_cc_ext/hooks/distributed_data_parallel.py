@@ -1,4 +1,4 @@
-"""Reads megatron/core/distributed/distributed_data_parallel.py: a model's gradient buckets join its session.
+"""Attaches a model of megatron/core/distributed/distributed_data_parallel.py to its session: its gradient buckets.
 
 The process groups of the first model give the session its place. They are the groups that DDP holds, whether made by
 Megatron's `parallel_state` or by the user, who passes a `ProcessGroupCollection`.

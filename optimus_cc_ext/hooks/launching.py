@@ -62,7 +62,7 @@ class Launch:
 
     @property
     def session(self) -> Session | None:
-        """The session of the model; None until Megatron has set it up."""
+        """The session of the model; None until Megatron has set up the model."""
         return None if self.handle is None else self.handle._session
 
     def begin(self) -> None:

@@ -88,7 +88,7 @@ def _drop(variables: dict[str, str]) -> None:
 
 
 def require(needed: int) -> None:
-    """Refuse a machine whose first GPU cannot be used by several processes, or has less than `needed` bytes free.
+    """Refuse a machine whose first GPU takes one process only, or has fewer than `needed` free bytes.
 
     Raises:
         OptimusError: it says what is missing, with the cure.

@@ -1,4 +1,4 @@
-"""Hosts that share one GPU, as far as a machine without a GPU can show: the service's life, the runs that are left, and
+"""Tests of hosts that share one GPU which need no GPU: start and end of CUDA's service, the list of missing runs, and
 the table.
 """
 

@@ -95,7 +95,7 @@ def find(source: bytes) -> Block | None:
 
 
 def insert(source: bytes, line: int) -> bytes:
-    """Insert the block above a line, counted from 1, with the line endings of that line; return the new source."""
+    """Insert the block above line number `line` (the first is 1), with that line's line ending; return the source."""
     bom, lines = _lines(source)
     endings = re.findall(rb"\r\n|\n|\r", b"".join(lines[line - 1 :] + lines)) or [b"\n"]
     return b"".join([bom, *lines[: line - 1], BLOCK.encode().replace(b"\n", endings[0]), *lines[line - 1 :]])

@@ -31,7 +31,9 @@ from scripts.hosts.network import UNSHAPED
 ROWS = Path(__file__).resolve().parents[3] / "docs" / "gpu-seconds.csv"
 RATES = (UNSHAPED, "10gbit", "5gbit", "1gbit")
 RIVAL, BALANCED, FREE = "vanilla-bf16", "balanced", "free-coding"
-"""Variants: vanilla that reduces gradients in bf16, the preset, and the preset with coding that costs nothing."""
+"""Names of variants: vanilla that reduces gradients in bf16; `balanced`; `balanced` whose encoding and decoding take
+no time.
+"""
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 TINY: dict[str, Any] = {"hidden": 128, "heads": 4, "sequence": 64, "vocabulary": 512, "micro_batch": 1}
@@ -98,7 +100,7 @@ def measure(options: Namespace) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with gpus.together() if not dry else nullcontext(False) as together:
             machine |= {"at the same time": "yes" if together else "no", "commit": commit()}
-            # What needs another value of CUDA's variable is missing, with a command that sets it.
+            # Runs that need another value of CUDA_DEVICE_MAX_CONNECTIONS are listed as missing, with their command.
             here = [each for each in wanted if dry or each.queues == os.environ.get(QUEUES, "")]
             runs = [(each, variant) for each in here for variant in each.variants]
             for each, variant in _rehearsed(runs) if dry else runs:
@@ -117,7 +119,9 @@ def _wanted(options: Namespace) -> list[Slice]:
 
 
 def _rehearsed(runs: Sequence[tuple[Slice, str]]) -> Iterator[tuple[Slice, str]]:
-    """Yield the runs of a dry run: each variant once, and each model and layout once with a variant of ours."""
+    """Yield the runs that a dry run makes: one run of each variant, and one compressed run of each model in each
+    layout.
+    """
     seen: set[object] = set()
     for each, variant in runs:
         shown = {variant} | ({(each.model, each.layout)} if variant not in (VANILLA, RIVAL) else set())

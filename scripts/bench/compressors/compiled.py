@@ -205,7 +205,9 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 
 
 def _launches(capability: int, cache: Path) -> Iterator[str]:
-    """Yield the host's microseconds of calls, without the driver's: compiled kernels are launched and do nothing."""
+    """Yield how many microseconds the host needs for each call. The launched kernels do nothing, so the time of the
+    GPU's driver is not part of it.
+    """
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 

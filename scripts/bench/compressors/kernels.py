@@ -19,7 +19,8 @@ Contenders = dict[str, Work | None]
 
 
 def contenders(device: torch.device, shape: tuple[int, int, int]) -> Iterator[tuple[str, Contenders]]:
-    """Yield (case, contenders) for a batch of matrices of this shape, at ranks 16, 64 and 128 as far as these fit.
+    """Yield (case, contenders) for a batch of matrices of this shape, for each compression rank of 16, 64 and 128 that
+    the matrices allow.
 
     Raises:
         SystemExit: the results of a case's contenders differ.
