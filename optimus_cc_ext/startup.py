@@ -1,21 +1,25 @@
 """Preparation of a process before Megatron is imported, for the launcher and for patched scripts."""
 
 import importlib
+import multiprocessing.util
 import os
 import runpy
+import signal
 import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from optimus_cc_ext.devices import cpu_runtime, parent_death
 from optimus_cc_ext.errors import OptimusError, ends_the_run, exit_with, require_megatron, require_torch
 
 __all__ = ["launch", "prepare", "prepare_script"]
 
 OWN_ENTRY = "optimus_cc_ext.tools.pretrain_gpt"
-"""The entry point for users without a script of their own. Training with a script needs nothing of tools/."""
+"""The entry point for users without a script of their own. Training on GPUs with a script needs nothing of tools/."""
+
+DEVICES = "optimus_cc_ext.tools.cpu.cpu_runtime"
+"""Chooses the device. Where it is deleted, ranks train on GPUs of their own."""
 
 
 def launch(argv: list[str]) -> None:
@@ -67,15 +71,16 @@ def prepare_script() -> None:
 def prepare() -> None:
     """Choose the device, and let Megatron's parser know our flags; print the device and Megatron's path.
 
-    Call it first under `if __name__ == "__main__"`, before modules that import Megatron's functions by name. Child
-    processes end with this process. If this machine or this Megatron cannot be used, the process ends with status 2 and
-    a message that names the reason, the rank and the host.
+    Call it first under `if __name__ == "__main__"`, before modules that import Megatron's functions by name. If this
+    machine or this Megatron cannot be used, the process ends with status 2 and a message that names the reason, the
+    rank and the host. A process that fails later does not wait for its data loaders.
     """
-    parent_death.install()
+    # Priority 0 runs when Python ends, before multiprocessing waits for its children.
+    multiprocessing.util.Finalize(None, _kill_daemons, exitpriority=0)
     try:
         require_torch()
         require_megatron()
-        line = cpu_runtime.activate()
+        line = _choose_device()
         from optimus_cc_ext.hooks import start
 
         start()
@@ -84,6 +89,32 @@ def prepare() -> None:
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
         print(_which_megatron(), flush=True)
+
+
+def _choose_device() -> str:
+    if _is_there(DEVICES):
+        line: str = importlib.import_module(DEVICES).activate()
+        return line
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptimusError(
+            f"PyTorch sees no CUDA device, and {DEVICES}, which runs Megatron on a CPU, is not installed"
+        )
+    return f"optimus-cc: running on CUDA ({torch.cuda.device_count()} devices visible)"
+
+
+def _kill_daemons() -> None:
+    """Kill the children that multiprocessing would end by SIGTERM, and then wait for.
+
+    With Megatron's --exit-signal-handler the workers of a data loader only note that signal: a rank that failed would
+    wait for ever, and torchrun would never learn that it failed.
+    """
+    # Torch's handler would report the death of a data loader's worker as one more error, after the real one.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _is_prepared() -> bool:
@@ -107,7 +138,8 @@ def _run_own_entry(argv: list[str]) -> None:
 
 def _is_there(module: str) -> bool:
     """Return True if a module of tools/, which can be deleted, is there."""
-    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+    names = module.split(".")
+    return all(find_spec(".".join(names[:count])) is not None for count in range(1, len(names) + 1))
 
 
 def _importer_of_megatron() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from optimus_cc_ext.devices.shared_gpu import Device, device_for
+from optimus_cc_ext.tools.cpu.shared_gpu import Device, device_for
 
 __all__ = ["RANKS", "VARIABLE", "device_of", "said_of", "take"]
 
@@ -37,6 +37,6 @@ def take() -> None:
     """Set the GPU of a rank that was just forked, if it has one."""
     device = os.environ["OPTIMUS_CC_DEVICE"]
     if device != "cpu":
-        from optimus_cc_ext.devices import cpu_runtime
+        from optimus_cc_ext.tools.cpu import cpu_runtime
 
         cpu_runtime.activate()

@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPTIMUS_CC_DEVICE"] = os.environ.get("OPTIMUS_CC_TEST_DEVICE", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from optimus_cc_ext.devices import cpu_runtime
+from optimus_cc_ext.tools.cpu import cpu_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron warns once for each missing GPU library

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from optimus_cc_ext.config.artifact import add_removed_flags, take_notes
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
-from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.errors import FlagError, ends_the_run, exit_with
 from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam, check_one_megatron
@@ -92,9 +91,7 @@ def _validate(
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags and the defaults that the device needs to Megatron's parser."""
-    if cpu_runtime.is_active():
-        cpu_runtime.apply_cpu_defaults(parser)
+    """Add our flags to Megatron's parser."""
     _repair_help(parser)
     add_removed_flags(parser)
     add_flags(parser)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.devices import cpu_runtime
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.metrics.report import ErrorAlarm
 from optimus_cc_ext.metrics.traffic import FALLBACK
@@ -118,5 +117,6 @@ class _Reporter:
 
 def training_device() -> torch.device:
     """Return the device of this rank's model, and so of its collectives' tensors, whatever their backend is called."""
-    on_gpu = not cpu_runtime.is_active() and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.empty(0, device=torch.cuda.current_device()).device  # a CPU's where one stands in for CUDA

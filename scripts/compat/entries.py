@@ -148,7 +148,7 @@ def _one(target: str, modes: list[str], ranks: int, limit: float) -> str:
 
 
 def _trained(script: Path, modes: list[str], ranks: int, limit: float) -> dict[str, dict[str, object]]:
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     warnings.simplefilter("ignore")  # Megatron warns once per missing GPU library
     cpu_runtime.activate()

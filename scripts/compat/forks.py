@@ -1,6 +1,7 @@
 """Ranks that are forks of this process, which has imported Megatron once for all of them."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -9,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from optimus_cc_ext.devices import parent_death
-
 __all__ = ["Forks", "run_forks"]
+
+
+_SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class Forks:
@@ -28,7 +30,7 @@ class Forks:
             if pid := os.fork():
                 self._pids.add(pid)
                 continue
-            parent_death.end_with(parent)
+            _end_with(parent)
             os.setpgid(0, 0)
             log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
             os.dup2(log, 1)
@@ -56,6 +58,13 @@ class Forks:
                     kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self._pids.clear()
+
+
+def _end_with(parent: int) -> None:
+    """Let this fork end with its parent, `kill -9` included; at once if the parent has ended already."""
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def run_forks(ranks: int, folder: Path, run: Callable[[int], None], limit: float) -> tuple[list[str], bool]:

@@ -161,7 +161,7 @@ def main() -> int:
 
 def _prepare(checkout: Path) -> None:
     sys.path.insert(0, str(checkout))
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     warnings.simplefilter("ignore")  # Megatron warns once per missing GPU library that it falls back
     cpu_runtime.activate()

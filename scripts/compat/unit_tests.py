@@ -170,7 +170,7 @@ def _prepare(checkout: Path) -> int:
     """Import Megatron from the checkout; return the largest number of ranks."""
     sys.path.insert(0, str(checkout))
     os.chdir(checkout)
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     warnings.simplefilter("ignore")  # Megatron warns once for each missing GPU library
     on_gpus = cpu_runtime.device_choice() == "cuda"

@@ -19,7 +19,7 @@ from pathlib import Path
 _PROBE = """
 import json, warnings
 warnings.simplefilter("ignore")
-from optimus_cc_ext.devices import cpu_runtime
+from optimus_cc_ext.tools.cpu import cpu_runtime
 cpu_runtime.activate()
 import megatron.core, megatron.training
 from optimus_cc_ext.errors import UnsupportedMegatron

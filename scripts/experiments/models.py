@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import cast
 
 from optimus_cc_ext.config import OptimusConfig, presets
-from optimus_cc_ext.devices.shared_gpu import Device, device_for
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.tools.cpu.shared_gpu import Device, device_for
 from optimus_cc_ext.tools.data import PreparedData
 
 VALIDATION_SHARE = 10

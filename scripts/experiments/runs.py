@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext._version import __version__
-from optimus_cc_ext.devices.shared_gpu import Device
+from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.data.output import write_whole
 from optimus_cc_ext.tools.report.log_lines import parse_progress
 from optimus_cc_ext.tools.report.table import Table

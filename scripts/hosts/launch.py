@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 import torch.distributed
 
-from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.report.log_lines import failure_reason, parse_left_dense
 from scripts.hosts import gpus
 from scripts.hosts.network import INTERFACE, Network
@@ -192,10 +192,9 @@ def _failure(statuses: Sequence[int | None], logs: Sequence[Path]) -> RunFailed:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a rank that still runs, with all processes of its session."""
-    if process.poll() is None:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """End a rank with all processes of its session, also if the rank has ended and left some."""
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -24,7 +24,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from optimus_cc_ext.devices.shared_gpu import Device
+from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.data import PreparedData
 from optimus_cc_ext.tools.data.output import check_replaceable, replace
 from optimus_cc_ext.tools.report.comparison import FILES, REQUIRED

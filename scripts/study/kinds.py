@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.errors import run_command
+from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.report.document import ReportDocument
 from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.models import MODELS, Training, device_here

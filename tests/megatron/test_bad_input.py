@@ -288,7 +288,7 @@ def test_a_device_that_is_none_is_refused() -> None:
 
 
 def no_runtime() -> None:
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     cpu_runtime.deactivate()
 
@@ -306,7 +306,7 @@ def broken_gpu() -> None:
     import torch
 
     from optimus_cc_ext import errors
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     cpu_runtime.deactivate()
     errors.time.sleep = lambda seconds: None  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, f
     """Start or resume a run and kill it; return the losses until then."""
     mark = uuid.uuid4().hex
     agent = start_torchrun(argv, folder, mark, ranks=RANKS)
-    # As in `torchrun ... | tee`, tee ends when no process is left that could write to its pipe.
+    # As in `torchrun ... | tee`, tee ends when no process is left that could write to its pipe. Until then it is read.
     tee = subprocess.Popen(["tee", "killed.log"], cwd=folder, stdin=agent.stdout, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None and tee.stdout is not None
     agent.stdout.close()
@@ -80,11 +81,16 @@ def run_and_kill(killing: Killing, argv: list[str], folder: Path) -> dict[int, f
     (victim,) = [p for p in psutil.Process(agent.pid).children() if p.environ().get("RANK") == str(killing.rank)]
     killed = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
-    rest, _ = tee.communicate(timeout=NO_HANG_SECONDS)
-    print(f"  {killing}: the pipe closed after {time.monotonic() - killed:.1f} s")
-    assert agent.wait(timeout=NO_HANG_SECONDS) != 0, (output + rest)[-3000:]
-    assert time.monotonic() - killed < NO_HANG_SECONDS
-    assert processes_of(mark) == []
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(tee.communicate, timeout=2 * NO_HANG_SECONDS)
+        status = agent.wait(timeout=NO_HANG_SECONDS)
+        print(f"  {killing}: torchrun ended after {time.monotonic() - killed:.1f} s")
+        # The server of the killed rank, which vanilla Megatron leaves, too (docs/troubleshooting.md).
+        for left in processes_of(mark):
+            assert left.environ()["RANK"] == str(killing.rank) and "multiprocessing" in " ".join(left.cmdline())
+            left.kill()
+        rest, _ = reading.result()
+    assert status != 0, (output + rest)[-3000:]
     return losses(output + rest)
 
 

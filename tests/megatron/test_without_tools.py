@@ -1,4 +1,4 @@
-"""The extension in a copy of the package from which `tools/` is deleted."""
+"""The extension in a copy of the package from which `tools/` is deleted, or all of it but `cpu/`."""
 
 import os
 import shutil
@@ -20,39 +20,51 @@ PACKAGE = ROOT / "optimus_cc_ext"
 SCRIPT = PACKAGE / "tools/pretrain_gpt.py"
 
 
-@pytest.fixture
-def without_tools(tmp_path: Path) -> Path:
-    """Return a folder with a copy of the package that has no tools, and with a script that trains a GPT."""
-    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("tools", "__pycache__"))
-    shutil.copy(SCRIPT, tmp_path / "train.py")
-    return tmp_path
+def copied(folder: Path, *, kept: str | None = None) -> None:
+    """Copy the package without tools, but for the folder of tools that is `kept`, and a script that trains a GPT."""
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("tools", "__pycache__"))
+    if kept is not None:
+        shutil.copytree(PACKAGE / "tools" / kept, folder / PACKAGE.name / "tools" / kept)
+        shutil.copy(PACKAGE / "tools/__init__.py", folder / PACKAGE.name / "tools")
+    shutil.copy(SCRIPT, folder / "train.py")
 
 
 def searched(folder: Path) -> str:
     return f"{folder}:{sysconfig.get_path('purelib')}"
 
 
-def test_every_module_of_the_extension_can_be_imported(without_tools: Path) -> None:
+def test_every_module_of_the_extension_can_be_imported(tmp_path: Path) -> None:
+    copied(tmp_path)
     modules = [
-        ".".join(path.relative_to(without_tools).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted((without_tools / PACKAGE.name).rglob("*.py"))
+        ".".join(path.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((tmp_path / PACKAGE.name).rglob("*.py"))
         if path.name != "__main__.py"
     ]
     assert len(modules) > 80
     program = f"from importlib import import_module\nfor name in {modules}: print(import_module(name).__file__)"
-    environment = {**os.environ, "PYTHONPATH": searched(without_tools)}
+    environment = {**os.environ, "PYTHONPATH": searched(tmp_path)}
     command = [*PYTHON, "-c", program]
-    done = subprocess.run(command, cwd=without_tools, env=environment, capture_output=True, text=True, timeout=120)
-    assert all(line.startswith(str(without_tools)) for line in done.stdout.splitlines())
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert all(line.startswith(str(tmp_path)) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.ci
-def test_a_script_trains_and_the_launcher_says_that_its_own_is_missing(without_tools: Path, mark: str) -> None:
-    program, path = ("--no-python", *PYTHON, "-m", "optimus_cc_ext"), searched(without_tools)
-    trained = torchrun(["train.py", *TWO_STAGES], without_tools, mark, program=program, python_path=path)
+def test_a_script_trains_and_the_launcher_says_that_its_own_is_missing(tmp_path: Path, mark: str) -> None:
+    copied(tmp_path, kept="cpu")
+    program, path = ("--no-python", *PYTHON, "-m", "optimus_cc_ext"), searched(tmp_path)
+    trained = torchrun(["train.py", *TWO_STAGES], tmp_path, mark, program=program, python_path=path)
     assert trained.code == 0, trained.output[-3000:]
     assert len(logged_losses(trained.output)) == 2 and "optimus-cc traffic per iteration" in trained.output
-    refused = torchrun(TWO_STAGES, without_tools, mark, program=program, python_path=path, ranks=1)
+    refused = torchrun(TWO_STAGES, tmp_path, mark, program=program, python_path=path, ranks=1)
     assert refused.code != 0
     assert "error: the built-in pretrain_gpt is not installed. Give the script of a Megatron-LM" in refused.output
+
+
+def test_without_a_gpu_and_the_cpu_runtime_the_launcher_says_so(tmp_path: Path) -> None:
+    copied(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": searched(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [*PYTHON, "-m", "optimus_cc_ext", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "PyTorch sees no CUDA device, and optimus_cc_ext.tools.cpu" in done.stderr

@@ -114,9 +114,9 @@ def resolve_all(command_lines: list[tuple[int, list[str]]]) -> list[OptimusConfi
     """
     from megatron.training import arguments
 
-    from optimus_cc_ext.devices import cpu_runtime
     from optimus_cc_ext.hooks.arguments import prepare_parser
     from optimus_cc_ext.hooks.facts import layout_from
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     cpu_runtime.activate()
     parser = prepare_parser(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))

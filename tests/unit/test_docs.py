@@ -241,7 +241,7 @@ def literal(node: ast.expr) -> str:
 
 def ends_of_a_run() -> Iterator[tuple[str, str]]:
     """Yield the error and the message of each `raise` that can end a run, in `compress()` or after it has begun."""
-    for folder in ("hooks", "techniques", "checkpoint", "metrics", "forecast", "devices"):
+    for folder in ("hooks", "techniques", "checkpoint", "metrics", "forecast", "tools/cpu"):
         for path in sorted((ROOT / "optimus_cc_ext" / folder).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Return) else None

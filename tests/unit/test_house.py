@@ -28,7 +28,7 @@ TOOLS = "tools/"
 MEGATRON_AT_ONCE = ("tools/pretrain_gpt.py",)
 """Files that may import Megatron at the top, because only programs that use Megatron import them."""
 
-MEGATRON_WHEN_CALLED = ("hooks/", "devices/", "tools/doctor/", "startup.py", "tools/data/prepare.py")
+MEGATRON_WHEN_CALLED = ("hooks/", "tools/cpu/", "tools/doctor/", "startup.py", "tools/data/prepare.py")
 """Places that may import Megatron inside functions: the CPU runtime has to be installed first, and --help needs
 none.
 """

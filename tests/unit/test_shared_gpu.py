@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from optimus_cc_ext.devices import cpu_runtime, shared_gpu
 from optimus_cc_ext.errors import OptimusError, is_first_local_rank
+from optimus_cc_ext.tools.cpu import cpu_runtime, shared_gpu
 from optimus_cc_ext.tools.doctor import gpu
 from tests.device import device_of, said_of
 

@@ -85,7 +85,7 @@ def _prepare(target: str) -> str:
     Raises:
         OptimusError: Megatron is missing; the message names the cure.
     """
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     require_megatron()
     if target == HERE:

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from optimus_cc_ext.devices import driver
+from optimus_cc_ext.tools.cpu import driver
 from optimus_cc_ext.tools.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.tools.doctor.machine import kernels, packages
 

@@ -53,7 +53,7 @@ def default_target() -> str:
     """Return `here` if PyTorch can use a CUDA device that training would use, and otherwise h100."""
     import torch
 
-    from optimus_cc_ext.devices import cpu_runtime
+    from optimus_cc_ext.tools.cpu import cpu_runtime
 
     on_cpu = cpu_runtime.is_active() or os.environ.get(cpu_runtime.DEVICE_VARIABLE) == "cpu"
     return HERE if not on_cpu and torch.cuda.is_available() else "h100"
@@ -66,8 +66,8 @@ def emulate(target: str) -> None:
     """
     import torch
 
-    from optimus_cc_ext.devices import cpu_runtime, torch_cuda
     from optimus_cc_ext.patching import Patches
+    from optimus_cc_ext.tools.cpu import cpu_runtime, torch_cuda
 
     cpu_runtime.deactivate()
     patches = Patches()  # these patches stay: this process answers for one target only

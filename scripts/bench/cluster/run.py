@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
-from optimus_cc_ext.devices.shared_gpu import Device
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
+from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
 from scripts.bench.cluster.rates import Plan
 from scripts.experiments.models import Layout

@@ -1,7 +1,7 @@
 """Choose the device of a rank; on a CPU, let the CPU stand in for ``torch.cuda``, and gloo for NCCL.
 
 Call :func:`activate` before Megatron is imported; nothing else is needed. A CUDA function that has no meaning on a CPU
-raises an error with its name (:class:`~optimus_cc_ext.devices.torch_cuda.NoCpuMeaningError`). :func:`deactivate`
+raises an error with its name (:class:`~optimus_cc_ext.tools.cpu.torch_cuda.NoCpuMeaningError`). :func:`deactivate`
 restores PyTorch and Megatron.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.devices import cuda_means_cpu, driver, megatron_on_cpu, shared_gpu, torch_cuda
-from optimus_cc_ext.devices.megatron_on_cpu import apply_cpu_defaults
 from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.tools.cpu import cuda_means_cpu, driver, megatron_on_cpu, shared_gpu, torch_cuda
 
-__all__ = ["DEVICE_VARIABLE", "activate", "apply_cpu_defaults", "deactivate", "device_choice", "is_active"]
+__all__ = ["DEVICE_VARIABLE", "activate", "deactivate", "device_choice", "is_active"]
 
 DEVICE_VARIABLE = "OPTIMUS_CC_DEVICE"
 GPU_FILES = "/dev/nvidia[0-9]*"
@@ -76,7 +75,7 @@ def activate() -> str:
     Raises:
         ValueError: OPTIMUS_CC_DEVICE is no device.
         RuntimeError: `device_choice` found no device, Megatron was imported before, or this rank's GPU cannot be used.
-        OptimusError: the GPU cannot be shared (:func:`optimus_cc_ext.devices.shared_gpu.activate`).
+        OptimusError: the GPU cannot be shared (:func:`optimus_cc_ext.tools.cpu.shared_gpu.activate`).
     """
     choice = device_choice()
     if choice != "cpu":

@@ -10,17 +10,19 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from optimus_cc_ext.devices import cuda_means_cpu, torch_cuda
 from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.tools.cpu import cuda_means_cpu, torch_cuda
 
-__all__ = ["CPU_DEFAULTS", "apply_cpu_defaults", "checkpoint_writer", "install", "use_compiled_helpers"]
+__all__ = ["checkpoint_writer", "install", "use_compiled_helpers"]
 
+PARSER = "megatron.training.arguments:"
 RNG_MODULE = "megatron.core.tensor_parallel.random"
 ASYNC_CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
 ASYNC_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
@@ -41,18 +43,12 @@ CPU_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
 )
 
 
-def apply_cpu_defaults(parser: argparse.ArgumentParser) -> list[str]:
-    """Set the defaults in ``parser`` (Megatron's) that a CPU needs; a flag on the command line still overrides them.
-
-    Returns one ``name=value`` per default that was changed. Destinations that this version of Megatron does not have
-    are left out.
-    """
+def _with_cpu_defaults(add_arguments: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A flag on the command line still overrides them. What this version of Megatron does not have is left out.
+    parser: argparse.ArgumentParser = add_arguments(*args, **kwargs)
     known = {action.dest for action in parser._actions}
-    changed = {
-        name: value for name, value in CPU_DEFAULTS.items() if name in known and parser.get_default(name) != value
-    }
-    parser.set_defaults(**changed)
-    return [f"{name}={value}" for name, value in changed.items()]
+    parser.set_defaults(**{name: value for name, value in CPU_DEFAULTS.items() if name in known})
+    return parser
 
 
 def _gloo_only(make_group: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +168,7 @@ _AROUND: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def install(patches: Patches) -> None:
-    """Wrap the functions of Megatron's core, which is imported here. Call it after torch.cuda has been replaced.
+    """Wrap functions of Megatron, which is imported here. Call it after torch.cuda has been replaced.
 
     Raises:
         RuntimeError: Megatron was imported before torch.cuda was replaced, and still holds torch's originals.
@@ -181,7 +177,7 @@ def install(patches: Patches) -> None:
     if module is not None and module._lazy_init is not torch.cuda._lazy_init:
         raise RuntimeError(
             "the CPU runtime was activated after Megatron had been imported with CUDA's functions; call "
-            "optimus_cc_ext.devices.cpu_runtime.activate() before the first import of megatron, or start the "
+            "optimus_cc_ext.tools.cpu.cpu_runtime.activate() before the first import of megatron, or start the "
             "program with `python -m optimus_cc_ext`"
         )
     for name in ("init_process_group", "new_group"):
@@ -189,6 +185,8 @@ def install(patches: Patches) -> None:
             patches.wrap(owner, name, _gloo_only)
     for target, name, around in _AROUND:
         patches.wrap(resolve_name(target), name, around)
+    if find_spec("megatron.training") is not None:
+        patches.wrap(resolve_name(PARSER), "add_megatron_arguments", _with_cpu_defaults)
     # --async-save writes from a second process, which starts without the CPU runtime.
     patches.replace(resolve_name(ASYNC_CALLER), "async_loop", staticmethod(checkpoint_writer))
 
