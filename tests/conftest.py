@@ -69,6 +69,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run what is marked `full` or `ci`: see CONTRIBUTING.md")
+    parser.addoption("--ci", action="store_true", help="also run what is marked `ci`")
     parser.addoption(
         "--record", metavar="FILE", help="record all Megatron runs in FILE: see tests/megatron/identity.py"
     )
@@ -93,7 +94,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    slow = [any(map(item.get_closest_marker, ("full", "ci"))) for item in items]
+    marks = ("full",) if config.getoption("--ci") else ("full", "ci")
+    slow = [any(map(item.get_closest_marker, marks)) for item in items]
     left_out = list(itertools.compress(items, slow))
     if left_out:
         # Deselected rather than skipped, because nothing is missing here: these tests are simply not requested.

@@ -80,7 +80,9 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     return sent[0], sent[1], right
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole gradients", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole gradients", "distributed optimizer"]
+)
 def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded):
     # V is the embedding's size. Sharded or not, the bytes are equal, because gloo's reduce-scatter moves as much as its
     # all-reduce: 1.5 V instead of 0.75 V.

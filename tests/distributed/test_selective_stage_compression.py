@@ -88,7 +88,11 @@ def _against_the_hook(compressor, shapes: Shapes) -> float:
 
 
 @BOTH
-@pytest.mark.parametrize("shapes", [SHAPES, of_layers(3, hidden=16)], ids=["six tensors", "layers"])
+@pytest.mark.parametrize(
+    "shapes",
+    [SHAPES, pytest.param(of_layers(3, hidden=16), marks=pytest.mark.full)],
+    ids=["six tensors", "layers"],
+)
 def test_equals_pytorchs_powersgd_hook_over_five_compressed_steps(compressor, shapes):
     # The tolerance of 1e-4 covers two orthogonalisations in fp32, fed back through the residual five times.
     assert max(run_ranks(3, _against_the_hook, compressor, shapes)) < 1e-4
@@ -134,7 +138,9 @@ def _in_shards(steps: int, error_feedback: bool, compressor) -> list[float]:
     return [gap, whole_gap, touched]
 
 
-@pytest.mark.parametrize("error_feedback", [True, False], ids=["error feedback", "without"])
+@pytest.mark.parametrize(
+    "error_feedback", [True, pytest.param(False, marks=pytest.mark.full)], ids=["error feedback", "without"]
+)
 @BOTH
 def test_a_replica_rebuilds_the_rows_of_its_shard_and_no_others(compressor, error_feedback):
     for gap, whole_gap, touched in run_ranks(3, _in_shards, 5, error_feedback, compressor):

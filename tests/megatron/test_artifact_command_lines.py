@@ -126,7 +126,7 @@ SUBSTITUTED = {
 }  # fmt: skip
 
 
-@uses(SUBSTITUTED["335M"], full(SUBSTITUTED["2.5B"]), full(SUBSTITUTED["8.3B"]))
+@uses(*map(full, SUBSTITUTED.values()))
 def test_with_sizes_backend_tokenizer_and_layout_substituted_it_trains_compressed(runs):
     losses = last_stage_losses(runs.ranks)
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)

@@ -133,6 +133,7 @@ def evaluated(often: bool) -> tuple[list[str], list[float]]:
     return digests, [*norms, *(value for name, value in handle.metrics().items() if name.endswith("bytes"))]
 
 
+@pytest.mark.full
 def test_evaluation_between_steps_and_inside_of_them_touches_nothing() -> None:
     assert run_ranks(4, evaluated, True, timeout=90) == run_ranks(4, evaluated, False, timeout=90)
 

@@ -34,7 +34,7 @@ def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
         assert not rank.ours.remembered.keys() - {"iteration", "usual_clipping", "loss_scale"}, "nothing to keep"
 
 
-@uses((table.VANILLA_SHARDED, next(run for run in table.EXACT if run.name.startswith("sharded"))))
+@uses(full(table.VANILLA_SHARDED, next(run for run in table.EXACT if run.name.startswith("sharded"))))
 def test_asked_for_whole_gradients_the_shards_are_gathered(runs):
     vanilla, ours = (saved_gradients(run.folder) for run in runs)
     assert vanilla.keys() == ours.keys() and len(vanilla) > 8
@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay
         assert not [what for calls in rank.asked.values() for what in calls], "allocated or asked of the host"
 
 
-@uses(table.POISONED_BLOCKS)
+@uses(full(table.POISONED_BLOCKS))
 def test_what_is_not_finite_on_one_replica_reaches_all_and_the_step_leaves_nothing(runs):
     for rank in runs.ranks:
         assert [step.skipped for step in rank.steps] == [i in (INF_AT, NAN_AT) for i in range(6)]

@@ -36,7 +36,8 @@ def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
 
 
 @uses(
-    *((run, resumed(run, 4)) for run in (table.SAVED, table.SAVED_SHARDED)),
+    (table.SAVED, resumed(table.SAVED, 4)),
+    full(table.SAVED_SHARDED, resumed(table.SAVED_SHARDED, 4)),
     in_ci(table.SAVED_IN_BACKGROUND, resumed(table.SAVED_IN_BACKGROUND, 4)),
     full(table.SAVED_FACTORS, resumed(table.SAVED_FACTORS, 4)),
     *(full(run, *(resumed(run, iteration) for iteration in (2, 4, 6))) for run in table.SAVED_OFTEN),
@@ -100,7 +101,7 @@ def assert_described(folder: Path, iteration: int, *, ranks: int) -> None:
     assert not list(folder.glob(".optimus*")), "what is written first is moved, not copied"
 
 
-@uses(in_ci(table.SAVED_IN_BACKGROUND, table.FAILED_IN_BACKGROUND, table.AFTER_FAILURE))
+@uses(full(table.SAVED_IN_BACKGROUND, table.FAILED_IN_BACKGROUND, table.AFTER_FAILURE))
 def test_a_background_writer_that_fails_ends_all_ranks_and_the_checkpoint_before_counts(runs):
     whole, failed, resumed = runs
     assert {rank.ended for rank in failed.ranks} == {2}
@@ -110,12 +111,13 @@ def test_a_background_writer_that_fails_ends_all_ranks_and_the_checkpoint_before
     assert_goes_on(resumed, whole, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "function, done, ours",
     [
-        pytest.param("write_rank_file", True, False, marks=pytest.mark.ci),
-        pytest.param("publish", False, False, marks=pytest.mark.full),
-        pytest.param("publish", True, True, marks=pytest.mark.full),
+        ("write_rank_file", True, False),
+        ("publish", False, False),
+        ("publish", True, True),
     ],
     ids=["when written", "before it is moved", "before the tracker file"],
 )
@@ -161,7 +163,7 @@ def test_another_topology_starts_afresh_and_trains_on(runs):
     assert "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint" in line
 
 
-@uses(table.AT_ANOTHER_RANK)
+@uses(full(table.AT_ANOTHER_RANK))
 def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
     (line,) = about_state(runs)
     assert "compressed backpropagation is reset" in line and "data-parallel" not in line
@@ -174,7 +176,7 @@ def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(run
     assert "the state of data-parallel compression is reset" in line and "bucket" in line
 
 
-@uses(table.FINETUNED, full(table.WITHOUT_OPTIMIZER))
+@uses(*map(full, (table.FINETUNED, table.WITHOUT_OPTIMIZER)))
 def test_what_resets_the_optimizer_resets_us_and_is_said(runs):
     (line,) = about_state(runs)
     assert line.endswith(f": {runs.spec.flags.split()[-1]}")
@@ -190,7 +192,7 @@ def test_switched_off_the_state_is_ignored_and_the_next_checkpoint_has_none(runs
     assert "the checkpoint does not contain it" in line
 
 
-@uses((table.OVERWRITTEN, table.AFTER_VANILLA))
+@uses(full(table.OVERWRITTEN, table.AFTER_VANILLA))
 def test_state_beside_a_checkpoint_that_vanilla_wrote_again_is_not_taken(runs):
     overwritten, loaded = runs
     assert (overwritten.folder / "iter_0000004" / "optimus_cc").exists(), "vanilla leaves our files in its folder"
@@ -220,7 +222,7 @@ def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(run
     assert "the checkpoint does not contain it" in line
 
 
-@uses(table.ELSEWHERE)
+@uses(full(table.ELSEWHERE))
 def test_ranks_that_see_different_folders_all_end_before_any_uses_its_state(runs):
     # Each folder is valid by itself: one of them is another save of the same run, as a node that did not mount the
     # shared folder sees it.
@@ -274,7 +276,7 @@ def test_a_checkpoint_that_is_a_link_to_another_file_system_is_saved_again(runs)
     shutil.rmtree(link.resolve().parent)
 
 
-@uses(in_ci(CLEANED))
+@uses(full(CLEANED))
 def test_staged_files_that_another_program_deletes_end_all_ranks_with_a_sentence_and_no_checkpoint_counts(runs):
     assert {rank.ended for rank in runs.ranks} == {2}
     line = the_error(runs)
@@ -285,7 +287,7 @@ def test_staged_files_that_another_program_deletes_end_all_ranks_with_a_sentence
     assert not (runs.folder / "latest_checkpointed_iteration.txt").exists()
 
 
-@uses(in_ci(table.saving("weights only", "--ckpt-format torch_dist --no-save-optim", table.CB4, layout=table.PP2)))
+@uses(full(table.saving("weights only", "--ckpt-format torch_dist --no-save-optim", table.CB4, layout=table.PP2)))
 def test_a_checkpoint_without_the_optimizers_state_has_none_of_ours(runs):
     assert (runs.folder / "iter_0000008").exists() and not list(runs.folder.glob("**/optimus_cc*"))
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.megatron import interventions
 from tests.megatron.runs import NO_DROPOUT, PP2, TP2_PP2_DP2, VANILLA, VANILLA_TP2
-from tests.megatron.specs import Run, RunSpec, uses
+from tests.megatron.specs import Run, RunSpec, full, uses
 from tests.megatron_runs import last_stage_losses
 
 NATURAL = math.log(512)
@@ -29,7 +29,7 @@ def assert_learns(run: Run) -> list[float]:
     return losses
 
 
-@uses(VANILLA, VANILLA_TP2)
+@uses(VANILLA, full(VANILLA_TP2))
 def test_training_in_three_dimensions_learns_and_evaluates(runs):
     assert_learns(runs)
     places = runs.by_place()

@@ -258,7 +258,7 @@ def finalised_by_hand(when: str, ddp: dict[str, Any]) -> tuple[float, list[float
     return error, [metrics[f"optimus-cc/embedding {kind} bytes"] for kind in ("raw", "sent")]
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "overlapped"])
 @pytest.mark.parametrize("when", ["announced", "followed"])
 def test_gradients_that_are_finalised_after_the_pass_are_vanillas(when: str, overlapped: bool) -> None:
     for error, (raw, sent) in run_ranks(4, finalised_by_hand, when, {"overlap_grad_reduce": overlapped}, timeout=90):
@@ -328,7 +328,13 @@ def alignments(hidden: int, sharded: bool) -> tuple[int, set[int]]:
     return handle._session.grid.align, {_tables(layout, torch.device("cpu")).align for layout in seen}
 
 
-@pytest.mark.parametrize("hidden, told, sharded", [(64, 16, True), (36, 4, True), (36, 4, False), (34, 2, True)])
+@pytest.mark.parametrize(
+    "hidden, told, sharded",
+    [
+        (64, 16, True), (36, 4, False),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in ((36, 4, True), (34, 2, True))),
+    ],
+)  # fmt: skip
 def test_kernels_are_tried_for_the_alignment_of_every_layout_of_the_run(hidden: int, told: int, sharded: bool) -> None:
     for align, used in run_ranks(4, alignments, hidden, sharded, timeout=100):
         assert math.gcd(16, align) == told and all(each % told == 0 for each in used)

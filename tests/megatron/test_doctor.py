@@ -113,7 +113,11 @@ def ask_both(line: str, world_size: int) -> tuple[Launch, Launch]:
     return ask_doctor(line, world_size, "--target", "here"), training
 
 
-@pytest.mark.parametrize(("line", "world_size"), GOOD)
+def one_in(count: int, rows: list[Any]) -> list[Any]:
+    return [pytest.param(*row, marks=pytest.mark.full if n % count else ()) for n, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("line", "world_size"), one_in(3, GOOD))
 def test_what_trains_is_said_to_train(line: str, world_size: int) -> None:
     doctor, training = ask_both(line, world_size)
     assert training.accepted, training.output[-2000:]
@@ -122,10 +126,7 @@ def test_what_trains_is_said_to_train(line: str, world_size: int) -> None:
     assert "FAIL" not in doctor.output
 
 
-REFUSED = [pytest.param(*row, marks=pytest.mark.full if n % 4 else ()) for n, row in enumerate(BAD)]
-
-
-@pytest.mark.parametrize(("line", "world_size", "says"), REFUSED)
+@pytest.mark.parametrize(("line", "world_size", "says"), one_in(4, BAD))
 def test_what_does_not_train_is_refused_with_trainings_own_status(line: str, world_size: int, says: str) -> None:
     doctor, training = ask_both(line, world_size)
     assert not training.accepted
@@ -254,7 +255,7 @@ def test_a_package_that_is_missing_ends_training_here_and_is_listed_for_another_
         ),
     ],
 )
-@pytest.mark.parametrize("target", ["here", "h100"])
+@pytest.mark.parametrize("target", ["here", pytest.param("h100", marks=pytest.mark.full)])
 def test_what_megatron_refuses_when_it_builds_the_model_is_foreseen(target: str, flags: str, says: str) -> None:
     found = ask_doctor(f"{PP2} {flags} --optimus-cc balanced", 4, "--target", target)
     assert found.code == 1 and says in found.output.splitlines()[0], found.output[-2000:]
@@ -302,15 +303,13 @@ FORESEEN = [
         ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
     )
 ]  # fmt: skip
-
-
-INSTANCES = "--num-distributed-optimizer-instances 2"
 IN_TWO_LEVELS = RunSpec(
     name="what doctor foresees of two levels", layout=(4, ""), ours="--dp-compression-format int8",
     flags=f"--train-iters 1 {SHARDED}", before=(partial(interventions.nodes_of, 2),),
 )  # fmt: skip
 IN_INSTANCES = [
-    IN_TWO_LEVELS.but(f"what doctor foresees of instances, {name}", layout=layout, flags=f"{INSTANCES} {flags}", ours=o)
+    IN_TWO_LEVELS.but(f"what doctor foresees of instances, {name}", layout=layout, ours=o,
+                      flags=f"--num-distributed-optimizer-instances 2 {flags}")
     for name, layout, flags, o in (
         ("int8", (4, ""), "", ""),
         ("low rank", (4, ""), "", "--dp-compression --dp-compression-format low-rank --dp-compression-rank 4"),
@@ -347,7 +346,7 @@ OF_RECIPES = [
 ]  # fmt: skip
 
 
-@uses(*FORESEEN[-2:], IN_TWO_LEVELS, *map(full, (*FORESEEN[:-2], *OF_RECIPES, *IN_INSTANCES)))
+@uses(FORESEEN[-1], IN_TWO_LEVELS, *map(full, (*FORESEEN[:-1], *OF_RECIPES, *IN_INSTANCES)))
 def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> None:
     several = runs.spec in (IN_TWO_LEVELS, *IN_INSTANCES)
     nodes = "2" if several else "1"

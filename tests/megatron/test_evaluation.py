@@ -101,9 +101,8 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "TP1-PP1" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_converted_checkpoint_answers_as_megatron_does(runs: Any, tokenizer: Any, layout: str) -> None:
     answers, _, folder = runs(layout)
     from transformers import AutoTokenizer
@@ -200,6 +199,7 @@ def test_the_harness_runs_local_tasks_offline_and_lines_of_ones_own(runs: Any, t
     assert same["byte_perplexity,none"] == pytest.approx(results["local_text"]["byte_perplexity,none"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_the_command_line_converts(runs: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, save, folder = runs("TP1-PP1")
     target = tmp_path / "new" / "converted"

@@ -268,7 +268,7 @@ def finalised(stages: int, way: str, ddp: dict[str, Any]) -> tuple[float, bool]:
     return error(found[1], found[0]), differ
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
+@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "overlapped"])
 @pytest.mark.parametrize(
     ("stages", "way"),
     [
@@ -352,7 +352,9 @@ def removed_before_gradients_are_final(overlapped: bool, experts: int | None) ->
 
 
 @pytest.mark.parametrize(
-    ("overlapped", "experts"), [(False, None), (True, None), (True, 2)], ids=["", "overlapped", "experts"]
+    ("overlapped", "experts"),
+    [pytest.param(False, None, marks=pytest.mark.full), (True, None), (True, 2)],
+    ids=["", "overlapped", "experts"],
 )
 def test_reductions_that_are_under_way_are_finished_where_a_handle_is_removed(
     overlapped: bool, experts: int | None
@@ -390,7 +392,9 @@ def _nothing_is_wrapped() -> bool:
     return not any(hasattr(function, "__wrapped__") for function in functions)
 
 
-@pytest.mark.parametrize("ddp", [{}, {"overlap_grad_reduce": True}], ids=["", "overlapped"])
+@pytest.mark.parametrize(
+    "ddp", [pytest.param({}, marks=pytest.mark.full), {"overlap_grad_reduce": True}], ids=["", "overlapped"]
+)
 def test_a_removed_handle_leaves_a_vanilla_model(ddp: dict[str, Any]) -> None:
     for found in run_ranks(4, removed, ddp, timeout=120):
         assert all(found.values()), found

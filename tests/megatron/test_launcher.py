@@ -204,7 +204,7 @@ if dist.get_rank() == 3:
 """
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_ranks_that_are_through_before_the_slowest_end_well(tmp_path: Path, mark: str):
     # Without prevention, a rank that ends before the slowest one aborts only now and then. The test therefore asserts
     # that the code which prevents the abort has run.

@@ -136,7 +136,7 @@ ALL_LIMITS = {
 }
 
 
-IN_DEFAULT_TIER = ("overlapped, interleaved, per token", "sharded")
+IN_DEFAULT_TIER = ("sharded",)
 
 
 @uses(
@@ -222,7 +222,7 @@ SHARDED_TWENTY, OVERLAPPED_TWENTY = (
 
 
 @uses(
-    (table.VANILLA_SHARDED, table.FUSED_SHARDED),
+    full(table.VANILLA_SHARDED, table.FUSED_SHARDED),
     *(full(run, run.but(f"{run.name}, FE", ours=table.FE)) for run in (SHARDED_TWENTY, OVERLAPPED_TWENTY)),
 )
 def test_fused_embedding_sync_of_shards_is_bit_identical_to_vanilla(runs):

@@ -9,7 +9,7 @@ import itertools
 from optimus_cc_ext.techniques.schedule import Interleaved
 from tests.forked_ranks import run_ranks
 from tests.megatron import runs as table
-from tests.megatron.specs import Run, uses
+from tests.megatron.specs import Run, full, uses
 from tests.megatron_runs import MegatronRun, last_stage_losses, relative_gap
 
 NUMBERS = [
@@ -85,7 +85,7 @@ def assert_nothing_is_lost(receiver: MegatronRun, sender: MegatronRun) -> None:
     assert left.abs().max() > 1e-3 * offered.abs().max(), "rank 4 must leave something out"
 
 
-@uses(table.LOSSY_RUN, table.UNBATCHED)
+@uses(table.LOSSY_RUN, full(table.UNBATCHED))
 def test_epilogue_messages_follow_the_rule_on_both_ends_and_lep_loses_nothing(runs):
     stages, steps = (2, 8) if runs.spec is table.LOSSY_RUN else (4, 3)
     micro_batches = 4
@@ -114,7 +114,7 @@ def test_where_all_messages_are_asked_for_lep_loses_nothing_either(runs):
         assert_nothing_is_lost(receiver, sender)
 
 
-@uses((table.GROWING, table.GROWING_LIMIT.run))
+@uses(full(table.GROWING, table.GROWING_LIMIT.run))
 def test_messages_follow_the_number_of_micro_batches_and_uneven_stages_reproduce_vanilla(runs):
     vanilla, ours = runs
     for stage, receiver, sender in links(ours):
@@ -124,7 +124,7 @@ def test_messages_follow_the_number_of_micro_batches_and_uneven_stages_reproduce
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE
 
 
-@uses(table.GROWING_LIMIT.run)
+@uses(full(table.GROWING_LIMIT.run))
 def test_a_stage_without_parameters_takes_part_in_what_all_ranks_measure(runs):
     # The forecast must not wait for the stage without parameters, which has nothing to sum.
     assert [line for line in runs.said if line.startswith("forecast from measured times")]

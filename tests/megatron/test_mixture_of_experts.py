@@ -16,7 +16,7 @@ from tests.megatron.runs import (
     ONE_REPLICA,
     TOLERANCE,
 )
-from tests.megatron.specs import Run, uses
+from tests.megatron.specs import Run, full, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
 # A stage's 2 layers have, beside the experts', 2 attention matrices and a router each.
@@ -36,7 +36,7 @@ def assert_lossless(vanilla: Run, ours: Run) -> None:
         assert rank.ours.compressed_matrices == COMPRESSED + (rank.stage == 0)
 
 
-@uses((EXPERTS_APART.vanilla, EXPERTS_APART.run))
+@uses(full(EXPERTS_APART.vanilla, EXPERTS_APART.run))
 def test_experts_in_groups_of_their_own_stay_dense_and_our_groups_have_names_and_megatrons_timeout(runs):
     vanilla, ours = runs
     assert_lossless(vanilla, ours)

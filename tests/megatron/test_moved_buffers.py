@@ -192,7 +192,7 @@ def test_moved_gradients_are_reduced_in_two_levels() -> None:
     check_gradients(4, 1, cases, node="ranks:2")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_moved_gradients_of_a_tied_embedding_are_reduced() -> None:
     in_blocks, dense = config_of(fused_embedding_sync_format="int8"), config_of(fused_embedding_sync=True)
     check_gradients(4, 2, {

@@ -4,10 +4,14 @@ run.
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import compress_by_config
-from tests.megatron.specs import RunSpec, uses
+from tests.megatron.specs import RunSpec, full, uses
 
 
-@uses((table.VANILLA, table.INSTALLED), (table.VANILLA_TP2, table.INSTALLED_TP2), (table.VANILLA, table.UNINSTALLED))
+@uses(
+    (table.VANILLA, table.INSTALLED),
+    full(table.VANILLA_TP2, table.INSTALLED_TP2),
+    full(table.VANILLA, table.UNINSTALLED),
+)
 def test_without_a_technique_a_run_is_bit_identical_to_vanilla(runs):
     vanilla, off = runs
     for theirs, mine in zip(vanilla.ranks, off.ranks, strict=True):
@@ -40,7 +44,7 @@ def test_evaluation_touches_nothing(runs):
         assert quiet.ours.remembered == mine.ours.remembered
 
 
-@uses((table.LOSSY_RUN, table.BY_CONFIG))
+@uses(full(table.LOSSY_RUN, table.BY_CONFIG))
 def test_a_configuration_and_its_flags_train_alike(runs):
     by_flags, by_config = runs
     for a, b in zip(by_flags.ranks, by_config.ranks, strict=True):

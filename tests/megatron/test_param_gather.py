@@ -16,7 +16,7 @@ IN_4_BITS = 4.125 / 16
 AT_ONCE, OVERLAPPED = zip(table.VANILLA_GATHERS, table.EXACT_GATHERS, strict=True)
 
 
-@uses(full(*AT_ONCE), OVERLAPPED)
+@uses(*(full(*case) for case in (AT_ONCE, OVERLAPPED)))
 def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
     vanilla, ours = runs
     # Changes of parameters are rounded to bf16, and so are weights: the tolerance is that of buckets in bf16.
@@ -40,7 +40,7 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay
         assert first.weights == second.weights
 
 
-@uses(table.SAVED_GATHER)
+@uses(full(table.SAVED_GATHER))
 def test_only_what_no_step_has_changed_is_gathered_as_it_is(runs):
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]

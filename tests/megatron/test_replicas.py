@@ -23,7 +23,7 @@ def test_replicas_stay_bit_identical_at_rank_4_and_in_blocks(runs):
         assert len(copies) == 1, "the tied embedding of the first and the last stage"
 
 
-@uses(LOSSY_TP2, BLOCKS_TP2)
+@uses(LOSSY_TP2, full(BLOCKS_TP2))
 def test_compression_was_lossy_and_counted(runs):
     for rank in runs.ranks:
         for raw, sent in (rank.ours.traffic["DP gradients"], rank.ours.traffic["embedding"]):

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -105,6 +106,7 @@ def job(names: tuple[str, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_each_of_several_models_trains_as_it_does_alone() -> None:
     together = run_ranks(4, job, NAMES[:3], timeout=150)
     for name in NAMES[:3]:

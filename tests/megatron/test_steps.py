@@ -34,7 +34,7 @@ def test_megatrons_own_check_ends_the_run_on_all_ranks(runs):
     assert all(len(rank.losses) == INF_AT + 1 for rank in runs.ranks)
 
 
-@uses(table.SCALED)
+@uses(full(table.SCALED))
 def test_residuals_survive_overflows_and_follow_the_loss_scale(runs):
     changes = set()
     for rank in runs.ranks:

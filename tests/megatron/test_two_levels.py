@@ -57,8 +57,8 @@ LIMITS = {each.run.name: each for each in (SHARDS, GRADIENTS, *MORE)}
 
 
 @uses(
-    *((each.vanilla, each.run) for each in (SHARDS, GRADIENTS)),
-    *(full(each.vanilla, each.run) for each in MORE),
+    (SHARDS.vanilla, SHARDS.run),
+    *(full(each.vanilla, each.run) for each in (GRADIENTS, *MORE)),
 )
 def test_exact_messages_reproduce_vanilla_in_two_levels(runs):
     vanilla, ours = runs

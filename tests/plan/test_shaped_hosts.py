@@ -71,6 +71,7 @@ def test_a_variant_that_chose_other_stages_on_unshaped_links_is_left_out() -> No
         assert len(found) == count and all(ratio.planned < 0.9 for ratio in found)
 
 
+@pytest.mark.full
 def test_the_command_judges_two_hosts_and_prints_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ratio(layout: str) -> float:
         config = small(layout).config_of(INT8)

@@ -313,6 +313,7 @@ def test_bad_input_ends_with_status_2_and_the_reason(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_where_namespaces_are_forbidden_it_says_so_and_ends_with_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.cluster", "--output", str(tmp_path / "out")]

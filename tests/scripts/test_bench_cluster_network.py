@@ -124,7 +124,7 @@ def test_a_user_without_root_has_such_hosts_where_users_may_make_namespaces() ->
 
 
 @needs_namespaces
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_the_hosts_and_what_runs_there_end_with_their_owner_however_it_ends(how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None and owner.stdout.readline()

@@ -74,6 +74,7 @@ def test_four_ranks_train_every_configuration_in_one_process_each(tmp_path: Path
         assert rows[name]["bits"] == "" and rows[name]["difference, %"] != 0, f"{name} is compressed"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_sentence_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -4,12 +4,15 @@ import inspect
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import optimus_cc_ext
 from optimus_cc_ext import api
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "api_reference.sh"
 
 
+@pytest.mark.full
 def test_every_public_function_is_there_with_its_arguments_and_its_first_line(tmp_path: Path) -> None:
     page = tmp_path / "api.md"
     subprocess.run([SCRIPT, page], check=True, cwd=tmp_path)

@@ -57,6 +57,7 @@ def doctor_on_another_megatron() -> int:
     return cli.main(["doctor"])
 
 
+@pytest.mark.full
 def test_on_this_machine_everything_holds() -> None:
     """This test starts the one real process, as a person does."""
     command = [sys.executable, "-m", "optimus_cc_ext.tools.cli", "doctor"]

@@ -191,7 +191,7 @@ PLAN = ("plan", "--cluster", "h100-100gbe", "--nodes", "2", "--model", "2.5b")
         (PLAN, "Seconds per iteration"),
         pytest.param(("plan", "--validate"), "not judged", marks=pytest.mark.full),
         pytest.param(("doctor",), "training would start", marks=pytest.mark.full),
-        pytest.param(("doctor", "--", *LINE), "memory per rank", marks=pytest.mark.ci),
+        pytest.param(("doctor", "--", *LINE), "memory per rank", marks=pytest.mark.full),
     ],
     ids=lambda words: " ".join(words[:2]) if isinstance(words, tuple) else "",
 )

@@ -171,7 +171,7 @@ def test_a_dead_attempt_gives_neither_the_last_figure_nor_one_that_a_later_attem
     assert "After 1 iterations" in said and "slurm-1.out: begins again at 1; what was before is left out" in said
 
 
-@pytest.mark.parametrize("first", [3, 1], ids=["at the first start", "before it"])
+@pytest.mark.parametrize("first", [pytest.param(3, marks=pytest.mark.full), 1], ids=["at the first start", "before it"])
 def test_event_files_that_begin_again_are_the_last_starts_as_logs_are_and_that_is_said(
     first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
