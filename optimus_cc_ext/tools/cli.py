@@ -1,15 +1,12 @@
-"""Command line of `optimus-cc`: doctor, plan, patch, report, files and completion."""
+"""Command line of `optimus-cc`: doctor, plan, patch, report and files."""
 
 import argparse
-import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from optimus_cc_ext._version import __version__
-from optimus_cc_ext.config import OptimusConfig, flag_of
-from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.doctor.findings import Diagnosis
 from optimus_cc_ext.tools.doctor.machine import seams_in_brief
@@ -20,21 +17,6 @@ from optimus_cc_ext.tools.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.tools.plan.command import run as run_plan
 
 __all__ = ["build_parser", "main", "shared_folder"]
-
-_SCRIPT = """\
-_optimus_cc() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words="{commands}" flags="{flags}" before
-  case $command in
-{cases}
-  esac
-  [[ ${{COMP_WORDS[COMP_CWORD-1]}} != --optimus-cc ]] || flags="{presets}"
-  [[ $command != doctor ]] || for before in "${{COMP_WORDS[@]:2:COMP_CWORD-2}}"; do
-    # A launch line: our flags, and files, its script for one.
-    [[ $before != -- ]] || {{ COMPREPLY=($(compgen -f -W "$flags" -- "$word")); return; }}
-  done
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -F _optimus_cc optimus-cc"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(lambda: _report(options))
     if options.command == "files":
         print(shared_folder())
-        return 0
-    if options.command == "completion":
-        print(_completion(build_parser(), options.shell))
         return 0
     return run_command(lambda: _doctor(options))
 
@@ -147,10 +126,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder to write, replaced if it holds a report (default: %(default)s)",
     )
     commands.add_parser("files", help="print the folder that contains scripts/ and patches/")
-    shells = commands.add_parser(
-        "completion", help='print a completion script for a shell: eval "$(optimus-cc completion bash)"'
-    )
-    shells.add_argument("shell", choices=("bash", "zsh"))
     return parser
 
 
@@ -158,22 +133,6 @@ def _report(options: argparse.Namespace) -> None:
     from optimus_cc_ext.tools.report.comparison import write_report
 
     write_report(options.folders, options.output)
-
-
-def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return a shell script that completes our commands, and our training flags after `doctor --`; zsh uses bash's."""
-    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    cases = "\n".join(f'    {name}) words="{_words(sub)}" ;;' for name, sub in commands.choices.items())
-    flags = " ".join(
-        ["--optimus-cc", *(flag_of(f.name) for f in dataclasses.fields(OptimusConfig) if f.metadata["help"])]
-    )
-    script = _SCRIPT.format(commands=_words(parser), cases=cases, flags=flags, presets=" ".join(PRESETS))
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
-
-
-def _words(parser: argparse.ArgumentParser) -> str:
-    words = [word for action in parser._actions for word in (*action.option_strings, *(action.choices or ()))]
-    return " ".join(words)
 
 
 def shared_folder(package: Path = Path(__file__).parents[1]) -> Path:

@@ -15,7 +15,8 @@ from string import Template
 import pytest
 
 from optimus_cc_ext.tools import cli
-from optimus_cc_ext.tools.plan.grid import NETWORKS
+from scripts.planned import __main__ as planned
+from scripts.planned.grid import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "does-it-help.md"
@@ -28,7 +29,7 @@ def section(title: str) -> str:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each `optimus-cc` command in the bash blocks of `text`, with variables replaced."""
+    """Yield the words of each command of the planner in the bash blocks of `text`, with variables replaced."""
     variables: dict[str, str] = {}
     for block in re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
         for line in re.sub(r"\\\n", " ", block).splitlines():
@@ -37,6 +38,8 @@ def commands(text: str) -> Iterator[list[str]]:
                 variables[found[1]] = found[2]
             elif words[:1] == ["optimus-cc"]:
                 yield words[1:]
+            elif words[:3] == ["python", "-m", "scripts.planned"]:
+                yield words[3:]
 
 
 def printed(words: list[str]) -> list[dict[str, str]]:
@@ -123,7 +126,7 @@ def test_the_page_and_the_picture_are_what_their_command_writes(tmp_path: Path) 
     (words,) = commands(PAGE.read_text().partition("\n## ")[0])
     for file in ("docs/plan.html", "docs/images/does-it-help.svg"):
         written = tmp_path / Path(file).name
-        assert cli.main([str(written) if word == "$FILE" else word for word in words]) == 0
+        assert planned.main([str(written) if word == "$FILE" else word for word in words]) == 0
         assert written.read_text() == (ROOT / file).read_text(), f"write {file} anew with the command of {PAGE.name}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext.tools import cli
+from scripts.planned import __main__ as planner
 
 JOB = ["--use-distributed-optimizer", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1",
        "--tensor-model-parallel-size", "8", "--global-batch-size", "64"]  # fmt: skip
@@ -30,7 +31,7 @@ def numbers_of(page: Path) -> dict[str, Any]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("grid") / "grid.html"
     own = ["--dp-compression-format", "int4", "--lr", "1"]  # the planner reads no --lr
-    assert cli.main(["plan", *ASKED, "--output", str(path), "--", *JOB, *own]) == 0
+    assert planner.main([*ASKED, "--output", str(path), "--", *JOB, *own]) == 0
     return path
 
 
@@ -72,7 +73,7 @@ def test_the_page_loads_nothing(page: Path) -> None:
 @pytest.mark.full
 def test_a_point_that_cannot_be_planned_has_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "grid.html"
-    assert cli.main(["plan", *ASKED, "--output", str(path), "--", *JOB, "--global-batch-size", "32"]) == 0
+    assert planner.main([*ASKED, "--output", str(path), "--", *JOB, "--global-batch-size", "32"]) == 0
     points = numbers_of(path)["points"]
     assert "does not divide among 16 replicas" in points["hdr8|8|8|balanced"]
     assert isinstance(points["hdr8|8|32|balanced"], list)
@@ -81,7 +82,7 @@ def test_a_point_that_cannot_be_planned_has_the_reason(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_same_grid_is_a_table_and_a_picture(page: Path, tmp_path: Path) -> None:
     for name in ("grid.csv", "grid.svg"):
-        assert cli.main(["plan", *ASKED, "--output", str(tmp_path / name), "--", *JOB]) == 0
+        assert planner.main([*ASKED, "--output", str(tmp_path / name), "--", *JOB]) == 0
     assert (tmp_path / "grid.svg").read_text().startswith("<?xml")
     rows = list(csv.DictReader((tmp_path / "grid.csv").open()))
     points = numbers_of(page)["points"]
@@ -92,5 +93,5 @@ def test_the_same_grid_is_a_table_and_a_picture(page: Path, tmp_path: Path) -> N
 
 
 def test_a_file_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *ASKED, "--output", "grid.pdf", "--", *JOB]) == 2
+    assert planner.main([*ASKED, "--output", "grid.pdf", "--", *JOB]) == 2
     assert "--output grid.pdf: give a folder, or a file that ends in .html, .csv, .svg, .png" in capsys.readouterr().err

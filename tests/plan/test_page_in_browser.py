@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from optimus_cc_ext.tools.plan.grid import Cell, PlanGrid
-from optimus_cc_ext.tools.plan.grid_files import write_grid
 from optimus_cc_ext.tools.plan.variants import Gain
+from scripts.planned.grid import Cell, PlanGrid
+from scripts.planned.grid_files import write_grid
 from tests.plan.test_grid import numbers_of, planned
 
 LINKED = Path(__file__).resolve().parents[2] / "docs" / "plan.html"

@@ -1,7 +1,5 @@
-"""One simulation for the forecast and the planner: its steady state continued, its numbers in both, and its trace."""
+"""One simulation for the forecast and the planner: its steady state continued, and its numbers in both."""
 
-import itertools
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from optimus_cc_ext.forecast.timeline import Sent, StageCost, last_backward_ends
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS
 from optimus_cc_ext.tools.plan.iteration import CLASSES, backward_ends, breakdown, iteration, rank_costs, schedule_of
 from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.page import trace
 from optimus_cc_ext.tools.plan.shapes import MODELS
 
 DENSE, EPILOGUE, ALL, GRADIENTS, BOTH = (
@@ -86,21 +83,3 @@ def test_where_the_seconds_go_adds_up_and_nothing_is_negative(config: OptimusCon
     assert tuple(parts) == CLASSES and sum(parts.values()) == pytest.approx(whole.seconds)
     assert min(parts.values()) >= -1e-9
     assert (parts["compression"] > 0) == (config != DENSE)
-
-
-def test_the_trace_shows_every_pass_once_and_ends_with_the_iteration() -> None:
-    config = OptimusConfig(compressed_backprop=True, dp_compression=True)
-    whole = iteration(SLOW, JOB, config)
-    events = json.loads(json.dumps(trace(JOB, config, whole)))["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    passes = [event for event in spans if event["cat"] == "computation" and event["pid"]]
-    assert len(passes) == 2 * JOB.pp * JOB.micro_batches
-    assert len({(event["pid"], event["name"]) for event in passes}) == len(passes)
-    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e6 * whole.seconds)
-    # A stage computes one thing at a time, and no link carries two messages.
-    for process in range(1, JOB.pp + 1):
-        for thread in ("computation", "messages"):
-            line = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["cat"]) == (process, thread))
-            assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(line))
-    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"stage 0", "stage 3", "computation", "messages"} <= named

@@ -11,11 +11,11 @@ from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.flags import job_of
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, GPUS, Cluster, Constant, cluster_of
 from optimus_cc_ext.tools.plan.iteration import iteration
-from optimus_cc_ext.tools.plan.recipes import configurations
+from optimus_cc_ext.tools.plan.published import LARGE_MIXTURE_BAND, MIXTURE_BAND, band_of
 from optimus_cc_ext.tools.plan.shapes import MODELS
 from optimus_cc_ext.tools.plan.tables import constants
 from optimus_cc_ext.tools.plan.traffic import check_memory
-from optimus_cc_ext.tools.plan.validate import LARGE_MIXTURE_BAND, MIXTURE_BAND, band_of
+from scripts.planned.recipes import configurations
 
 MIXTURE = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall \

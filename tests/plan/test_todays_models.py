@@ -4,12 +4,12 @@ from statistics import median
 
 import pytest
 
-from optimus_cc_ext.tools import cli
 from optimus_cc_ext.tools.plan.hardware import GPUS
-from optimus_cc_ext.tools.plan.recipes import Judged, configurations, fitted_efficiency, judged
+from optimus_cc_ext.tools.plan.published import BAND, MIXTURE_BAND
 from optimus_cc_ext.tools.plan.shapes import MODELS
 from optimus_cc_ext.tools.plan.traffic import memory
-from optimus_cc_ext.tools.plan.validate import BAND, MIXTURE_BAND
+from scripts.planned import validate
+from scripts.planned.recipes import Judged, configurations, fitted_efficiency, judged
 
 ROWS, LEFT_OUT = configurations()
 MIXTURES = [row for row in ROWS if row.job.model.mixture and row.modelled]
@@ -69,7 +69,7 @@ def test_published_runs_fit_into_memory() -> None:
 
 @pytest.mark.full
 def test_validation_shows_todays_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--validate"]) == 0
+    assert validate.main([]) == 0
     said = capsys.readouterr()
     assert "qwen3-235b, tensor 2 x pipeline 8" in said.out and "Median error of the mixtures" in said.out
     assert "not judged: nemotron-3-nano" in said.err

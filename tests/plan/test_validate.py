@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from optimus_cc_ext.tools import cli
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import GPUS
+from optimus_cc_ext.tools.plan.published import BAND, LAUNCHES, SHIPPED, Row, nearest, read_rows, shipped
 from optimus_cc_ext.tools.plan.traffic import memory
-from optimus_cc_ext.tools.plan.validate import (
-    BAND,
-    LAUNCHES,
-    SHIPPED,
-    Campaign,
-    Row,
-    campaigns,
-    nearest,
-    read_rows,
-    regrets,
-    shipped,
-)
+from scripts.planned.validate import Campaign, campaigns, main, regrets
 
 ROWS = shipped()
 
@@ -145,26 +134,26 @@ def test_a_bad_value_is_refused_with_line_and_column(tmp_path: Path, values: dic
 def test_a_missing_column_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(SHIPPED[0].read_text().replace("micro_batch", "microbatch", 1))
-    assert cli.main(["plan", "--validate", str(path)]) == 2
+    assert main([str(path)]) == 2
     assert "line 1: no column micro_batch" in capsys.readouterr().err
-    assert cli.main(["plan", "--validate", str(tmp_path / "none.csv")]) == 2
+    assert main([str(tmp_path / "none.csv")]) == 2
     path.write_text(SHIPPED[0].read_text().splitlines()[0] + "\n")
-    assert cli.main(["plan", "--validate", str(path)]) == 2
+    assert main([str(path)]) == 2
     assert "no rows" in capsys.readouterr().err
 
 
 def test_a_row_that_is_no_layout_is_named_and_the_rest_is_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", "--validate", str(changed(tmp_path / "rows.csv", pp="7"))]) == 1
+    assert main([str(changed(tmp_path / "rows.csv", pp="7"))]) == 1
     assert "line 3: 64 GPUs do not divide among 14 tensor x pipeline ranks" in capsys.readouterr().err
 
 
 def test_rows_that_are_missed_fail_the_validation(tmp_path: Path) -> None:
     good, bad = changed(tmp_path / "good.csv", campaign="X"), tmp_path / "bad.csv"
-    assert cli.main(["plan", "--validate", str(good)]) == 0
+    assert main([str(good)]) == 0
     changed(bad, campaign="X", seconds="9")
-    assert cli.main(["plan", "--validate", str(bad)]) == 1
+    assert main([str(bad)]) == 1
 
 
 def test_a_campaign_is_good_within_8_and_20_percent_or_where_it_is_scaled() -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import triton
@@ -153,26 +152,6 @@ def test_version_usage_and_where_scripts_and_patches_are() -> None:
     assert found.code == 2 and "usage: optimus-cc" in found.output
     found = call(cli.main, ["files"])
     assert found.code == 0 and found.output.strip() == str(ROOT)
-
-
-def test_a_shell_completes_commands_options_and_training_flags(tmp_path: Path) -> None:
-    script = tmp_path / "completion"
-    script.write_text(call(cli.main, ["completion", "bash"]).output)
-
-    def completed(*words: str) -> list[str]:
-        typed = " ".join(f"'{word}'" for word in words)
-        ask = f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _optimus_cc; echo ${{COMPREPLY[*]}}"
-        return subprocess.run(
-            ["bash", "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path
-        ).stdout.split()
-
-    assert completed("optimus-cc", "do") == ["doctor"]
-    assert completed("optimus-cc", "doctor", "--w") == ["--world-size"]
-    assert completed("optimus-cc", "doctor", "--", "--dp-compression-r") == ["--dp-compression-rank"]
-    assert completed("optimus-cc", "doctor", "--", "--optimus-cc", "b") == ["balanced"]
-    assert completed("optimus-cc", "doctor", "--", "comp") == ["completion"], "files, too"
-    assert completed("optimus-cc", "completion", "z") == ["zsh"]
-    assert call(cli.main, ["completion", "zsh"]).output.startswith("autoload -U +X bashcompinit")
 
 
 @pytest.mark.parametrize("printed", [10, 10**6])

@@ -6,13 +6,13 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optimus_cc_ext.config.flags import add_flags
 from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
-from optimus_cc_ext.tools.plan import PlanError, tables, validate
+from optimus_cc_ext.tools.plan import PlanError, tables
 from optimus_cc_ext.tools.plan.answer import answer_lines, answers, class_of, recommended, why
 from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, Cluster, cluster_of
@@ -20,17 +20,20 @@ from optimus_cc_ext.tools.plan.left_out import left_out
 from optimus_cc_ext.tools.plan.measured import calibrated, read_run, stated_run
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.nccl_tests import with_nccl_tests
-from optimus_cc_ext.tools.plan.recipes import configurations, judged
+from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.shapes import MODELS
-from optimus_cc_ext.tools.plan.validate import band_of
-from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Sweep, layout_of, points, variants
+from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Sweep, Variant, layout_of, points, variants
 from optimus_cc_ext.tools.report import require as require_report
-from optimus_cc_ext.tools.report.table import printed
+from optimus_cc_ext.tools.report.table import Table, printed
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["Asked", "WholePlan", "add_arguments", "asked_of", "plan_of", "run", "swept"]
 
 SWEPT = ("balanced", "DP gradients int4", "paper")
 """The variants that a sweep compares with vanilla if no flags of ours are given."""
+
+
+MOVED = {"--output": "scripts.planned", "--validate": "scripts.planned.validate"}
+"""Options of earlier versions, with the programs that do now what they did."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,87 +83,103 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--constants", action="store_true", help="also list all constants, with unit and source")
     parser.add_argument("--why", metavar="CLASS", help='explain the answer for one class, such as "DP gradients"')
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="folder for CSV, JSON, a page with pictures and a Perfetto trace; or a file of a grid of plans, over "
-        "networks, replicas on a node, batches and formats: FILE.html, a page on which one is chosen, FILE.csv, or a "
-        "picture, FILE.svg or FILE.png",
-    )
-    parser.add_argument(
-        "--validate",
-        nargs="?",
-        const="",
-        metavar="FILE.csv",
-        help="compare predictions with published iteration times, or with those in FILE.csv",
-    )
+    for option in MOVED:
+        parser.add_argument(option, nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="Megatron's flags for model and layout, and ours"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit status: 0, 1 (validation found too large errors), or 2 (bad input)."""
-    return run_command(lambda: _plan(options) if options.validate is None else _validate(options))
-
-
-def _validate(options: argparse.Namespace) -> int:
-    rows, left_out = [], []
-    for path in [Path(options.validate)] if options.validate else validate.SHIPPED:
-        more, without = validate.read_rows(path)
-        rows += more
-        left_out += [f"{path}: {reason}" for reason in without]
-    if not rows:
-        raise PlanError("; ".join(left_out))
-    found, shown = validate.campaigns(rows), []
-    if not options.validate:
-        today, not_modelled = configurations()
-        shown = [tables.recipes(judged(today))]
-        for reason in not_modelled:
-            print(f"not judged: {reason}", file=sys.stderr)
-    print(printed([*tables.validation(rows, found), *shown], options.format), end="")
-    for reason in left_out:
-        print(f"error: row left out: {reason}", file=sys.stderr)
-    return 0 if not left_out and all(campaign.good for campaign in found) else 1
+    """Run the command; return the exit status: 0, or 2 (bad input)."""
+    return run_command(lambda: _plan(options))
 
 
 def _plan(options: argparse.Namespace) -> None:
-    if options.output or options.sweep:
+    for option, program in MOVED.items():
+        if getattr(options, option.lstrip("-")) is not None:
+            raise PlanError(
+                f"{option}: `python -m {program}` does this, in the folder that `optimus-cc files` prints. "
+                "Leave the option out here"
+            )
+    if options.sweep:
         require_report()
+        print(printed([swept(options)[0]], options.format), end="")
+        return
+    asked = asked_of(options)
+    if options.why:
+        print("\n".join(_explained(asked, options.why)))
+        return
+    answer = plan_of(asked)
+    if options.format == "table":
+        print("\n".join([*answer.lines, *(tables.constants(asked.cluster) if options.constants else [])]) + "\n")
+    print(printed(answer.tables[1:2] if options.format == "csv" else answer.tables, options.format), end="")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Parsed command line."""
+
+    cluster: Cluster
+    job: Job
+    own: list[str]
+    """Our flags."""
+
+    unread: list[str]
+    """Words that neither the planner nor we read."""
+
+    measured: list[str]
+    """Lines about measurements that were given."""
+
+    megatron: list[str]
+    """Megatron's flags that the planner read."""
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """A plan: its variants, the recommended one, lines and tables."""
+
+    found: list[Variant]
+    chosen: Variant
+    lines: list[str]
+    tables: list[Table]
+
+
+def asked_of(options: argparse.Namespace) -> Asked:
+    """Read the parsed arguments.
+
+    Raises:
+        PlanError: an argument is missing or wrong, or a measurement cannot be used.
+        FlagError: one of our flags cannot work on this layout.
+    """
     cluster, job, others, measured = _basis(options)
     own, unread = _own(others, job)
-    if options.output and options.output.suffix:
-        _grid(options, cluster, job, _taken(_flags(options), others), own)
-        return
-    if options.sweep:
-        _sweep(options, replace(cluster, error=0.0), job, own)  # a log's error holds for its own number of nodes
-        return
+    return Asked(cluster, job, own, unread, measured, _taken(_flags(options), others))
+
+
+def plan_of(asked: Asked) -> WholePlan:
+    """Plan the job with every variant, and with the user's flags, if any."""
+    cluster, job = asked.cluster, asked.job
     band = Band(cluster, job)
-    left, unread = left_out(cluster, job, unread, band.vanilla, band_of(cluster.gpu, job))
-    found, said = variants(cluster, job, band, own), answers(band, job)
-    if options.why:
-        traffic = class_of(options.why)
-        print("\n".join(why(cluster, job, next(each for each in said if each.traffic is traffic), found[0])))
-        return
+    left, unread = left_out(cluster, job, asked.unread, band.vanilla, band_of(cluster.gpu, job))
+    found, said = variants(cluster, job, band, asked.own), answers(band, job)
     chosen = recommended(cluster, job, band, said, found[0])
     found += [chosen] if chosen.flags else []
-    shown = [tables.parts(job, found, chosen), tables.summary(found), tables.needs(job, found, chosen)]
-    constants = tables.constants(cluster)
     lines = [
         *answer_lines(cluster, job, said, chosen, found, layout_flags(job)),
-        *measured,
+        *asked.measured,
         *tables.lines(cluster, job, found, chosen),
         *left,
         *([f"Not part of a plan: {' '.join(unread)}"] if unread else []),
-        *(constants if options.constants else []),
     ]
-    if options.format == "table":
-        print("\n".join(lines) + "\n")
-    print(printed(shown[1:2] if options.format == "csv" else shown, options.format), end="")
-    if options.output:
-        from optimus_cc_ext.tools.plan.page import write_plan
+    shown = [tables.parts(job, found, chosen), tables.summary(found), tables.needs(job, found, chosen)]
+    return WholePlan(found, chosen, lines, shown)
 
-        write_plan(options.output, job, found, chosen, shown, list(dict.fromkeys([*lines, *constants])))
+
+def _explained(asked: Asked, name: str) -> list[str]:
+    band, traffic = Band(asked.cluster, asked.job), class_of(name)
+    said = next(each for each in answers(band, asked.job) if each.traffic is traffic)
+    return why(asked.cluster, asked.job, said, variants(asked.cluster, asked.job, band, asked.own)[0])
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -169,15 +188,10 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[str]]:
-    """Return the cluster, the job, the words that the planner does not read, and the lines about measurements.
-
-    Raises:
-        PlanError: an argument is missing or wrong, or a measurement cannot be used.
-    """
+    """Return the cluster, the job, the words that the planner does not read, and the lines about measurements."""
     for wanted in ("cluster", "nodes"):
         if getattr(options, wanted) is None and not (wanted == "nodes" and options.run):
-            also = ", which the log of --from does not say" if options.run else ", or --validate"
-            raise PlanError(f"give --{wanted}{also}")
+            raise PlanError(f"give --{wanted}{', which the log of --from does not say' if options.run else ''}")
     cluster, said = cluster_of(options.cluster), list[str]()
     for name in ("nodes", "gpus_per_node"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -216,11 +230,7 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
-    """Return our flags among those that `model` does not read, and the other ones.
-
-    Raises:
-        FlagError: one of our flags cannot work on this layout.
-    """
+    """Return our flags among those that `model` does not read, and the other ones."""
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     _, unread = parser.parse_known_args(list(others))
     if own := _taken(others, unread):
@@ -239,40 +249,17 @@ def _taken(words: Sequence[str], left: Sequence[str]) -> list[str]:
     return taken
 
 
-def _grid(options: argparse.Namespace, cluster: Cluster, job: Job, flags: Sequence[str], own: Sequence[str]) -> None:
-    """Write the file of a grid of plans that the user asked for."""
+def swept(options: argparse.Namespace) -> tuple[Table, list[str]]:
+    """Return the table of a sweep, and the names of the variants in it."""
     from rich.progress import Progress
 
-    from optimus_cc_ext.tools.plan.grid import Question, planned_grid
-    from optimus_cc_ext.tools.plan.grid_files import check_grid_file, write_grid
-
-    check_grid_file(options.output)
-    if options.run:
-        raise PlanError(f"--output {options.output}: a grid is planned from Megatron's flags. Leave out --from")
-    given = ("cluster", "nodes", "gpus_per_node", "nccl_tests", "model")
-    words = [(f"--{name.replace('_', '-')}", getattr(options, name)) for name in given]
-    typed = [str(word) for pair in words if pair[1] is not None for word in pair]
-    question = Question(typed, cluster, job.gpus, options.model, flags, own)
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
-        task = bars.add_task("points")
-        grid = planned_grid(question, lambda done, count: bars.update(task, completed=done, total=count))
-    write_grid(options.output, grid)
-    print(f"wrote {options.output}: {len(grid.cells)} plans")
-
-
-def _sweep(options: argparse.Namespace, cluster: Cluster, job: Job, own: Sequence[str]) -> None:
-    from rich.progress import Progress
-
-    named = {"yours": " ".join(own)} if own else {name: VARIANTS[name] for name in SWEPT}
+    asked = asked_of(options)
+    cluster = replace(asked.cluster, error=0.0)  # a log's error holds for its own number of nodes
+    named = {"yours": " ".join(asked.own)} if asked.own else {name: VARIANTS[name] for name in SWEPT}
     with Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
         task = bars.add_task("layouts")
         found = points(
-            cluster, job, Sweep.parsed(options.sweep), list(named.values()),
+            cluster, asked.job, Sweep.parsed(options.sweep), list(named.values()),
             lambda done, count: bars.update(task, completed=done, total=count),
         )  # fmt: skip
-    table = tables.sweep(found, list(named))
-    print(printed([table], options.format), end="")
-    if options.output:
-        from optimus_cc_ext.tools.plan.page import write_sweep
-
-        write_sweep(options.output, table, list(named))
+    return tables.sweep(found, list(named)), list(named)

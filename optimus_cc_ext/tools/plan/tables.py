@@ -1,19 +1,17 @@
-"""Lines and tables of a plan, a sweep and a validation."""
+"""Lines and tables of a plan and a sweep."""
 
 from collections.abc import Collection, Sequence
-from statistics import fmean, median
 
 from optimus_cc_ext.tools.plan.answer import in_bf16
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
 from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown, iteration
 from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.recipes import Judged
+from optimus_cc_ext.tools.plan.published import BAND, band_of, nearest, shipped
 from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, memory
-from optimus_cc_ext.tools.plan.validate import BAND, CALCULON, EQUAL, Campaign, Row, band_of, nearest, regrets, shipped
 from optimus_cc_ext.tools.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.tools.report.table import Cell, Table
 
-__all__ = ["constants", "lines", "needs", "parts", "recipes", "summary", "sweep", "validation"]
+__all__ = ["constants", "lines", "needs", "parts", "summary", "sweep"]
 
 
 def summary(found: Sequence[Variant]) -> Table:
@@ -144,74 +142,3 @@ def sweep(found: Sequence[Point], names: Sequence[str]) -> Table:
         for place, job, used, seconds, gains in found
     ]  # fmt: skip
     return Table(columns, rows, title="Sweep, from the fastest of each cluster", name="sweep")
-
-
-def validation(rows: Sequence[Row], found: Sequence[Campaign]) -> list[Table]:
-    """Return the errors by campaign, the regrets by model, and the errors of large runs on H100s."""
-    errors = Table(
-        ("campaign", "rows", "median %", "90 % within %", "largest %", "bias %", "scale", "Calculon", "", "worst"),
-        [
-            (
-                c.name, len({row.line for row, _ in c.errors}), 100 * c.median, 100 * c.ninetieth, 100 * c.sizes[-1],
-                100 * fmean(error for _, error in c.errors), c.scale or "none",
-                next((text for name, text in CALCULON.items() if c.name.startswith(name)), None),
-                "" if c.scale else "good" if c.good else "TOO FAR", c.worst,
-            )
-            for c in found
-        ],
-        title="Held-out rows: predicted against published seconds per iteration",
-        note="Without a scale: median <= 8 %, nine of ten within 20 %. Calculon: its median / largest, as shipped.",
-    )  # fmt: skip
-    layouts = Table(
-        ("model", "layouts", "regret %", "mean of equals %", "chosen", "best"),
-        [
-            (name, count, 100 * regret, 100 * equals, chosen, best)
-            for name, count, regret, chosen, best, equals in regrets(rows)
-        ],
-        title="The layout that it would choose",
-        note=f"Regret: published seconds of the chosen layout over those of the best. Equals are planned within "
-        f"{100 * EQUAL:g} % of the chosen one.",
-    )
-    sizes = {
-        "4,096 GPUs and more": [
-            abs(e) for c in found for row, e in c.errors if row.cluster.gpu.name == "H100" and row.job.gpus >= 4096
-        ],
-        "MLPerf as one campaign, no scale": [
-            abs(row.ratio() - 1) for row in rows if row.campaign.startswith("MLPerf") and not row.fitted
-        ],
-    }
-    on_h100 = Table(
-        ("held-out runs", "rows", "median %", "largest %"),
-        [(name, len(each), 100 * median(each), 100 * max(each)) for name, each in sizes.items() if each],
-        title="H100",
-    )
-    return [errors, *(table for table in (layouts, on_h100) if table.rows)]
-
-
-def recipes(found: Sequence[Judged]) -> Table:
-    """Return the errors on today's models, by configuration."""
-    mixtures = [each for each in found if each.by_rate_of_kind is not None and each.configuration.modelled]
-    ours, theirs, alike = (
-        100 * median(abs(error) for error in errors)
-        for errors in (
-            [each.error for each in mixtures],
-            [each.by_rate for each in mixtures],
-            [each.by_rate_of_kind or 0.0 for each in mixtures],
-        )
-    )
-    return Table(
-        ("configuration", "releases", "spread %", "published s", "error %", "constant TFLOP/s %", "of mixtures %"),
-        [
-            (
-                each.configuration.name, len(each.configuration.seconds), 100 * each.configuration.spread,
-                each.configuration.published, 100 * each.error, 100 * each.by_rate,
-                None if each.by_rate_of_kind is None else 100 * each.by_rate_of_kind,
-            )
-            for each in found
-        ],
-        title="Today's models on H100s: each predicted without rows of its own model",
-        note=f"Median error of the mixtures: {ours:.1f} %; by one rate in TFLOP/s for all models {theirs:.1f} %, by "
-        f"one for mixtures {alike:.1f} %. One constant is fitted, on the other mixtures; dense models have none. A "
-        "spread is the slowest release over the fastest; the newest one is predicted. DeepEP is not modelled: it is "
-        "planned as HybridEP, and left out of the medians and of every fit.",
-    )  # fmt: skip

@@ -17,8 +17,8 @@ from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, network_of
 from optimus_cc_ext.tools.plan.iteration import PlannedIteration, iteration
 from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, check_memory
-from optimus_cc_ext.tools.plan.validate import band_of
 
 __all__ = [
     "VARIANTS", "WORTH", "Band", "Gain", "Point", "Sweep", "Variant", "config_in", "fitting", "layout_of", "layouts",

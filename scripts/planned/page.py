@@ -1,15 +1,11 @@
-"""Files of a plan or a sweep: CSV, JSON, one page with pictures, and a Perfetto trace."""
+"""Files of a plan or a sweep: CSV, JSON, and one page with pictures."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import DP_GRADIENTS
-from optimus_cc_ext.forecast.timeline import last_backward_ends
-from optimus_cc_ext.techniques.schedule import Pass
-from optimus_cc_ext.tools.plan.iteration import CLASSES, PlannedIteration, breakdown, schedule_of
+from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.variants import Variant
 from optimus_cc_ext.tools.report.document import Box, Folded, Number, Part, Picture, Points, ReportDocument
@@ -19,7 +15,7 @@ from optimus_cc_ext.tools.report.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["trace", "write_plan", "write_sweep"]
+__all__ = ["write_plan", "write_sweep"]
 
 _LEAD = (
     "Predicted, not measured. Computation and links were compared with published runs. No public run tests the costs "
@@ -30,9 +26,7 @@ _LEAD = (
 def write_plan(
     folder: Path, job: Job, found: Sequence[Variant], chosen: Variant, tables: Sequence[Table], lines: Sequence[str]
 ) -> None:
-    """Write index.html, plan.csv, plan.json and the pictures, and trace_vanilla.json and trace_best.json for
-    ui.perfetto.dev.
-    """
+    """Write index.html, plan.csv, plan.json and the pictures."""
     plain, best, pays = found[0].result.seconds, chosen.gain, chosen.name != "vanilla"
     numbers = [
         Number("vanilla", f"{plain:.3f} s", "per iteration"),
@@ -46,8 +40,6 @@ def write_plan(
     ReportDocument("A plan", _LEAD, parts).write(folder, page="index.html")
     content = {table.title: table.records() for table in tables}
     (folder / "plan.json").write_text(json.dumps({"lines": list(lines), **content}, indent=1) + "\n")
-    for name, variant in (("vanilla", found[0]), ("best", chosen)):
-        (folder / f"trace_{name}.json").write_text(json.dumps(trace(job, variant.config, variant.result)))
 
 
 def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
@@ -104,53 +96,3 @@ def _breakdowns(job: Job, found: Sequence[Variant]) -> "Figure":
     axes.legend(frameon=False, fontsize="x-small", ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.12))
     tidy(axes, "Where the seconds go", "x")
     return figure
-
-
-_THREADS = ("computation", "messages", "reductions")
-MOST_PASSES = 100_000
-"""Largest number of passes in a trace. A longer iteration is drawn with fewer micro-batches, so that Perfetto can load
-it.
-"""
-
-
-def trace(job: Job, config: OptimusConfig, result: PlannedIteration) -> dict[str, Any]:
-    """Return the trace of `result`, the iteration of `job` under `config`; if it is very long, some micro-batches are
-    left out.
-
-    The format is Chrome's trace event format (JSON, complete events "X" in microseconds). Each stage is a process; its
-    threads are computation, messages and reductions.
-    """
-    events: list[dict[str, Any]] = []
-    names = ["optimizer and gather", *(f"stage {stage}" for stage in range(job.pp))]
-    for process, name in enumerate(names):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
-        for thread, task in enumerate(_THREADS):
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": task}})
-
-    def add(process: int, thread: int, name: str, begin: float, seconds: float) -> None:
-        if seconds > 0:
-            place = {"pid": process, "tid": thread, "cat": _THREADS[thread]}
-            events.append({"ph": "X", "name": name, "ts": 1e6 * begin, "dur": 1e6 * seconds, **place})
-
-    def observe(stage: int, work: Pass | None, begin: float, end: float) -> None:
-        if work is None:
-            add(stage + 1, 1, "message", begin, end - begin)
-        else:
-            way = "forward" if work.forward else "backward"
-            chunk = f", chunk {work.chunk}" if job.vpp > 1 else ""
-            add(stage + 1, 0, f"{way} {work.micro_batch}{chunk}", begin, end - begin)
-
-    rounds = max(4, MOST_PASSES // (2 * job.pp * job.vpp * job.pp))
-    count = min(job.micro_batches, job.pp * rounds)
-    times = result.times
-    ends = last_backward_ends(schedule_of(job.pp, job.vpp, count), times.costs, observe)
-    reduced = [end + left for end, left in zip(ends, times.reductions, strict=True)]
-    for stage, (end, left) in enumerate(zip(ends, times.reductions, strict=True)):
-        form = config.format_of(DP_GRADIENTS) if stage in result.compressed_stages else "dense"
-        add(stage + 1, 2, f"gradients, {form}", end, left)
-    for stage in {0, job.pp - 1}:
-        add(stage + 1, 2, "embedding", max(reduced[0], reduced[-1]), times.embedding)
-    over = max(*reduced, max(reduced[0], reduced[-1]) + times.embedding)
-    add(0, 0, "optimizer", over, result.step)
-    add(0, 2, "parameter gather", over + result.step, times.after_step)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

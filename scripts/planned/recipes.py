@@ -1,4 +1,4 @@
-"""Validation on NVIDIA's published throughput of today's models on DGX H100s, for `optimus-cc plan --validate`.
+"""Validation on NVIDIA's published throughput of today's models on DGX H100s.
 
 recipes.csv holds rows of Megatron-Bridge's docs/performance-summary.md and its archive, releases 26.02 to 26.06, as
 tokens per second and GPU, with routing forced to be balanced. Shapes, dispatcher and overlap are those of its recipes,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from optimus_cc_ext.tools.data.output import write_whole
 from optimus_cc_ext.tools.plan import PlanError
-from optimus_cc_ext.tools.plan.grid import PlanGrid
 from optimus_cc_ext.tools.report.document import Fragment, ReportDocument
 from optimus_cc_ext.tools.report.pictures import INK, PALETTE, panels, tidy
+from scripts.planned.grid import PlanGrid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Validation of the planner against published iteration times, for `optimus-cc plan --validate [FILE.csv]`.
+"""Published iteration times, and the error bands of plans that were judged on them.
 
 public_timings.csv holds 116 runs on A100s: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, seconds from their
 TFLOP/s by their formula), Korthikanti et al. 2022 (arXiv 2205.05198, table 5), vTrain (Bang et al. 2024, arXiv
@@ -10,11 +10,9 @@ GPUs and more is assumed to be that on 512.
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median
 
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu, gpu_of, network_of
@@ -24,25 +22,20 @@ from optimus_cc_ext.tools.plan.shapes import Model
 
 __all__ = [
     "BAND",
-    "CALCULON",
-    "EQUAL",
+    "DEEPSPEED",
+    "LARGE_MIXTURE_BAND",
     "LAUNCHES",
     "MIXTURE_BAND",
     "SHIPPED",
-    "Campaign",
+    "SMALL",
     "Row",
     "band_of",
-    "campaigns",
     "nearest",
     "read_rows",
-    "regrets",
     "shipped",
 ]
 
 SHIPPED = tuple(Path(__file__).with_name(name) for name in ("public_timings.csv", "mlperf.csv"))
-MEDIAN, NINETIETH = 0.08, 0.20
-"""The median error, and the error of nine of ten rows, that a campaign without a software scale may have."""
-
 BAND = {"A100": 0.16, "H100": 0.07}
 """Error that nine of ten held-out rows do not exceed: the error band of a plan's seconds. A test compares it with the
 rows.
@@ -63,9 +56,6 @@ of 1: what it holds for a share of the kernels' speed is mostly a fixed time of 
 UNTRIED_BAND = 0.25
 """Error band on a GPU without published rows; assumed."""
 
-CALCULON = {"Nar-T2": "8.9 / 11.0", "vTrain": "8.2 / 192", "BLOOM": "29 / 35 and 26 / 35", "MT-NLG": "29 / 31"}
-"""Calculon's median and largest error in %, on the rows of the shipped file."""
-
 DEEPSPEED = ("BLOOM", "MT-NLG")
 """Beginnings of the names of campaigns that ran forks of Megatron; one scale from three rows stands for the fork's
 speed.
@@ -81,10 +71,7 @@ LAUNCHES = Constant(8.7e-4, "measured", "200B on 80 A100s, chronicles-prequel.md
 recompute everything, in micro-batches of 1 and 8 layers a stage: 3.5 ms for each layer and micro-batch.
 """
 
-EQUAL = 0.03
-"""Relative difference of planned seconds below which two layouts count as equally fast."""
-
-DRAWN, SMALL = 3, 1536
+SMALL = 1536
 _MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
 _WHOLE = ("gpus", "tp", "pp", "vpp", "micro_batch", "batch", *_MODEL)
 _ONE_OF = {
@@ -208,104 +195,6 @@ def _job(cells: dict[str, str], sizes: dict[str, int]) -> Job:
         overlap_param_gather=recent,
         distributed_optimizer=recent,
     )
-
-
-@dataclass(frozen=True)
-class Campaign:
-    """Relative errors of one campaign's held-out rows; for a scaled campaign, over all draws of the rows that give the
-    scale.
-    """
-
-    name: str
-    scale: str
-    """Description of the scale; empty: the campaign was not scaled."""
-
-    errors: tuple[tuple[Row, float], ...]
-
-    @property
-    def sizes(self) -> list[float]:
-        """The absolute errors in ascending order."""
-        return sorted(abs(error) for _, error in self.errors)
-
-    @property
-    def median(self) -> float:
-        """The median of the absolute errors."""
-        return median(self.sizes)
-
-    @property
-    def ninetieth(self) -> float:
-        """The error that nine of ten rows do not exceed."""
-        return self.sizes[math.ceil(0.9 * len(self.sizes)) - 1]
-
-    @property
-    def good(self) -> bool:
-        """True if the errors are within `MEDIAN` and `NINETIETH`; always true for scaled campaigns."""
-        return bool(self.scale) or (self.median <= MEDIAN and self.ninetieth <= NINETIETH)
-
-    @property
-    def worst(self) -> str:
-        """Names and errors of the three rows with the largest errors."""
-        last = {row.model: error for row, error in sorted(self.errors, key=lambda item: abs(item[1]))}
-        return ", ".join(f"{model} {100 * error:+.0f} %" for model, error in list(last.items())[:-4:-1])
-
-
-def campaigns(rows: Sequence[Row]) -> list[Campaign]:
-    """Return the campaigns in the order of the file, without fitted rows unless a campaign has only such rows."""
-    found = []
-    for name in dict.fromkeys(row.campaign for row in rows):
-        ratios = [(row, row.ratio()) for row in rows if row.campaign == name]
-        text, by = "", 1.0
-        if name.startswith(DEEPSPEED):
-            count = DRAWN if len(ratios) > DRAWN else 1
-            text = f"from {count} row{'s' * (count > 1)}, all {math.comb(len(ratios), count)} draws"
-            errors = [
-                (row, ratio / _typical(ratios[i][1] for i in drawn) - 1)
-                for drawn in combinations(range(len(ratios)), count)
-                for place, (row, ratio) in enumerate(ratios)
-                if place not in drawn
-            ]
-        else:
-            if name.startswith("MLPerf"):
-                # If a file lacks small runs of its MLPerf round, those of the shipped file give the scale.
-                small = [row for row, _ in ratios if row.small_mlperf] or [
-                    row for row in shipped() if row.campaign == name and row.small_mlperf
-                ]
-                by = _typical(row.ratio() for row in small)
-                text = f"{1 / by:.3f}, its rows of <= {SMALL} GPUs"
-            errors = [(row, ratio / by - 1) for row, ratio in ratios if not row.fitted]
-        if errors:
-            found.append(Campaign(name, text, tuple(errors)))
-    return found
-
-
-def _typical(ratios: Iterable[float]) -> float:
-    """Return the geometric mean of `ratios`; 1 if there are none."""
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(fmean(logs)) if logs else 1.0
-
-
-def regrets(rows: Sequence[Row]) -> list[tuple[str, int, float, str, str, float]]:
-    """Return, for each model that was run in several layouts on equally many GPUs: its name, the number of layouts, the
-    relative excess of the chosen layout over the best one, the chosen layout, the best one, and the mean excess of all
-    layouts that are planned within `EQUAL` of the chosen one. No constant was fitted on rows of vTrain and BLOOM.
-    """
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        model, job = row.job.model, row.job
-        groups.setdefault((row.campaign, model.layers, model.hidden, job.gpus, job.batch), []).append(row)
-    found = []
-    for (campaign, *_), alike in groups.items():
-        if len({(row.job.tp, row.job.pp, row.job.micro_batch) for row in alike}) > 1:
-            chosen = min(alike, key=lambda row: row.ratio() * row.seconds)
-            best = min(alike, key=lambda row: row.seconds)
-            name = f"{campaign}, {best.model.split()[0]}"
-            equal = [
-                row.seconds for row in alike
-                if row.ratio() * row.seconds <= (1 + EQUAL) * chosen.ratio() * chosen.seconds
-            ]  # fmt: skip
-            excess = [seconds / best.seconds - 1 for seconds in (chosen.seconds, fmean(equal))]
-            found.append((name, len(alike), excess[0], chosen.model, best.model, excess[1]))
-    return found
 
 
 def band_of(gpu: Gpu, job: Job) -> float:
