@@ -13,29 +13,24 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
 
-__all__ = ["E4M3", "ReferenceCodec"]
+__all__ = ["ReferenceCodec"]
 
 BLOCK = 128
 Ranges = tuple[tuple[int, int], ...]
-
-E4M3 = [code * 2.0**-9 for code in range(8)] + [
-    (1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)
-][:-1]
-"""Values of the codes 0 to 126: no infinity, and the 127th is NaN (OCP 8-bit floating point, table 1)."""
 
 
 class ReferenceCodec:
     """Reference codec with `Codec`'s interface; it rotates in fp64.
 
     Args:
-        name: fp8, exact, or int and a number of bits.
+        name: exact, or int and a number of bits.
         bits: bits of a code.
         largest: the largest code; None for exact.
         signs: (128,) of +-1; None: nothing is rotated.
     """
 
     def __init__(self, name: str, bits: int, largest: float | None, *, signs: Tensor | None = None) -> None:
-        if name not in ("fp8", "exact", f"int{bits}"):
+        if name not in ("exact", f"int{bits}"):
             raise ValueError(f"no definition of {name} with {bits} bits")
         self.name, self.bits, self.largest, self.signs = name, bits, largest, signs
 
@@ -91,10 +86,7 @@ class ReferenceCodec:
             numbers = [0.0] * BLOCK
         else:
             numbers = [max(-self.largest, min(value, self.largest)) for value in (y / scale).tolist()]
-        codes = (
-            [_to_e4m3(number) for number in numbers] if self.name == "fp8" else self._pack(list(map(round, numbers)))
-        )
-        return scale, torch.tensor(codes, dtype=torch.uint8)
+        return scale, torch.tensor(self._pack(list(map(round, numbers))), dtype=torch.uint8)
 
     def decode_block(self, scale: Tensor, codes: Tensor) -> Tensor:
         """Return the values that scale and codes stand for, (128,) fp32."""
@@ -105,8 +97,6 @@ class ReferenceCodec:
         """Return the codes of a block, uint8, as numbers, (128,) fp64."""
         if self.name == "exact":
             numbers = list(struct.unpack("<128f", bytes(codes.tolist())))
-        elif self.name == "fp8":
-            numbers = [(-1.0 if code > 127 else 1.0) * E4M3[code % 128] for code in codes.tolist()]
         else:
             numbers = [float(number) for number in self._unpack(codes.tolist())]
         return torch.tensor(numbers, dtype=torch.float64)
@@ -160,9 +150,3 @@ def _blocks(layout: BlockLayout, index: int) -> Iterator[tuple[int, int]]:
     for piece in layout.pieces[index]:
         for done in range(0, piece.numel, BLOCK):
             yield piece.start + done, min(BLOCK, piece.numel - done)
-
-
-def _to_e4m3(number: float) -> int:
-    """Return the code of the nearest value; of two equally near values the even one."""
-    nearest = min(range(len(E4M3)), key=lambda code: (abs(E4M3[code] - abs(number)), code % 2))
-    return nearest + 128 * (math.copysign(1.0, number) < 0)

@@ -7,7 +7,6 @@ A block is `BLOCK` values that share a scale in bf16. Its codes are packed by `F
 - integers: fields of 2, 4, 6 or 8 bits, as many to a word as fill whole bytes: 1 field of 8 bits, 2 of 4, 4 of 6 or 2.
   With G codes to a word and S = BLOCK / G, word j holds the codes j, j + S, j + 2 S, ... from its lowest bits up, and
   its bytes, lowest first, lie S apart. A field of 8 bits is two's complement, a narrower one the code plus `offset`.
-- e4m3: one byte for each code, OCP's 8-bit floating point without infinity.
 - fp32: the values themselves, four bytes each; their scale is 1.
 """
 
@@ -30,7 +29,7 @@ class Format:
     name: str
     """Name of the format in flags, logs and checkpoints."""
 
-    packing: Literal["integers", "e4m3", "fp32"]
+    packing: Literal["integers", "fp32"]
     """Packing of codes into bytes; the module's docstring describes each packing."""
 
     bits: int
@@ -63,12 +62,10 @@ class Format:
         return 0 if self.bits == 8 else 1 << (self.bits - 1)
 
 
-# int4 has codes to +-7, because using all 16 levels is worse (SDP4Bit, Jia et al. 2024, section 3). E4M3 has its own
-# exponent for each value, so that an outlier does not spoil its block, and needs no rotation that spreads the outlier.
+# int4 has codes to +-7, because using all 16 levels is worse (SDP4Bit, Jia et al. 2024, section 3).
 _ROWS = (
     Format(name="int8", packing="integers", bits=8, largest=127.0, rotated=True, gaussian_error=0.0065),
     Format(name="int4", packing="integers", bits=4, largest=7.0, rotated=True, gaussian_error=0.117),
-    Format(name="fp8", packing="e4m3", bits=8, largest=448.0, rotated=False, gaussian_error=0.026),
     # The pass-through format, which is exact. No class of traffic accepts it: `--exact-blocks`, a flag of the tests,
     # replaces any chosen format by it, so that everything but the rounding stays as it is.
     Format(name="exact", packing="fp32", bits=32, largest=None, rotated=False, gaussian_error=0.0),

@@ -93,19 +93,6 @@ class _Integers(Packing):
         return words
 
 
-class _E4m3(Packing):
-    """Packing of E4M3: one byte for each code. A value above 448 would become NaN."""
-
-    def write(self, x: Tensor, codes: Tensor) -> None:
-        codes.view(torch.float8_e4m3fn).copy_(x)
-
-    def read(self, codes: Tensor, out: Tensor) -> None:
-        # torch's cast to fp8 takes ten times as long. Sign and exponent are shifted to their places; the bias is
-        # corrected by 2^120.
-        out.view(torch.int32).copy_(codes.view(torch.int8)).bitwise_left_shift_(20).bitwise_and_(-0x7810_0000)
-        out.mul_(2.0**120)
-
-
 class _Fp32(Packing):
     """Packing of the pass-through format: the values themselves, in fp32."""
 
@@ -116,5 +103,5 @@ class _Fp32(Packing):
         out.copy_(codes.view(torch.float32))
 
 
-PACKINGS: dict[str, type[Packing]] = {"integers": _Integers, "e4m3": _E4m3, "fp32": _Fp32}
+PACKINGS: dict[str, type[Packing]] = {"integers": _Integers, "fp32": _Fp32}
 """Packings by name."""

@@ -157,6 +157,10 @@ REMOVED_FLAGS = (
         "--compression-debug", const=True, today="settings of ranks are compared when training begins",
         cure="Leave it out",
     ),
+    RemovedFlag(
+        "--low-rank-wire", today="low-rank factors are sent in the gradients' data type",
+        cure="Leave it out, or give the class a format of int4, which sends fewer bytes for less loss",
+    ),
     *(
         RemovedFlag(f"--{switch}_{value}", today=f"it has no effect without --{switch}")
         for switch in ("emb_grad_comp", "mp_grad_comp", "mp_acti_comp", "inter_acti_comp")

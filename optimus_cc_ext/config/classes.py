@@ -165,7 +165,7 @@ def _two_replicas(transfer: str, left_out: str = "") -> Need:
 class PipelineForwardConfig(Options):
     """Options of activations between pipeline stages; 8-bit formats, not in the paper."""
 
-    pipeline_forward_format: Literal["dense", "int8", "fp8"] = option(
+    pipeline_forward_format: Literal["dense", "int8"] = option(
         "dense", "Wire format of the activations sent to the next pipeline stage, in training only."
     )
 
@@ -188,7 +188,7 @@ class CompressedBackpropConfig(Options):
         False, "Compress the activation gradients sent to the previous pipeline stage.",
         switched_by="compressed_backprop_format",
     )  # fmt: skip
-    compressed_backprop_format: Literal["low-rank", "int8", "int4", "fp8", "dense"] = option(
+    compressed_backprop_format: Literal["low-rank", "int8", "int4", "dense"] = option(
         "low-rank",
         "Wire format of activation gradients between pipeline stages. A format of 8 or 4 bits also switches "
         "--compressed-backprop on, dense switches it off.",
@@ -390,7 +390,7 @@ PARAM_GATHER = TrafficClass(
 class ExpertDispatchConfig(Options):
     """Options of the tokens that experts' ranks exchange in the forward pass; not in the paper."""
 
-    expert_dispatch_format: Literal["dense", "int8", "fp8", "int4"] = option(
+    expert_dispatch_format: Literal["dense", "int8", "int4"] = option(
         "dense", "Wire format of tokens on their way to other ranks' experts and back, in training only."
     )
 
@@ -400,7 +400,7 @@ class ExpertDispatchConfig(Options):
 class ExpertGradientConfig(Options):
     """Options of the tokens' gradients that experts' ranks exchange in the backward pass; not in the paper."""
 
-    expert_gradient_format: Literal["dense", "int8", "fp8", "int4"] = option(
+    expert_gradient_format: Literal["dense", "int8", "int4"] = option(
         "dense", "Wire format of the gradients of tokens on their way to other ranks' experts and back."
     )
 

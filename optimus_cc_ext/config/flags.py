@@ -13,7 +13,7 @@ from typing import Any
 
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, add_artifact_flags, given_artifact_flags
 from optimus_cc_ext.config.optimus_config import OptimusConfig
-from optimus_cc_ext.config.options import default_of, flag_of, literals_of, type_of, values_of
+from optimus_cc_ext.config.options import GONE_FORMATS, default_of, flag_of, literals_of, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["PRESETS", "Request", "add_flags", "request_from"]
@@ -73,13 +73,20 @@ def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
-        return {"choices": words}
+        return {"choices": words, "type": _known_word}
 
     def word_or_number(text: str) -> Any:
         return text if text in words else int(text)
 
     word_or_number.__name__ = f"{', '.join(words)} or int"
     return {"type": word_or_number if words else kind, "metavar": values_of(field).metavar}
+
+
+def _known_word(word: str) -> str:
+    """Return a word of the command line. Raises ArgumentTypeError if it names a format of earlier versions."""
+    if word in GONE_FORMATS:
+        raise argparse.ArgumentTypeError("{}. {}.".format(*GONE_FORMATS[word]))
+    return word
 
 
 def request_from(args: argparse.Namespace) -> Request:

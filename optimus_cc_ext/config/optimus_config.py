@@ -30,9 +30,9 @@ __all__ = ["CLASSES_BY_FLAG", "OptimusConfig", "OptimusFields"]
 class OptimusFields(TypedDict, total=False):
     """The fields of `OptimusConfig` as keyword arguments, for type checkers; a test compares the two."""
 
-    pipeline_forward_format: Literal["dense", "int8", "fp8"]
+    pipeline_forward_format: Literal["dense", "int8"]
     compressed_backprop: bool
-    compressed_backprop_format: Literal["low-rank", "int8", "int4", "fp8", "dense"]
+    compressed_backprop_format: Literal["low-rank", "int8", "int4", "dense"]
     compressed_backprop_rank: int
     compressed_backprop_messages: Literal["epilogue", "all"] | None
     compressed_backprop_warmup: float
@@ -48,11 +48,10 @@ class OptimusFields(TypedDict, total=False):
     dp_compression_stages: int | Literal["all", "auto"]
     dp_compression_levels: Literal["auto", "one", "two"]
     param_gather_format: Literal["dense", "int8", "int4"]
-    expert_dispatch_format: Literal["dense", "int8", "fp8", "int4"]
-    expert_gradient_format: Literal["dense", "int8", "fp8", "int4"]
+    expert_dispatch_format: Literal["dense", "int8", "int4"]
+    expert_gradient_format: Literal["dense", "int8", "int4"]
     compression_seed: int
     compression_state_dtype: Literal["fp32", "bf16"]
-    low_rank_wire: Literal["dense", "int8"]
     block_rotation: bool
     compression_metrics: bool
     compression_forecast: bool
@@ -77,9 +76,6 @@ class OptimusConfig(
     )
     compression_state_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "Data type of the compression state, residuals and low-rank factors; bf16 halves its memory."
-    )
-    low_rank_wire: Literal["dense", "int8"] = option(
-        "dense", "Wire format of low-rank factors: the gradients' data type (dense), or blocks of int8."
     )
     block_rotation: bool = option(
         True,
@@ -125,11 +121,8 @@ class OptimusConfig(
 
     @property
     def sums_in_blocks(self) -> bool:
-        """True if gradients of replicas are sent in blocks of few bits: data-parallel gradients, their low-rank
-        factors, or the tied embedding.
-        """
-        factors = self.low_rank_wire if self.format_of(DP_GRADIENTS) == "low-rank" else "dense"
-        return any(map(block_format, (factors, self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
+        """True if gradients of replicas, or of the tied embedding, are sent in blocks of few bits."""
+        return any(map(block_format, (self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
 
     @property
     def sends_rows(self) -> bool:

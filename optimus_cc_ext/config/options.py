@@ -13,8 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["FRACTION", "RANK", "STAGES", "Follows", "Options", "Values", "completed", "default_of", "flag_of",
-           "literals_of", "option", "type_of", "values_of"]  # fmt: skip
+__all__ = [
+    "FRACTION", "GONE_FORMATS", "RANK", "STAGES", "Follows", "Options", "Values", "completed", "default_of", "flag_of",
+    "literals_of", "option", "type_of", "values_of",
+]  # fmt: skip
+
+
+GONE_FORMATS = {"fp8": ("fp8 is gone, because int8 has a fourth of its error in as many bytes", "Give int8")}
+"""Formats of earlier versions, each with the reason and the cure of its refusal."""
 
 
 class Values(NamedTuple):
@@ -132,6 +138,8 @@ class Options:
             if not literals_of(field.type) and not _is_of_type(value, field.type):
                 kind = type_of(field).__name__
                 raise FlagError(flag_of(field.name), f"{value!r} is not of type {kind}", f"Give a value of type {kind}")
+            if literals_of(field.type) and isinstance(value, str) and value in GONE_FORMATS:
+                raise FlagError(flag_of(field.name), *GONE_FORMATS[value])
             if not values.allows(value):
                 raise FlagError(flag_of(field.name), values.reason.format(value), values.cure)
 

@@ -359,8 +359,6 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
     for flag, switch in idle.items():
         if flag not in working:
             yield f"{flag}: no effect: {switch} is off"
-    if "low_rank_wire" in spelling and all(config.format_of(traffic) != "low-rank" for traffic in CLASSES):
-        yield "--low-rank-wire: no effect: nothing is sent as low-rank"
     if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
         yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
     lep = config.lazy_error_propagation or not config.compressed_backprop

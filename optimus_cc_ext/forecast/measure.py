@@ -20,7 +20,7 @@ from optimus_cc_ext.techniques.bucket_plan import GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes
-from optimus_cc_ext.techniques.messages import BlockMessages, coded_in, message_bytes
+from optimus_cc_ext.techniques.messages import BlockMessages, message_bytes
 from optimus_cc_ext.techniques.nodes import ONE_LEVEL
 from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.session import Session
@@ -192,7 +192,8 @@ def _backward(session: Session, like: torch.Tensor | None, link: Rate) -> ClassC
     dense = compressed = link.sent(like.nbytes if like is not None else 0)
     ends = session.backprop.sending or session.backprop.receiving
     if like is not None and ends and ends.plan.compresses(Message(0, epilogue=True), like.shape):
-        tried = CompressedBackprop(session.config, fast_compressor(), session.new_codec(coded_in(session.config)))
+        config = session.config
+        tried = CompressedBackprop(config, fast_compressor(), session.new_codec(config.compressed_backprop_format))
         compress, decompress, remember = time_message(tried.messages(ends.plan), like)
         nbytes = ends.plan.message_bytes(like.shape, like.dtype)
         compressed = link.sent(nbytes, encode=compress, decode=decompress, remember=remember)
@@ -211,7 +212,6 @@ def _coding(session: Session, sharded: bool) -> float:
         config=config,
         state_dtype=gradients.state_dtype,
         codecs=session.new_codecs(config.format_of(classes.DP_GRADIENTS)),
-        wire=session.new_codec(config.low_rank_wire),
         sharded=sharded,
     )
 
@@ -232,8 +232,7 @@ def _gradients(
     elif gradients.codecs is not None:
         first, later = rates.blocks, rates.gather
     else:
-        # The sums of P and the sums of Q are gathered in the format in which the parts arrived.
-        first = later = rates.factors if gradients.wire is None else rates.blocks.then(rates.gather, 0.5)
+        first = later = rates.factors
     # Bucket groups in which nothing can be compressed are reduced by Megatron.
     others = _dense([plan for plan in plans if not plan.compresses], rates)
     sent = sum(plan.compressed_bytes() for plan in plans if plan.compresses)

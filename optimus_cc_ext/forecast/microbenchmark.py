@@ -66,7 +66,6 @@ def time_gradients(
     config: DataParallelCompressionConfig,
     state_dtype: torch.dtype,
     codecs: BlockCodecs | None,
-    wire: Codec | None = None,
     sharded: bool,
 ) -> float:
     """Measure the seconds to compress and decompress gradients of the shapes, dtype and device of `matrices`.
@@ -74,16 +73,13 @@ def time_gradients(
     Args:
         matrices: the gradients that training would compress; they are not changed.
         alone: a process group of this rank only.
-        codecs: the codecs of a block format; None: low rank, whose P and Q `wire` encodes.
+        codecs: the codecs of a block format; None: low rank.
         sharded: True if a replica needs only its shard of the reduced gradients.
     """
     if not matrices:
         return 0.0
     few, many = _samples([matrix.shape for matrix in matrices], matrices[0].element_size())
-    rules = BucketRules(
-        ranks=1, force=True, format="low-rank", rank=config.dp_compression_rank,
-        wire=None if wire is None else wire.format.name,
-    )  # fmt: skip
+    rules = BucketRules(ranks=1, force=True, format="low-rank", rank=config.dp_compression_rank)
     if codecs is not None:
         rules = replace(rules, format=codecs.formats.gradients, sums=codecs.formats.sums, sharded=sharded)
 
@@ -98,9 +94,7 @@ def time_gradients(
         record = BucketRecord(numel=flat.numel(), dtype=flat.dtype, parameters=parameters)
         plan = GroupPlan.of([record], rules).buckets[0].compressed
         assert plan is not None, "the rules force compression in a group of one rank"
-        technique = SelectiveStageCompression(
-            config, compressor, seed=0, state_dtype=state_dtype, codecs=codecs, wire=wire
-        )  # fmt: skip
+        technique = SelectiveStageCompression(config, compressor, seed=0, state_dtype=state_dtype, codecs=codecs)
         reducer = technique.make_reducer(plan, flat.device, Groups(alone))
         seconds = []
         for _ in range(1 + _TRIES):  # the first run allocates memory, and is not timed

@@ -2,7 +2,6 @@
 on.
 """
 
-import math
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -124,8 +123,7 @@ def _different(mine: OptimusConfig | Layout | None, theirs: OptimusConfig | Layo
 def _needed(config: OptimusConfig, grid: Grid, layout: Layout | None = None) -> fast.Needed:
     """Return the variants of kernels that this configuration uses on a model, whose gradients may be fp32."""
     ranks = {getattr(config, f"{each.name}_rank") for each in CLASSES if config.format_of(each) == "low-rank"}
-    chosen = {config.low_rank_wire, *map(config.format_of, CLASSES)}
-    formats = {format for name in chosen if (format := block_format(name)) is not None}
+    formats = {format for each in CLASSES if (format := block_format(config.format_of(each))) is not None}
     # Sums of gradients are sent back in `SUM_FORMAT`.
     formats |= {SUM_FORMAT} if formats else set()
     return fast.Needed(
@@ -134,8 +132,7 @@ def _needed(config: OptimusConfig, grid: Grid, layout: Layout | None = None) -> 
         dtypes={torch.float32, grid.dtype},
         state_dtype=state_dtype(config.compression_state_dtype),
         rotated=config.block_rotation,
-        # The number of values of a factor is a multiple of its rank, also if the factor is sent in blocks.
-        align=math.gcd(grid.align, *(ranks if config.low_rank_wire != "dense" else ())),
+        align=grid.align,
         row_width=layout.row_width if layout is not None and config.sends_rows else 0,
     )
 

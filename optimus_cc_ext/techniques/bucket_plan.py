@@ -27,7 +27,6 @@ from optimus_cc_ext.metrics.traffic import (
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, replaced_group
 from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL
 from optimus_cc_ext.techniques.reducers import DensePlan
 from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan, sent_alone
 
@@ -205,7 +204,7 @@ class GroupPlan:
     def inside_bytes(self) -> int:
         """Bytes that one rank sends dense inside its node if gradients are compressed in two levels."""
         plans = (bucket.compressed for bucket in self.buckets)
-        return sum(plan.inside_bytes for plan in plans if isinstance(plan, TwoLevelPlan | LowRankPlan))
+        return sum(plan.inside_bytes for plan in plans if isinstance(plan, TwoLevelPlan))
 
     @property
     def in_one_level(self) -> "GroupPlan":
@@ -336,8 +335,7 @@ def _reduction(
     if format == "low-rank":
         return LowRankPlan(
             numel=record.numel, low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
-            rank=rules.rank, sharded=rules.sharded, wire=rules.wire,
-            levels=ONE_LEVEL if rules.levels.instances else rules.levels, place=rules.place,
+            rank=rules.rank, sharded=rules.sharded,
         )  # fmt: skip
     return block_plan(
         record.numel, [parameter.range for parameter in coded], dense, record.dtype, rules.ranks,

@@ -71,9 +71,6 @@ class BucketRules:
     rank: int = 128
     """Compression rank of low-rank gradients."""
 
-    wire: str | None = None
-    """Block format of P and Q; None: P and Q are not sent in blocks."""
-
     fused: str | None = None
     """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
 
@@ -135,7 +132,6 @@ class BucketRules:
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
-            wire=blocks(config.low_rank_wire),
             fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
             gathered=blocks(format_of(PARAM_GATHER)),
         )  # fmt: skip

@@ -41,7 +41,7 @@ class CompressedBackprop(Technique):
     it.
 
     Args:
-        codec: encodes in the format `coded_in(config)`; None: that format is dense.
+        codec: encodes in the configured format; None: that is low rank.
     """
 
     def __init__(self, config: OptimusConfig, compressor: LowRank, codec: Codec | None) -> None:
@@ -81,10 +81,10 @@ class CompressedBackprop(Technique):
 
     def messages(self, plan: LinkPlan) -> DenseMessages:
         """Make the object for compressed messages of one end of a link."""
-        if self._codec is not None and not plan.is_low_rank:
+        if self._codec is not None:
             return BlockMessages(self._codec, self.gauge, residual=bool(plan.config.lazy_error_propagation))
         return LowRankMessages(
-            plan, self.compressor, self._codec,
+            plan, self.compressor,
             states=self.states, scratch=self._scratch, gauge=self.gauge, statistics=self.statistics,
         )  # fmt: skip
 

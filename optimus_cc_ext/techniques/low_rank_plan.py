@@ -6,7 +6,7 @@ while its Q are summed, the next P is orthogonalised, and so on.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,14 +16,11 @@ from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.compressors.low_rank import effective_rank
 from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord, Range
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.exchange import ParameterRecord, Range
 from optimus_cc_ext.techniques.state import state_bytes
-from optimus_cc_ext.techniques.strided import Progression, progressions
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
+from optimus_cc_ext.techniques.strided import progressions
 
-__all__ = ["DenseRuns", "EqualMatrices", "LowRankPlan", "PackPlan"]
+__all__ = ["EqualMatrices", "LowRankPlan", "PackPlan"]
 
 PACKED_UP_TO_BYTES = 1 << 20
 """Largest size of dense runs of a bucket that are sent with P in one collective; longer runs are reduced in place."""
@@ -66,28 +63,22 @@ class EqualMatrices:
 
 
 @dataclass(frozen=True)
-class DenseRuns:
-    """Equally long dense runs of a bucket at equal distances."""
-
-    where: Progression
-    length: int
-
-    @property
-    def numel(self) -> int:
-        """Number of values of all these dense runs together."""
-        return self.where.count * self.length
-
-
-@dataclass(frozen=True)
 class PackPlan:
     """Pack of matrices of some shapes: one collective sums all their P, and another one all their Q."""
 
     shapes: list[EqualMatrices]
-    dense: list[DenseRuns]
+    dense: list[Range]
     """Dense runs that are sent after the P, in the same message."""
 
-    sum_of_p: DensePlan | ExchangePlan | TwoLevelPlan
-    sum_of_q: DensePlan | ExchangePlan | TwoLevelPlan
+    @property
+    def first(self) -> list[int]:
+        """Numbers of values in the first message: the P of each shape, then the dense runs."""
+        return [*(same.p_numel for same in self.shapes), *(length for _, length in self.dense)]
+
+    @property
+    def second(self) -> list[int]:
+        """Numbers of values in the second message: the Q of each shape."""
+        return [same.q_numel for same in self.shapes]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,8 +92,6 @@ class LowRankPlan:
         dtype: dtype of the bucket.
         rank: `--dp-compression-rank`.
         sharded: True if a rank needs only its shard of the bucket.
-        wire: name of the block format of P and Q; None: they are sent in `wire_dtype`.
-        levels, place: the levels in which P and Q in blocks are summed, and the place of this rank in its node.
     """
 
     numel: int
@@ -112,9 +101,6 @@ class LowRankPlan:
     ranks: int
     rank: int
     sharded: bool = False
-    wire: str | None = None
-    levels: Levels = ONE_LEVEL
-    place: int = 0
 
     @property
     def matrices(self) -> int:
@@ -145,53 +131,33 @@ class LowRankPlan:
     @cached_property
     def packs(self) -> list[PackPlan]:
         """Collectives of both phases; the first pack carries the small dense runs, too."""
-        short = [run for run in joined(self.dense) if run[1] * self.dtype.itemsize <= PACKED_UP_TO_BYTES]
-        packs: list[PackPlan] = []
-        for shapes in _packs(self.shapes, self.wire_dtype.itemsize):
-            dense = [] if packs else _equally_far_apart(short)
-            factors = [same.rows * same.r for same in shapes for _ in same.starts]
-            sum_of_p = self._sum_of(factors, [runs.numel for runs in dense])
-            sum_of_q = self._sum_of([same.columns * same.r for same in shapes for _ in same.starts], [])
-            packs.append(PackPlan(shapes, dense, sum_of_p, sum_of_q))
-        return packs
-
-    def _sum_of(self, factors: list[int], dense: list[int]) -> DensePlan | ExchangePlan | TwoLevelPlan:
-        """Plan the sum of a message with factors of these sizes, one after the other, and then dense values."""
-        ranges = list(_behind_each_other([*factors, *dense]))
-        numel = sum(factors) + sum(dense)
-        if self.wire is None:
-            return DensePlan(numel=numel, dense=[(0, numel)], dtype=self.wire_dtype, ranks=self.ranks, sharded=False)
-        # Each matrix has a range of its own: tensor-parallel ranks may replicate one and not another.
-        return block_plan(
-            numel, ranges[: len(factors)], ranges[len(factors) :], self.wire_dtype, self.ranks, sharded=False,
-            formats=Formats(self.wire, self.wire), levels=self.levels, place=self.place,
-        )  # fmt: skip
-
-    @property
-    def inside_bytes(self) -> int:
-        """Bytes that one rank sends dense inside its node if P and Q are summed in two levels."""
-        sums = (each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q))
-        return sum(each.inside_bytes for each in sums if isinstance(each, TwoLevelPlan))
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for start, length in joined(self.dense):
+            if length * self.dtype.itemsize <= PACKED_UP_TO_BYTES:
+                by_length[length].append(start)
+        first, *others = _packs(self.shapes, self.wire_dtype.itemsize)
+        # The order decides how a ring adds up: equal runs of all layers lie together.
+        dense = [
+            (start, length)
+            for length, starts in by_length.items()
+            for there in progressions(starts)
+            for start in range(there.first, there.first + there.count * there.stride, there.stride)
+        ]
+        return [PackPlan(first, dense), *(PackPlan(shapes, []) for shapes in others)]
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of memory for messages: all P and Q, and their encoded form."""
-        sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
-        return sum(each.numel * self.wire_dtype.itemsize + each.wire_bytes for each in sums)
+        """Bytes of memory for messages: all P and Q, and the small dense runs."""
+        return sum(sum(pack.first) + sum(pack.second) for pack in self.packs) * self.wire_dtype.itemsize
 
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that one rank sends: the same number for a shard and for the whole bucket."""
         dense = sum(length for _, length in self.runs) * self.dtype.itemsize
-        sums = [each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q)]
-        if self.wire is None:
-            return all_reduce_bytes(sum(each.numel for each in sums) * self.wire_dtype.itemsize + dense, self.ranks)
-        return sum(each.sent_bytes() for each in sums) + all_reduce_bytes(dense, self.ranks)
+        return all_reduce_bytes(self.wire_bytes + dense, self.ranks)
 
     def leaving_bytes(self, beside: int, whole: bool = False) -> float:
         """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
-        dense = all_reduce_bytes(sum(length for _, length in self.runs) * self.dtype.itemsize, self.ranks)
-        sums = (each for pack in self.packs for each in (pack.sum_of_p, pack.sum_of_q))
-        return leaving_ring(dense, self.ranks, beside) + sum(each.leaving_bytes(beside) for each in sums)
+        return leaving_ring(self.sent_bytes(), self.ranks, beside)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of memory for residuals, warm starts and fallback directions, which are kept in `dtype`."""
@@ -216,17 +182,3 @@ def _packs(shapes: Sequence[EqualMatrices], itemsize: int) -> list[list[EqualMat
         packs[-1].append(same)
         room += size
     return packs
-
-
-def _equally_far_apart(runs: Sequence[Range]) -> list[DenseRuns]:
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for start, length in runs:
-        by_length[length].append(start)
-    return [DenseRuns(where, length) for length, starts in by_length.items() for where in progressions(starts)]
-
-
-def _behind_each_other(sizes: Sequence[int]) -> Iterator[Range]:
-    start = 0
-    for size in sizes:
-        yield start, size
-        start += size

@@ -17,8 +17,7 @@ sum is divided by the number of tokens afterwards: a residual then counts per to
 
 G itself is rebuilt only where it is read: with the distributed optimizer each replica rebuilds the rows of its own
 shard. In a bf16 bucket P and Q are sent in bf16, and the rounding error goes into the residual
-(docs/develop/how-it-works.md). So does the error of int8 blocks (`--low-rank-wire int8`): a `BlockReducer` then sums P
-and Q.
+(docs/develop/how-it-works.md).
 """
 
 from collections.abc import Sequence
@@ -26,35 +25,39 @@ from dataclasses import dataclass
 
 import torch
 
-from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.collective import PendingCollective, start_sum
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool, Range
+from optimus_cc_ext.techniques.exchange import Groups, Range
 from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan, PackPlan
-from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer
+from optimus_cc_ext.techniques.reducers import Reducer
 from optimus_cc_ext.techniques.shape_group import ShapeGroup, copy_if_cast
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["LowRankReducer"]
 
 
 @dataclass
 class _Pack:
-    """Memory and reducers of a `PackPlan`."""
+    """Memory of a `PackPlan`; its two messages are summed in place."""
 
     groups: list[ShapeGroup]
     first: torch.Tensor
-    """Message of all P, and in the first pack of the small dense runs, which `sum_of_p` sums in place."""
+    """Message of all P, and in the first pack of the small dense runs."""
 
     second: torch.Tensor
     """Message of all Q."""
 
-    sum_of_p: Reducer
-    sum_of_q: Reducer
+    sum: PendingCollective | None = None
+    """The sum that is under way."""
+
+    def wait(self) -> None:
+        """Wait for the sum that is under way, if there is one."""
+        if self.sum is not None:
+            self.sum.wait()
+            self.sum = None
 
 
 class LowRankReducer(Reducer):
@@ -68,7 +71,6 @@ class LowRankReducer(Reducer):
         states, name: the container of residuals and warm starts, and the prefix of their names.
         state_dtype: the dtype of residuals and warm starts, fp32 or bf16.
         gauge: measures the compression error, and the seconds of compression.
-        wire: codec of the plan's format of P and Q; None: they are sent in the plan's `wire_dtype`.
         scratch: memory for intermediate results, which several reducers on one stream can share.
     """
 
@@ -88,11 +90,9 @@ class LowRankReducer(Reducer):
         state_dtype: torch.dtype = torch.float32,
         scratch: Scratch | None = None,
         gauge: Gauge | None = None,
-        wire: Codec | None = None,
-        pool: MessagePool | None = None,
     ) -> None:
-        self.plan, self._device, self._groups, self._codec = plan, device, groups, wire
-        self._scratch, self._pool = scratch or Scratch(), pool or MessagePool()
+        self.plan, self._device, self._groups = plan, device, groups
+        self._scratch = scratch or Scratch()
         self._gauge = gauge or Gauge(self._scratch)
         self._compressor = compressor
         self.states = states or FactorStates(config.dp_compression_rank)
@@ -120,22 +120,17 @@ class LowRankReducer(Reducer):
     def _allocate(self, plan: PackPlan, groups: list[ShapeGroup]) -> _Pack:
         """Allocate the messages of a pack, one for its P and dense runs, and one for its Q; both are flat."""
         first, second = (
-            torch.empty(each.numel, dtype=self.plan.wire_dtype, device=self._device)
-            for each in (plan.sum_of_p, plan.sum_of_q)
+            torch.empty(sum(sizes), dtype=self.plan.wire_dtype, device=self._device)
+            for sizes in (plan.first, plan.second)
         )
-        slots = first.split([*(same.p_numel for same in plan.shapes), *(runs.numel for runs in plan.dense)])
-        for same, p, q in zip(groups, slots, second.split([same.q_numel for same in plan.shapes]), strict=False):
+        slots = first.split(plan.first)
+        for same, p, q in zip(groups, slots, second.split(plan.second), strict=False):
             same.use_wire(p.view(same.p_shape), q.view(same.q_shape))
-        dense = zip(plan.dense, slots[len(groups) :], strict=True)
-        self._slots += [slot.view(runs.where.count, runs.length) for runs, slot in dense]
-        return _Pack(groups, first, second, self._sum_of(plan.sum_of_p, "P"), self._sum_of(plan.sum_of_q, "Q"))
+        self._slots += slots[len(groups) :]
+        return _Pack(groups, first, second)
 
-    def _sum_of(self, plan: DensePlan | ExchangePlan | TwoLevelPlan, name: str) -> Reducer:
-        if isinstance(plan, DensePlan):
-            return DenseReducer(plan, self._groups, f"compressed gradient reduction ({name})")
-        assert self._codec is not None, "the plan encodes P and Q"
-        codecs = BlockCodecs(self._codec, self._codec)
-        return block_reducer(plan, self._device, self._groups, codecs, pool=self._pool, gauge=Gauge())
+    def _sum_of(self, message: torch.Tensor, name: str) -> PendingCollective:
+        return start_sum(message, self._groups.whole, f"compressed gradient reduction ({name})")
 
     @torch.no_grad()
     def start(self, flat: torch.Tensor, whole: bool = False) -> None:
@@ -144,7 +139,7 @@ class LowRankReducer(Reducer):
         """
         self._whole, self._outstanding = whole, self._packs
         self.encoded += self.plan.matrices
-        self._runs = [runs.where.batch(flat, (runs.length,)) for pack in self.plan.packs for runs in pack.dense]
+        self._runs = [flat[at : at + length] for pack in self.plan.packs for at, length in pack.dense]
         if self._runs:
             torch._foreach_copy_(self._slots, self._runs)
         for pack in self._packs:
@@ -152,7 +147,7 @@ class LowRankReducer(Reducer):
                 for same in pack.groups:
                     same.project(flat, self._compressor, self._scratch)
                     copy_if_cast(same.p, same.p_wire)
-            pack.sum_of_p.start(pack.first)
+            pack.sum = self._sum_of(pack.first, "P")
         # Dense sums start after those of P, which are waited for first, and so run while Q is computed.
         in_place = (flat[start : start + length] for start, length in self.plan.runs)
         self._dense_sums = [start_sum(run, self._groups.whole, "dense gradient reduction") for run in in_place]
@@ -162,7 +157,7 @@ class LowRankReducer(Reducer):
         """Wait for each P and start the sum of the Q that is computed from it."""
         packs, self._outstanding = self._outstanding, ()
         for pack in packs:
-            pack.sum_of_p.finish()
+            pack.wait()
             with self._gauge.timed(self._device):
                 for same in pack.groups:
                     same.state.note_finite(same.p_wire, self._scratch)
@@ -173,14 +168,14 @@ class LowRankReducer(Reducer):
                     self._compressor.back_project(matrices, same.p, out=same.q)
                     self._gauge.note_projection(matrices, same.q)
                     copy_if_cast(same.q, same.q_wire)
-            pack.sum_of_q.start(pack.second)
+            pack.sum = self._sum_of(pack.second, "Q")
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all sums, and write the gradients into the bucket."""
         self.second_phase()
         for pack in self._packs:
-            pack.sum_of_q.finish()
+            pack.wait()
             with self._gauge.timed(self._device):
                 for same in pack.groups:
                     same.rebuild(self._compressor, self.plan.ranks, self._scratch, self._whole)

@@ -13,9 +13,6 @@ the link's next compressed message.
     3. Q' = M^T P, and [P | Q'] is posted
     4. E = M - P Q'^T                     during the transfer
     5. Q = orth(Q')                       for the next message
-
-The kinds compose: with `--low-rank-wire int8`, low rank hands [P | Q'] to a block message, and both ends use the P and
-Q' that are decoded from the blocks.
 """
 
 from collections import defaultdict
@@ -36,7 +33,7 @@ from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.state import FactorState, FactorStates, state_dtype
 from optimus_cc_ext.techniques.transfer import MessageBuffers, Recent, Transfer
 
-__all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "coded_in", "message_bytes"]
+__all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "message_bytes"]
 
 
 _MOST_LAYOUTS, _MOST_SHAPES = 16, 4
@@ -78,17 +75,11 @@ class LinkPlan:
     def message_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes of a compressed message for a gradient of this shape and dtype."""
         numel = self.factors(shape, dtype).numel if self.is_low_rank else shape.numel()
-        return message_bytes(coded_in(self.config), numel, dtype)
-
-
-def coded_in(config: OptimusConfig) -> str:
-    """Return the block format of gradients, or of the factors of low-rank messages; dense if neither is in blocks."""
-    low_rank = config.compressed_backprop_format == "low-rank"
-    return config.low_rank_wire if low_rank else config.compressed_backprop_format
+        return message_bytes(self.config.compressed_backprop_format, numel, dtype)
 
 
 def message_bytes(format: str, numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a message of `numel` values of this dtype, in a block format or dense."""
+    """Return the bytes of a message of `numel` values of this dtype, in a block format, or as they are."""
     blocks = block_format(format)
     if blocks is None:
         return numel * dtype.itemsize
@@ -200,10 +191,6 @@ class BlockMessages(DenseMessages):
             self._codec.decode(message, layout, tensor.detach().view(-1))
         self._buffers.give_back(message)
 
-    def read(self, message: torch.Tensor, values: torch.Tensor) -> None:
-        """Decode `message` into `values`, flat."""
-        self._codec.decode(message, self._layout(values)[0], values)
-
     def _layout(self, tensor: torch.Tensor) -> tuple[BlockLayout, int]:
         def new() -> tuple[BlockLayout, int]:
             layout = BlockLayout.of_one(tensor.numel())
@@ -226,26 +213,17 @@ class LowRankMessages(DenseMessages):
     """Messages of gradients as P and Q. Residuals and warm starts outlive an iteration.
 
     Args:
-        codec: encodes P and Q in the format `coded_in`; None: they are sent in the gradient's dtype.
         states: holds residuals and warm starts; a receiving end has none.
         scratch: memory for values that are needed until `after_post`, or within `after_wait`.
     """
 
     def __init__(
-        self, plan: LinkPlan, compressor: LowRank, codec: Codec | None, *,
+        self, plan: LinkPlan, compressor: LowRank, *,
         states: FactorStates, scratch: Scratch, gauge: Gauge, statistics: ErrorStatistics,
     ) -> None:  # fmt: skip
         super().__init__(statistics)
         self._plan, self._compressor, self._scratch, self._gauge = plan, compressor, scratch, gauge
         self.states, self._has_residuals = states, plan.config.lazy_error_propagation
-        # The blocks that carry factors have a gauge of their own: their error is part of low rank's, which is measured
-        # as a whole.
-        self._wire = None if codec is None else BlockMessages(codec, Gauge())
-
-    def end(self) -> None:
-        super().end()
-        if self._wire is not None:
-            self._wire.end()
 
     def preallocate(self, like: torch.Tensor, chunk: int) -> None:
         """Make residual and warm start for gradients like `like`, of one model chunk."""
@@ -272,13 +250,11 @@ class LowRankMessages(DenseMessages):
             # Q' is computed from P in its wire format, rounded and scaled, so it contains the scale once, and is
             # divided by it twice.
             torch.mul(q, layout.scale**-2, out=q_wire)
-            sent = self._buffers.sending(factors) if self._wire is None else self._wire.send(factors)
+            sent = self._buffers.sending(factors)
 
         def remember() -> None:
             """Compute residual and warm start from P and Q in their wire format."""
             with self._gauge.timed(matrix.device):
-                if self._wire is not None:
-                    self._wire.read(sent.tensor, factors)
                 if self._has_residuals or self._gauge.on:
                     self._gauge.note_compressed(matrix)
                     # This reconstruction equals the receiver's, to the bit.
@@ -299,20 +275,13 @@ class LowRankMessages(DenseMessages):
         def arrived() -> None:
             with self._gauge.timed(tensor.device):
                 self._compressor.reconstruct(p_wire, q_wire, out=tensor.view(1, layout.n, layout.m))
-            if self._wire is None:
-                self._buffers.give_back(factors)
+            self._buffers.give_back(factors)
 
-        return (Transfer(factors) if self._wire is None else self._wire.receive(factors)).then(arrived)
+        return Transfer(factors, after_wait=arrived)
 
     def _factors(self, layout: PackedFactors, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return memory for [P | Q], and P (1, n, r) and Q (1, m, r) in it.
-
-        The memory is the message itself, or scratch memory if the factors are encoded into a message of blocks.
-        """
-        if self._wire is None:
-            factors = self._buffers.take(layout.numel, layout.dtype, device)
-        else:
-            factors = self._scratch.take("factors", (layout.numel,), layout.dtype, device)
+        """Return memory for the message [P | Q], and P (1, n, r) and Q (1, m, r) in it."""
+        factors = self._buffers.take(layout.numel, layout.dtype, device)
         p, q = layout.split(factors)
         return factors, p.unsqueeze(0), q.unsqueeze(0)
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
@@ -161,7 +160,6 @@ class SelectiveStageCompression(Technique):
 
     Args:
         codecs: the codecs of a block format; None: low rank, with P and Q.
-        wire: encodes P and Q; None: they are not in blocks.
         pool: memory for messages, shared with the parameter gathers of the same buckets.
     """
 
@@ -173,7 +171,6 @@ class SelectiveStageCompression(Technique):
         seed: int,
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
-        wire: Codec | None = None,
         pool: MessagePool | None = None,
     ) -> None:
         self._scratch, self.pool = Scratch(), pool or MessagePool()
@@ -184,7 +181,7 @@ class SelectiveStageCompression(Technique):
             gauge=Gauge(self._scratch),
         )
         self._config, self._seed, self.state_dtype = config, seed, state_dtype
-        self.compressor, self.codecs, self.wire = compressor, codecs, wire
+        self.compressor, self.codecs = compressor, codecs
         self.stage: int | None = None
         """Stage of this rank; None before it has a place."""
 
@@ -316,10 +313,8 @@ class SelectiveStageCompression(Technique):
     def _connect(self, plan: GroupPlan, groups: Groups, device: torch.device) -> None:
         """Let the groups that reducers of this plan use make their first collective, each once."""
         used: dict[dist.ProcessGroup | None, bool] = {self.alone: False}
-        if self._may_compress(plan) and (self.codecs or self.wire) is not None:
-            # With several instances of the distributed optimizer, factors are summed over all replicas at once.
-            at_once = self.codecs is None and groups.levels.instances
-            used[groups.whole if at_once or groups.rail is None else groups.rail] = True
+        if self._may_compress(plan) and self.codecs is not None:
+            used[groups.rail or groups.whole] = True
             if not groups.levels.instances:
                 used[groups.node] = plan.rules.in_fp32
         for group, pairs in used.items():
@@ -379,7 +374,7 @@ class SelectiveStageCompression(Technique):
                 compressor=self.compressor, config=self._config, seed=self._seed,
                 salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
                 # All buckets share the scratch memory, and so one stream.
-                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge, wire=self.wire, pool=self.pool,
+                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge,
             )  # fmt: skip
         self.reducers.append(reducer)
         return reducer

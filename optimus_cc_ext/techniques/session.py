@@ -38,7 +38,6 @@ from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.messages import coded_in
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
@@ -138,14 +137,13 @@ class Session:
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         dtype = state_dtype(config.compression_state_dtype)
         self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
-        self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(coded_in(config)))
+        self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(config.compressed_backprop_format))
         self.dispatch = ExpertRows(EXPERT_DISPATCH, config, self.new_codec(config.expert_dispatch_format))
         self.expert_gradients = ExpertRows(EXPERT_GRADIENT, config, self.new_codec(config.expert_gradient_format))
         self._pool = MessagePool()
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
-            codecs=self.new_codecs(config.dp_compression_format), wire=self.new_codec(config.low_rank_wire),
-            pool=self._pool,
+            codecs=self.new_codecs(config.dp_compression_format), pool=self._pool,
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format), self._pool)
         self.embedding = FusedEmbeddingSync(

@@ -88,7 +88,7 @@ def study(setting: Setting) -> Iterator[Row]:
     """Run the study of a GPT of 131 million parameters (docs/evidence.md); its page lies beside the check's."""
     from optimus_cc_ext.tools.report.record import read_logs
 
-    folder, variants = setting.output / "study-131m", ("vanilla", "balanced", "fp8-int4", "paper")
+    folder, variants = setting.output / "study-131m", ("vanilla", "balanced", "int8-forward", "paper")
     iterations, evaluations = (2, 1) if setting.dry else (240, 16)
     words = f"--variants {','.join(variants)} --iterations {iterations} --evaluations {evaluations} --max-mb 40"
     _study(setting, folder, [*words.split(), *([] if setting.dry else ["--common", STUDIED_MODEL, "--timeout", "20"])])
@@ -136,6 +136,6 @@ CHECKS = {
     ),
     "bench": Check("The compressors' seconds beside what the machine allows.", bench, 140),
     "study": Check(
-        "131 million parameters train in vanilla and with balanced, fp8-int4 and paper.", study, 6000, long=True
+        "131 million parameters train in vanilla and with balanced, int8-forward and paper.", study, 6000, long=True
     ),
 }  # fmt: skip

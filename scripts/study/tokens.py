@@ -33,7 +33,7 @@ WAYS = ("dispatch-forward", "combine-forward", "dispatch-backward", "combine-bac
 SETTINGS = {
     **{f"{form}, {way}": (form, way) for form in EXPERT_DISPATCH.block_formats for way in WAYS},
     **{f"{form}, all": (form, ",".join(WAYS)) for form in EXPERT_DISPATCH.block_formats},
-    "fp8, DeepSeek-V3's": ("fp8", "dispatch-forward,combine-backward"),
+    "int8, DeepSeek-V3's ways": ("int8", "dispatch-forward,combine-backward"),
 }
 """Format and compressed ways of each setting. DeepSeek-V3 sends the results of the experts in bf16, and the gradients
 to the tokens, too (arXiv 2412.19437, 3.3.3).

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
@@ -42,7 +41,7 @@ class Bucket:
 
     def reducer(
         self, compressor: LowRank, compression_rank: int, shard: torch.Tensor | None = None, *,
-        norm_groups: list[str] | None = None, wire: Codec | None = None, **config: Any,
+        norm_groups: list[str] | None = None, **config: Any,
     ) -> LowRankReducer:  # fmt: skip
         groups_of = dict(zip((matrix.storage_offset() for matrix in self.matrices), norm_groups or (), strict=False))
         plan = LowRankPlan(
@@ -55,7 +54,6 @@ class Bucket:
                 for start in (int(matrix.storage_offset()),)
             ],
             dense=self.ranges[1], dtype=self.flat.dtype, ranks=dist.get_world_size(), rank=compression_rank,
-            wire=None if wire is None else wire.format.name,
         )  # fmt: skip
         return LowRankReducer(
             plan,
@@ -66,7 +64,6 @@ class Bucket:
             config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
             seed=1,
             salt="test",
-            wire=wire,
         )
 
     @property

@@ -58,11 +58,9 @@ def _measure() -> list[float]:
     assert bool((weights == 1).all())
     microbenchmark._SAMPLE_BYTES = 1  # the benchmark times a single matrix, and extrapolates to all
     seconds.append(microbenchmark.time_gradients(matrices, **keep))
-    for wire in (None, int8):
-        messages = CompressedBackprop(CONFIG, FastLowRank(), wire).messages(LinkPlan(CONFIG, 1, 0))
-        seconds += microbenchmark.time_message(messages, torch.empty(64, 2, 32))
-    seconds.append(microbenchmark.time_gradients(matrices, **keep | {"wire": int8}))
-    blocks = BlockMessages(fast_codec("fp8", seed=1, rotated=False), Gauge())
+    messages = CompressedBackprop(CONFIG, FastLowRank(), None).messages(LinkPlan(CONFIG, 1, 0))
+    seconds += microbenchmark.time_message(messages, torch.empty(64, 2, 32))
+    blocks = BlockMessages(fast_codec("int8", seed=1, rotated=False), Gauge())
     *coding, nothing = microbenchmark.time_message(blocks, torch.empty(64, 2, 32))
     assert nothing < min(coding), "an activation leaves no residual"
     seconds += coding

@@ -48,10 +48,9 @@ LOSSY = f"--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 4 --dp
 CB4 = f"--compressed-backprop --compressed-backprop-rank 4 {_CARRIED}"
 SC4 = "--dp-compression --dp-compression-rank 4"
 BALANCED = "--optimus-cc balanced --dp-compression-stages all"
-BLOCKS = f"{BALANCED} --pipeline-forward-format fp8 --dp-compression-format int4"
+BLOCKS = f"{BALANCED} --dp-compression-format int4"
 BLOCKS_WITH_LEP = f"{BLOCKS} --lazy-error-propagation"
 GATHER = "--param-gather-format int4"
-INT8_FACTORS = "--low-rank-wire int8"
 EXACT_BLOCKS = f"{BLOCKS_WITH_LEP} --exact-blocks"
 ALL_MESSAGES = f"{CB4} --compressed-backprop-messages all {FE} {SC4}"
 
@@ -67,7 +66,6 @@ LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
 LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
 LOSSY_FORECAST = LOSSY_RUN.but("lossy, forecast", ours="--compression-forecast")
 LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSSY)
-FACTORS_TP2 = LOSSY_TP2.but("TP2 lossy, factors in int8", ours=INT8_FACTORS)
 BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
 BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
 BLOCKS_TP2 = RunSpec(name="TP2 blocks", layout=TP2_PP2_DP2, flags=EIGHT, ours=BLOCKS_WITH_LEP)
@@ -79,7 +77,7 @@ WARMUPS = VANILLA.but(
 FUSED = VANILLA.but("FE", ours=FE)
 UNBATCHED = RunSpec(
     name="unbatched, PP4", layout=PP4, flags="--train-iters 3 --global-batch-size 8",
-    ours=f"{CB4} --pipeline-forward-format fp8", before=(interventions.unbatched,),
+    ours=f"{CB4} --pipeline-forward-format int8", before=(interventions.unbatched,),
 )  # fmt: skip
 INTERLEAVED_RUN = RunSpec(
     name="interleaved, PP4", layout=PP4,
@@ -96,8 +94,8 @@ SENDS = [
     _OVERLAPPED_SENDS,
     _OVERLAPPED_SENDS.but("overlapped p2p, warm-up and flush", flags="--overlap-p2p-communication-warmup-flush"),
     _OVERLAPPED_SENDS.but(
-        "overlapped p2p, low rank in int8",
-        ours=f"--compressed-backprop-format low-rank {CB4} --compressed-backprop-messages all {DROPPED} {INT8_FACTORS}",
+        "overlapped p2p, low rank",
+        ours=f"--compressed-backprop-format low-rank {CB4} --compressed-backprop-messages all {DROPPED}",
     ),
 ]
 BATCHED_SENDS = replace(_OVERLAPPED_SENDS, name="batched p2p", flags="--train-iters 3")
@@ -188,9 +186,6 @@ def resumed(run: RunSpec, iteration: int) -> RunSpec:
 
 SAVED = saving("torch_dist", "--ckpt-format torch_dist")
 SAVED_AGAIN = resumed(SAVED, 4)
-SAVED_FACTORS = saving(
-    "factors in int8", "--ckpt-format torch_dist --bf16", f"{ALL_MESSAGES} {INT8_FACTORS}", watched=True
-)
 SAVED_SHARDED = saving(
     "torch, bf16, sharded, interleaved",
     f"--ckpt-format torch --bf16 {SHARDED} --overlap-grad-reduce {INTERLEAVED}", f"{ALL_MESSAGES} {DROPPED}",
@@ -344,7 +339,6 @@ EXACT = [
     for stages in ["--dp-compression-stages 1" if "--dp-compression-stages 1" in limit.ours else ""]
 ]
 """Runs compared with the same vanilla runs: pass-through messages in place of codes, through the same exchange."""
-EXACT_FACTORS = VANILLA.but("at full rank, factors in exact blocks", ours=f"{LOSSLESS} {INT8_FACTORS} --exact-blocks")
 VANILLA_GATHERS = [
     RunSpec(name=f"bf16 gather{name}", flags=f"--bf16 {flags} --train-iters 8")
     for name, flags in (("", SHARDED), (", overlapped, interleaved", f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}"))

@@ -48,7 +48,7 @@ def assert_refused(line: str, outputs: list[str], flag: str, *says: str, **kwarg
 
 
 GATHER, SHARDED = "--param-gather-format int4 ", "--use-distributed-optimizer "
-FORWARD = "--pipeline-forward-format fp8 "
+FORWARD = "--pipeline-forward-format int8 "
 EP_OVERLAP = (
     "--num-experts 2 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --bf16 "
     "--moe-token-dispatcher-type alltoall --num-layers-per-virtual-pipeline-stage 1 "
@@ -63,7 +63,7 @@ ALL_TO_ALL = EP2 + "--moe-token-dispatcher-type alltoall "
     ("line", "flag", "says"),
     [
         (PP2 + TOKENS, "--expert-dispatch-format", ("no token is sent", "give --num-experts")),
-        (PP2 + "--expert-gradient-format fp8", "--expert-gradient-format", ("no token is sent", "give --num-experts")),
+        (PP2 + "--expert-gradient-format int8", "--expert-gradient-format", ("no token is sent", "give --num-experts")),
         (PP2 + TOKENS + "--num-experts 2", "--expert-dispatch-format", ("--expert-model-parallel-size 2 or more",)),
         (PP2 + ALL_TO_ALL + TOKENS, "--expert-dispatch-format", ("do not divide into blocks of 128", "--hidden-size")),
         (

@@ -39,7 +39,6 @@ def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
     (table.SAVED, resumed(table.SAVED, 4)),
     full(table.SAVED_SHARDED, resumed(table.SAVED_SHARDED, 4)),
     in_ci(table.SAVED_IN_BACKGROUND, resumed(table.SAVED_IN_BACKGROUND, 4)),
-    full(table.SAVED_FACTORS, resumed(table.SAVED_FACTORS, 4)),
     *(full(run, *(resumed(run, iteration) for iteration in (2, 4, 6))) for run in table.SAVED_OFTEN),
 )
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):

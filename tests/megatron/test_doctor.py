@@ -168,7 +168,6 @@ def test_a_script_that_is_not_patched_is_not_said_to_know_our_flags(tmp_path: Pa
         ("--dp-error-feedback", "--dp-error-feedback: no effect: --dp-compression is off"),
         ("--compressed-backprop --dp-compression-rank 8", "--dp-compression-rank: no effect"),
         ("--dp-compression --dp-compression-rank 4000", "--dp-compression-rank 4000: saves nothing on this model"),
-        ("--dp-compression-format int4 --low-rank-wire int8", "--low-rank-wire: no effect: nothing is sent as low"),
         ("--compressed-backprop --compressed-backprop-rank 900", "--compressed-backprop-rank 900: saves nothing"),
     ],
 )
@@ -298,7 +297,7 @@ OURS = "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8 --dp-c
 FORESEEN = [
     RunSpec(name=f"what doctor foresees of {what}", layout=PP2_DP2, flags=f"--train-iters 1 {flags}", ours=ours)
     for what, ours, flags in (
-        ("low rank", OURS, ""), ("factors in int8", f"{OURS} --low-rank-wire int8", ""), ("blocks", BLOCKS, ""),
+        ("low rank", OURS, ""), ("blocks", BLOCKS, ""),
         ("gradients in blocks", "--dp-compression-format int4", ""), ("blocks, sharded", BLOCKS, SHARDED),
         ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
     )
@@ -329,7 +328,7 @@ _TOKENS = "--expert-dispatch-format int8 --expert-gradient-format int4"
 OF_RECIPES = [
     RunSpec(
         name=f"what doctor foresees of {what}", layout=layout, flags=f"{_ROPE} {flags}", before=before,
-        ours=BLOCKS if layout[1] else BLOCKS.replace("--pipeline-forward-format fp8 ", ""),
+        ours=BLOCKS,
     )
     for what, layout, flags, before in (
         ("experts", PP2_DP2, _EXPERTS, ()),

@@ -62,10 +62,9 @@ SHARDED = run(
 TIED_DENSE = run("first collectives, dense tied embedding", PP2_DP4, "", f"{table.FE} --dp-compression-format int8")
 TIED = TIED_DENSE.but("first collectives, tied embedding in blocks", ours="--fused-embedding-sync-format int8")
 ONE_STAGE = TIED_DENSE.but("first collectives, one stage compresses", ours="--dp-compression-stages 1")
-FACTORS = run("first collectives, factors in int8", (4, ""), table.OVERLAPPED, f"{table.SC4} {table.INT8_FACTORS}")
 
 
-@uses(SHARDED, full(TIED_DENSE), full(TIED), full(ONE_STAGE), full(FACTORS))
+@uses(SHARDED, full(TIED_DENSE), full(TIED), full(ONE_STAGE))
 def test_no_group_of_ours_makes_its_first_collective_in_a_step(runs):
     for rank in runs.ranks:
         first, later, made = rank.probed

@@ -28,7 +28,6 @@ def config_of(**changes: Any) -> OptimusConfig:
 
 INT8 = config_of(dp_compression_format="int8")
 LOW_RANK = config_of(dp_compression=True, dp_compression_rank=2, _force_compression=True)
-FACTORS_IN_INT8 = LOW_RANK.replace(low_rank_wire="int8")
 GATHER = config_of(param_gather_format="int8")
 
 
@@ -181,14 +180,14 @@ def test_moved_gradients_are_reduced_with_shards_and_beside_the_backward_pass() 
     both = GATHER.replace(dp_compression_format="int4")
     check_gradients(2, 1, {
         "sharded": Case(both, ddp=SHARDED), "overlapped": Case(both, ddp=SHARDED | OVERLAPPED),
-        "factors, sharded": Case(FACTORS_IN_INT8, ddp=SHARDED),
+        "low rank, sharded": Case(LOW_RANK, ddp=SHARDED),
         "low rank, overlapped": Case(LOW_RANK, ddp={"overlap_grad_reduce": True}),
     })  # fmt: skip
 
 
 @pytest.mark.full
 def test_moved_gradients_are_reduced_in_two_levels() -> None:
-    cases = {"int8": Case(INT8), "factors": Case(FACTORS_IN_INT8), "sharded": Case(INT8, ddp=SHARDED)}
+    cases = {"int8": Case(INT8), "sharded": Case(INT8, ddp=SHARDED)}
     check_gradients(4, 1, cases, node="ranks:2")
 
 

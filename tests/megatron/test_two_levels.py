@@ -13,7 +13,6 @@ from tests.megatron_runs import last_stage_losses, relative_gap
 NORMS = 5
 DP4, DP8, PP2_DP4 = (4, ""), (8, ""), (8, "--pipeline-model-parallel-size 2")
 EXACT = "--dp-compression-format int8 --exact-blocks"
-FACTORS = f"{table.LOSSLESS_SC} --low-rank-wire int8 --exact-blocks"
 REDUCED = "--train-iters 5 --untie-embeddings-and-output-weights"
 WHOLE = f"{REDUCED} --overlap-grad-reduce --ddp-num-buckets 3"
 SHARDED = f"{REDUCED} {table.OVERLAPPED} {table.SMALL_BUCKETS}"
@@ -47,8 +46,6 @@ MORE = [
         f"{SHARDED} --bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
         **BF16,
     ),
-    limit("factors in blocks", 2, DP4, SHARDED, FACTORS),
-    limit("whole factors in blocks", 2, DP4, WHOLE, FACTORS),
     limit("bf16 gradients", 2, DP4, f"{WHOLE} --bf16 --grad-reduce-in-bf16", **BF16),
     limit("a tied embedding", 2, PP2_DP4, "--train-iters 5", f"{EXACT} --fused-embedding-sync-format int8"),
     limit("experts", 4, DP8, f"{table.MIXTURE} {SHARDED} --expert-model-parallel-size 2"),

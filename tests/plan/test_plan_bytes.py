@@ -29,9 +29,8 @@ JOBS = {
 CONFIGS = {
     "dense": {},
     "paper": {"compressed_backprop": True, "fused_embedding_sync": True, "dp_compression": True},
-    "all low-rank, int8 wire": {
+    "all low-rank": {
         "compressed_backprop": True, "compressed_backprop_messages": "all", "dp_compression": True,
-        "low_rank_wire": "int8",
     },
     "int8": {
         "pipeline_forward_format": "int8", "compressed_backprop_format": "int8", "dp_compression_format": "int8",

@@ -106,14 +106,11 @@ def test_every_variant_works_on_every_layout_without_flags_of_classes_that_are_n
 
 
 def test_a_flag_is_left_out_with_its_value_and_its_neighbours_stay() -> None:
-    text = "--dp-compression --dp-compression-rank {dp_rank} --low-rank-wire int8 --pipeline-forward-format fp8"
+    text = "--dp-compression --dp-compression-rank {dp_rank} --compression-seed 8 --pipeline-forward-format int8"
     assert flags_of(text, Layout(replicas=1), (2, 11)) == [
-        "--low-rank-wire",
-        "int8",
-        "--pipeline-forward-format",
-        "fp8",
-    ]
+        "--compression-seed", "8", "--pipeline-forward-format", "int8",
+    ]  # fmt: skip
     assert flags_of(text, Layout(stages=1), (2, 11)) == [
-        "--dp-compression", "--dp-compression-rank", "11", "--low-rank-wire", "int8",
+        "--dp-compression", "--dp-compression-rank", "11", "--compression-seed", "8",
     ]  # fmt: skip
     assert papers_ranks(3072) == (16, 128) and papers_ranks(256) == (2, 11)

@@ -183,6 +183,8 @@ def test_the_number_of_layers_wins_over_the_one_that_the_method_implies(order: i
         ("--pipeline-model-parallel-split-rank 1", "Megatron no longer trains encoder-decoder models"),
         ("--grad_comp_type TopK", "Megatron no longer has 'TopK'"),
         ("--inter_grad_comp_type TopK", "Megatron no longer has 'TopK'"),
+        ("--compression-debug", "settings of ranks are compared when training begins. Leave it out"),
+        ("--low-rank-wire int8", "low-rank factors are sent in the gradients' data type. Leave it out, or give"),
         ("--activations-checkpoint-num-layers many", ""),
     ],
 )

@@ -100,7 +100,7 @@ def posted(made: Session, *roles: str) -> dict[str, Transfer]:
 def test_each_direction_has_its_own_format() -> None:
     numel, both = tensor(1).numel(), ("send_next", "send_prev")
     schedule = NonInterleaved(2, 4)
-    only_forward = session(pipeline_forward_format="fp8")
+    only_forward = session(pipeline_forward_format="int8")
     only_forward.backprop.sending = None
     with only_forward.iteration(schedule):
         assert posted(only_forward, *both).keys() == {"send_next"}
@@ -130,7 +130,7 @@ def test_exact_blocks_put_the_pass_through_format_in_the_place_of_the_chosen_one
     """Tests use `--exact-blocks` to see all that a run computes except the rounding; it takes four bytes a value and
     one scale.
     """
-    made = session(pipeline_forward_format="fp8", compressed_backprop_format="int4", _exact_blocks=True)
+    made = session(pipeline_forward_format="int8", compressed_backprop_format="int4", _exact_blocks=True)
     schedule, scales = NonInterleaved(2, 1), 32
     with made.iteration(schedule):
         sizes = [transfer.tensor.numel() for transfer in posted(made, "send_next", "send_prev").values()]

@@ -142,7 +142,6 @@ def test_a_bucket_is_compressed_where_that_sends_less_than_megatron_and_all_rank
     levels = draw.choice([ONE_LEVEL, Levels(nodes=2, members=4)])
     rules = {
         "ranks": 8, "levels": levels, "sharded": draw.random() < 0.5, "rank": draw.choice([4, 16, 64]),
-        "wire": draw.choice([None, "int8", "int4"]),
     }  # fmt: skip
     for format in ("low-rank", "int8", "int4"):
         places = [plan(record, **rules, format=format, place=place) for place in range(levels.members)]
@@ -243,9 +242,9 @@ def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_l
         ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4"
     )  # fmt: skip
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
-    exact = BucketRules.of(OptimusConfig(dp_compression=True, dp_compression_format="int4", low_rank_wire="int8",
-                                         _exact_blocks=True), ranks=2, sharded=False, fused=True)  # fmt: skip
-    assert (exact.format, exact.sums, exact.wire, exact.fused) == ("exact", "exact", "exact", "dense")
+    in_exact = OptimusConfig(dp_compression=True, dp_compression_format="int4", _exact_blocks=True)
+    exact = BucketRules.of(in_exact, ranks=2, sharded=False, fused=True)
+    assert (exact.format, exact.sums, exact.fused) == ("exact", "exact", "dense")
     assert BucketRules.of(OptimusConfig(dp_compression=True), ranks=2, sharded=False, fused=False).format == "low-rank"
     assert BucketRules.of(OptimusConfig(), ranks=2, sharded=False, fused=False).format == "dense"
     assert [replaced_group(sharded) for sharded in (False, True)] == [

@@ -17,7 +17,7 @@ PIPELINES = {"pipeline_forward", "compressed_backprop"}
 GRADIENTS = {"dp_compression", "param_gather"}
 EXPERTS = {"expert_dispatch", "expert_gradient"}
 BALANCED = OptimusConfig(
-    pipeline_forward_format="fp8", compressed_backprop_format="int8", dp_compression_format="int4",
+    pipeline_forward_format="int8", compressed_backprop_format="int8", dp_compression_format="int4",
     fused_embedding_sync_format="int8", param_gather_format="int4", only_between_nodes=",".join(EVERYTHING),
 )  # fmt: skip
 INT4 = OptimusConfig(dp_compression_format="int4")

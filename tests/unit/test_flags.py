@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config import default_of, flag_of, type_of
+from optimus_cc_ext.config import default_of, flag_of, literals_of, type_of
 from optimus_cc_ext.config.artifact import ARTIFACT_FLAGS
 from optimus_cc_ext.config.flags import Request, add_flags, request_from
 from tests.launches import launch
@@ -51,6 +51,16 @@ def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_th
         rows = [line for line in table if line.startswith(row)]
         assert len(rows) == 1, row
         assert all(flag.spelling in rows[0] for flag in ARTIFACT_FLAGS if field.name in flag.fields), rows[0]
+
+
+@pytest.mark.parametrize("field", [field.name for field in FIELDS if "int8" in literals_of(field.type)])
+def test_the_format_fp8_is_refused_by_name_with_what_to_use(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(f"{flag_of(field)} fp8")
+    said = (
+        f"argument {flag_of(field)}: fp8 is gone, because int8 has a fourth of its error in as many bytes. Give int8."
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_only_what_was_given_is_explicit_with_its_spelling() -> None:

@@ -188,7 +188,7 @@ def test_blocks_for_the_distributed_optimizer_have_one_phase_only() -> None:
 
 
 def test_encoded_activations_gain_what_they_save_and_cost_what_encoding_takes() -> None:
-    config = OptimusConfig(pipeline_forward_format="fp8")
+    config = OptimusConfig(pipeline_forward_format="int8")
     slow, fast = (
         forecast(cluster(rate, activation_bytes=250_000, encode=0.01), SCHEDULE, config, frozenset())
         for rate in (1e6, 1e12)

@@ -15,7 +15,7 @@ from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
-from optimus_cc_ext.techniques.messages import LinkPlan, coded_in
+from optimus_cc_ext.techniques.messages import LinkPlan
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved
 from optimus_cc_ext.techniques.technique import Iteration
 from tests.formats import formats_of
@@ -25,14 +25,14 @@ SHAPE = (16, 2, 48)
 """Shape (sequence, micro-batch, hidden) of a 32 x 48 matrix."""
 
 
-def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=None, **config):
+def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **config):
     config = {
         "compressed_backprop_rank": 4,
         "compressed_backprop_messages": "all",
         "residual_across_iterations": "carry",  # carrying residuals needs more state than dropping them
     } | config
     config = OptimusConfig(
-        compressed_backprop=True, low_rank_wire=wire or "dense", _force_compression=force, compression_seed=seed,
+        compressed_backprop=True, _force_compression=force, compression_seed=seed,
         compression_state_dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[state_dtype], **config,
     )  # fmt: skip
     return ends_of(LinkPlan(config, sending_stage=1, receiving_stage=0), compressor)
@@ -40,7 +40,7 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, wire=N
 
 def ends_of(plan, compressor=None):
     """Return the sending and the receiving end of a link."""
-    blocks = block_format(coded_in(plan.config))
+    blocks = block_format(plan.config.compressed_backprop_format)
     codec = blocks and fast_codec(blocks, seed=plan.config.compression_seed, rotated=plan.config.block_rotation)
     sender, receiver = (CompressedBackprop(plan.config, compressor or FastLowRank(), codec) for _ in range(2))
     sender.connect_to(0, 1, rank=1, peer_rank=0)
@@ -123,11 +123,8 @@ def test_offered_gradients_are_what_arrived_plus_the_residual(compressor, messag
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape, rank", [(SHAPE, 4), ((600, 1, 1024), 16)], ids=["small", "large"])
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradient_is_not_changed(
-    shape, rank, dtype, wire
-):
-    sender, receiver = link(compressed_backprop_rank=rank, wire=wire)
+def test_the_residual_is_exactly_what_the_receiver_lacks_and_the_callers_gradient_is_not_changed(shape, rank, dtype):
+    sender, receiver = link(compressed_backprop_rank=rank)
     sent = gradient(1, dtype, shape)
     (arrived,) = run_iteration(sender, receiver, [sent])
     # The residual and the test's error are the same fp32 subtraction of values rounded to the wire's dtype, so all bits

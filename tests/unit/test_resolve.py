@@ -217,7 +217,7 @@ def test_an_individual_flag_that_cannot_work_is_refused(
 @pytest.mark.parametrize(
     ("line", "on", "says"),
     [
-        ("--pipeline-forward-format fp8", layout(stages=1), "no activation is sent"),
+        ("--pipeline-forward-format int8", layout(stages=1), "no activation is sent"),
         ("--compressed-backprop-format int8", layout(stages=1), "nothing to compress"),
         ("--dp-compression-format int4", layout(replicas=1), "nothing to compress"),
         ("--fused-embedding-sync-format int8", layout(tied=False), "not tied"),
@@ -236,7 +236,7 @@ def test_a_format_that_cannot_work_is_refused_by_its_own_flag(line: str, on: Lay
     ("line", "flag"),
     [
         ("--compressed-backprop-format int8 --compressed-backprop-rank 4", "--compressed-backprop-rank"),
-        ("--compressed-backprop-format fp8 --residual-across-iterations drop", "--residual-across-iterations"),
+        ("--compressed-backprop-format int4 --residual-across-iterations drop", "--residual-across-iterations"),
         ("--dp-compression-format int4 --dp-compression-rank 8", "--dp-compression-rank"),
         ("--dp-compression-format int4 --dp-error-feedback", "--dp-error-feedback"),
     ],

@@ -27,7 +27,6 @@ LOW_RANK_ONLY = {
 }
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{traffic.format_field: st.sampled_from(traffic.formats) for traffic in CLASSES},
-    "low_rank_wire": st.sampled_from(["dense", "int8"]),
     "block_rotation": st.booleans(),
     "compressed_backprop": st.booleans(),
     "compressed_backprop_rank": RANKS,

@@ -5,8 +5,7 @@ values of each block of each message, (N, blocks): start * 256 + length, both di
 block. Without a table, messages are the rows of a matrix, one after the other, of `per_row` whole blocks each. `codes`
 and `scales` are pointers to the first message's sections, `strides` the elements from one message to the next. WIDEN:
 triton's interpreter neither multiplies bf16 nor rounds to it, so the kernels compute the same bits in another way.
-Equal inputs give equal bits, because there are no atomics and sums have one order. E4M3 is computed with integers, so
-that every GPU rounds alike.
+Equal inputs give equal bits, because there are no atomics and sums have one order.
 
 A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by additions of the four results, because
 128 x 128 = (4 x 4) x (32 x 32): this takes a fourth of the products, and a matrix that fits the registers.
@@ -103,53 +102,26 @@ def _upper_bits(x):
 
 
 @triton.jit
-def _to_e4m3(x):
-    """Return the bits of the nearest E4M3, ties to even, as int32; |x| <= 448."""
-    bits = _bits(x)
-    size = bits & 0x7FFFFFFF
-    # Three bits of mantissa are kept, and the exponent's bias changes from 127 to 7; below 2^-6 numbers are multiples
-    # of 2^-9.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = _bits(size.to(tl.float32, bitcast=True) * 512.0 + ROUNDER) - ROUNDER_BITS
-    return tl.where(size < (121 << 23), subnormal, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _from_e4m3(code):
-    """Return the number that an E4M3 code stands for: int32 -> fp32."""
-    size = code & 0x7F
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    x = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    return (_bits(x) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _field(x, unit, PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr):
+def _field(x, unit, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr):
     """Return the fields of BITS bits, as int32, that stand for values in units of their scale.
 
     Rotated values are rounded sums, so a reciprocal's last bit matters no more than theirs. A rotated block's unit is 0
     or at least 2^-126, 128 times a bf16, so that its reciprocal is finite.
     """
-    tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
     if ROTATED:
         x *= tl.where(unit > 0, tl.div_rn(1.0, unit), 0.0)
     else:
         x = tl.div_rn(x, unit)
         x = tl.where(x == x, x, 0.0)
     x = tl.maximum(tl.minimum(x, LARGEST), -LARGEST)
-    if PACKING == "e4m3":
-        return _to_e4m3(x)
     # A field that is narrower than a byte has no sign.
     offset: tl.constexpr = 0 if BITS == 8 else 1 << (BITS - 1)
     return _bits(x + (ROUNDER + offset)) - ROUNDER_BITS
 
 
 @triton.jit
-def _number(code, PACKING: tl.constexpr, BITS: tl.constexpr):
+def _number(code, BITS: tl.constexpr):
     """Return the numbers that fields of BITS bits stand for: int32 -> fp32."""
-    tl.static_assert(PACKING == "integers" or PACKING == "e4m3", "a packing that no kernel knows")
-    if PACKING == "e4m3":
-        return _from_e4m3(code)
     offset: tl.constexpr = 1 << (BITS - 1)
     if BITS == 8:  # two's complement
         code ^= offset
@@ -205,7 +177,7 @@ def _store_codes(codes, a, b, c, d, used, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(codes, used, PACKING: tl.constexpr, BITS: tl.constexpr):
+def _load_numbers(codes, used, BITS: tl.constexpr):
     """Return the numbers of blocks, whose codes are at `codes`, in units of their scales: four tensors (rows, 32)."""
     tl.static_assert(BITS == 2 or BITS == 4 or BITS == 6 or BITS == 8, "integers have 2, 4, 6 or 8 bits")
     if BITS == 8:
@@ -221,7 +193,7 @@ def _load_numbers(codes, used, PACKING: tl.constexpr, BITS: tl.constexpr):
         mask: tl.constexpr = (1 << BITS) - 1
         a, b, c, d = words & mask, (words >> BITS) & mask, (words >> (2 * BITS)) & mask, words >> (3 * BITS)
     return (
-        _number(a, PACKING, BITS), _number(b, PACKING, BITS), _number(c, PACKING, BITS), _number(d, PACKING, BITS)
+        _number(a, BITS), _number(b, BITS), _number(c, BITS), _number(d, BITS)
     )  # fmt: skip
 
 
@@ -233,7 +205,7 @@ def _load_byte(codes, FIRST: tl.constexpr, used):
 @triton.jit(do_not_specialize=["blocks", "per_row", "scales_stride"], do_not_specialize_on_alignment=["table"])
 def encode_blocks(
     values, table, rotations, scales, codes, scales_stride, codes_stride, blocks, per_row,
-    PACKING: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
+    BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
     GAIN: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N);
@@ -258,8 +230,8 @@ def encode_blocks(
     scale = _bf16_bits(_peak(a, b, c, d, ROTATED) * INVERSE)
     tl.store(scales + message.to(tl.int64) * scales_stride + rows, scale.to(tl.int16), mask=length > 0)
     unit = (scale << 16).to(tl.float32, bitcast=True)[:, None] * GAIN
-    a, b = _field(a, unit, PACKING, BITS, LARGEST, ROTATED), _field(b, unit, PACKING, BITS, LARGEST, ROTATED)
-    c, d = _field(c, unit, PACKING, BITS, LARGEST, ROTATED), _field(d, unit, PACKING, BITS, LARGEST, ROTATED)
+    a, b = _field(a, unit, BITS, LARGEST, ROTATED), _field(b, unit, BITS, LARGEST, ROTATED)
+    c, d = _field(c, unit, BITS, LARGEST, ROTATED), _field(d, unit, BITS, LARGEST, ROTATED)
     _store_codes(_codes_of(codes, message, rows, codes_stride, BITS), a, b, c, d, length[:, None] > 0, BITS)
 
 
@@ -301,7 +273,7 @@ def _within_range(x, dtype: tl.constexpr):
 )
 def add_up_blocks(
     scales, codes, table, rotations, out, scales_stride, codes_stride, blocks, per_row, senders,
-    PACKING: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
+    BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
     ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the values of `senders` to `out`. Grid: (blocks / ROWS, 1); with ALONE, for one sender: (blocks
@@ -320,12 +292,12 @@ def add_up_blocks(
     codes = _codes_of(codes, message, rows, codes_stride, BITS)
     if ALONE:
         scale = _scale(scales, used)
-        a, b, c, d = _load_numbers(codes, used[:, None], PACKING, BITS)
+        a, b, c, d = _load_numbers(codes, used[:, None], BITS)
     else:
         a, b = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
         c, d = tl.zeros((ROWS, QUARTER), tl.float32), tl.zeros((ROWS, QUARTER), tl.float32)
         for _ in range(0, senders):
-            sent_a, sent_b, sent_c, sent_d = _load_numbers(codes, used[:, None], PACKING, BITS)
+            sent_a, sent_b, sent_c, sent_d = _load_numbers(codes, used[:, None], BITS)
             scale = _scale(scales, used)
             a += sent_a * scale
             b += sent_b * scale

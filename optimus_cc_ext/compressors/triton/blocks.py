@@ -23,9 +23,6 @@ if launches.AVAILABLE:
 
 __all__ = ["TritonCodec"]
 
-PACKINGS = ("integers", "e4m3")
-"""Packings that the kernels support; the parent's torch code encodes messages of others."""
-
 ROWS = 64
 """Number of blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at
 once, and as many as fit the registers.
@@ -63,7 +60,7 @@ class TritonCodec(Codec):
 
     def __init__(self, format: str, *, signs: Tensor | None = None) -> None:
         super().__init__(format, signs=signs)
-        self._has_kernels = self.format.packing in PACKINGS
+        self._has_kernels = self.format.packing == "integers"
         self._matrices: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
 
     @torch.no_grad()
@@ -92,7 +89,7 @@ class TritonCodec(Codec):
         block_kernels.encode_blocks[_grid(table, blocks, ROWS)](
             values, table, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
             scales.stride(0), codes.stride(0), blocks, per_row,
-            PACKING=self.format.packing, BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
+            BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
             INVERSE=1.0 / (largest * self._gain), GAIN=float(self._gain),
             WIDEN=INTERPRETED, ALIGN=align, ROWS=ROWS, num_warps=4,
             maxnreg=128,  # 128 registers let four programs share a multiprocessor, without spilling
@@ -149,7 +146,7 @@ class TritonCodec(Codec):
         block_kernels.add_up_blocks[_grid(table, blocks, ROWS)](
             scales, codes, table, self._rotations_in(dtype, out.device, back=True), out,
             scales.stride(0), codes.stride(0), blocks, per_row, senders,
-            PACKING=self.format.packing, BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
+            BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
             WIDEN=INTERPRETED, ONTO=onto, ALIGN=align, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
 

@@ -69,12 +69,12 @@ def block_sum(cluster: Cluster, group: Group, values: float, width: int, form: s
 
 
 def sum_in_levels(
-    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str, *, whole: bool = False
+    cluster: Cluster, job: Job, config: OptimusConfig, group: Group, values: float, form: str
 ) -> tuple[Sent, Sent]:  # fmt: skip
     """Return both phases of a sum of encoded values, in two levels if nodes hold several replicas and the flags allow
     it: added up inside a node by a dense reduce-scatter, then between nodes in blocks.
 
-    Without the distributed optimizer, or if `whole`, the sums are gathered inside the node in the end. If the forecast
+    Without the distributed optimizer, the sums are gathered inside the node in the end. If the forecast
     of a run chooses the stages, it also chooses the faster number of levels.
     """
     width, members = job.gradient_bytes, group.per_node
@@ -86,7 +86,7 @@ def sum_in_levels(
         nbytes=ring_bytes(width * values, members, twice=False), transfer=reduce_scatter(cluster, node, width * values)
     )  # fmt: skip
     there, back = block_sum(cluster, rail, values / members, width, form)
-    sharded = job.distributed_optimizer and not whole
+    sharded = job.distributed_optimizer
     gathered = Sent() if sharded else inside
     two = added([inside, there]), added([back, gathered])
     chosen = config.dp_compression_levels == "auto" and config.dp_compression_stages == "auto"

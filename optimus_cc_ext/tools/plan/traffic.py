@@ -75,11 +75,11 @@ def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     compress += residual
     r = min(config.compressed_backprop_rank, n, m)
     if form == "low-rank" and r * (n + m) < n * m:
-        small, coded = in_blocks(gpu, r * (n + m), width, config.low_rank_wire)
+        small = width * r * (n + m)
         # M = G + E (gradient plus residual) is written once in fp32 and read by both products; E is written last.
         residual = kernel(gpu, 2 * 4.0 * n * m) if config.lazy_error_propagation else 0.0
-        compress = 2 * _product(gpu, n, m, r) + residual + _orthogonalized(r) + coded
-        decompress = _product(gpu, n, m, r) + LAUNCH + coded
+        compress = 2 * _product(gpu, n, m, r) + residual + _orthogonalized(r)
+        decompress = _product(gpu, n, m, r) + LAUNCH
         remember = decompress + residual if residual else 0.0
     return Sent(nbytes=small, encode=scale * compress, decode=scale * decompress, remember=scale * remember)
 
@@ -166,14 +166,7 @@ def _reduction(
     if form == "low-rank":
         sent, covered = low_rank_values(job, config)
         # Each phase, P and Q, is one all-reduce in the gradients' data type, and so is that of uncompressed parameters.
-        if config.low_rank_wire == "dense":
-            nbytes, summed = (
-                ring_bytes(width * sent, group.ranks, twice=True),
-                all_reduce(cluster, group, width * sent / 2),
-            )
-        else:
-            there, back = sum_in_levels(cluster, job, config, group, sent / 2, config.low_rank_wire, whole=True)
-            nbytes, summed = 2 * (there.nbytes + back.nbytes), there.transfer + back.transfer
+        nbytes, summed = ring_bytes(width * sent, group.ranks, twice=True), all_reduce(cluster, group, width * sent / 2)
         rest, whole = dense(parameters - covered + embedding, twice=True), dense(parameters + embedding)
         if nbytes + rest.nbytes >= whole.nbytes:
             return whole

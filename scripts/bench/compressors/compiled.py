@@ -48,7 +48,7 @@ _WIDTHS = {"128": "16", "64": "8", "": "4", "U16": "2", "S16": "2", "U8": "1", "
 """Bytes of a load or a store, by the part of the instruction's name that says the width."""
 
 _SENDERS = 2
-_FORMATS = ("int4", "int8", "fp8")
+_FORMATS = ("int4", "int8")
 
 _COLUMNS = (
     "kernel", "variant", "sm", "align", "registers", "stack, B", "shared, B", "PTX / value", "SASS / value", "loads",
