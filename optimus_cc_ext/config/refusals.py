@@ -169,6 +169,12 @@ REFUSALS = (
         "Leave it out, or leave out Optimus-CC", whole_run=True,
     ),
     Refusal(
+        "--ckpt-convert-format", CLASSES,
+        "Megatron converts and ends before the compression state is loaded, so the copy would be without it",
+        "Convert without Optimus-CC; a run that goes on from the copy says that its residuals are empty",
+        where=OptimusConfig.remembers, whole_run=True,
+    ),
+    Refusal(
         "--non-persistent-ckpt-type", CLASSES,
         "local checkpoints have no folder for the compression state",
         "Use --non-persistent-ckpt-type global, or leave it out",

@@ -81,6 +81,7 @@ WHOLE_RUN = {
     "--inprocess-restart": PP2 + ALL + "--inprocess-restart",
     "--compression-error-statistics": PP2 + CB + "--compression-error-statistics "
     "--num-layers-per-virtual-pipeline-stage 1",
+    "--ckpt-convert-format": PP2 + "--optimus-cc --load here --ckpt-convert-format torch --ckpt-convert-save there",
 }
 # FSDP wants more than one connection; tensor parallelism wants one, so the CPU runtime presets that.
 FSDP_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
@@ -196,12 +197,19 @@ def test_with_a_graph_of_the_whole_iteration_no_class_is_compressed_not_even_a_g
     assert conflicts(argparse.Namespace(cuda_graph_impl="none"), everything) == {}
 
 
-def test_a_remote_store_is_refused_only_where_there_is_state_to_save() -> None:
-    remote = argparse.Namespace(enable_msc=True, save="msc://a/b")
-    refuse_unsupported(remote, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
+@pytest.mark.parametrize(
+    "megatron, said",
+    [
+        ({"enable_msc": True, "save": "msc://a/b"}, r"--dp-compression: .* \(--enable-msc\)"),
+        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format: "),
+    ],
+)
+def test_what_would_lose_state_is_refused_only_where_there_is_state(megatron: dict[str, Any], said: str) -> None:
+    args = argparse.Namespace(**megatron)
+    refuse_unsupported(args, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
     for kept in ({"dp_compression": True}, {"dp_compression_format": "int4", "dp_compression_stages": "auto"}):
-        with pytest.raises(FlagError, match=r"--dp-compression: .* \(--enable-msc\)"):
-            refuse_unsupported(remote, OptimusConfig(**kept))
+        with pytest.raises(FlagError, match=said):
+            refuse_unsupported(args, OptimusConfig(**kept))
 
 
 def save_locally() -> list[tuple[int, bool]]:
