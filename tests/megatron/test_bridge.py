@@ -50,7 +50,9 @@ def configuration(save: str | None = None, load: str | None = None, **model: Any
     )  # fmt: skip
 
 
-def run_like_bridge(save: str, load: str | None, steps: range, skipped: bool = False) -> dict[str, Any]:
+def run_like_bridge(
+    save: str, load: str | None, steps: range, skipped: bool = False, save_optim: bool = True
+) -> dict[str, Any]:
     """Make the calls of `pretrain(config, forward_step, callbacks=[Compression(...)])`, in its order."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
@@ -60,6 +62,7 @@ def run_like_bridge(save: str, load: str | None, steps: range, skipped: bool = F
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     config = configuration(save, load)
+    config.checkpoint.save_optim = save_optim
     callback = Compression(config, "paper", **RANKS)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
@@ -72,6 +75,7 @@ def run_like_bridge(save: str, load: str | None, steps: range, skipped: bool = F
     )
     context = SimpleNamespace(state=state, model=[model], optimizer=optimizer)
     callback.on_train_start(context)
+    proven = Path(save).exists()
     session = callback._session
     began_with = [residual.double().norm().item() for t in session.techniques for residual in t.states.residuals()]
     for step in steps:
@@ -80,11 +84,14 @@ def run_like_bridge(save: str, load: str | None, steps: range, skipped: bool = F
         callback.on_train_step_end(context)
         state.train_state.step += 1
     if torch.distributed.get_rank() == 0:
-        (Path(save) / f"iter_{steps.stop:07d}").mkdir()  # Bridge's own checkpoint
+        (Path(save) / f"iter_{steps.stop:07d}").mkdir(parents=True)  # Bridge's own checkpoint
     torch.distributed.barrier()
     callback.on_checkpoint_save(context)
     norms = [residual.double().norm().item() for t in session.techniques for residual in t.states.residuals()]
-    return {"began with": began_with, "norms": norms, "scalars": writer.scalars, "steps": session.completed_steps}
+    return {
+        "began with": began_with, "proven": proven, "norms": norms, "scalars": writer.scalars,
+        "steps": session.completed_steps,
+    }  # fmt: skip
 
 
 def test_one_callback_compresses_logs_and_keeps_its_state_in_bridges_checkpoints(tmp_path: Path) -> None:
@@ -108,6 +115,14 @@ def test_a_step_that_bridge_skipped_leaves_no_trace(tmp_path: Path) -> None:
     ranks = run_ranks(4, run_like_bridge, str(tmp_path), None, range(0, 1), True)
     for rank in ranks:
         assert rank["steps"] == 0 and not any(rank["norms"])
+
+
+@pytest.mark.parametrize("save_optim", [True, False])
+def test_the_state_is_proven_and_saved_only_with_the_optimizers_state(tmp_path: Path, save_optim: bool) -> None:
+    save = tmp_path / "checkpoints"  # the proof makes it
+    ranks = run_ranks(4, run_like_bridge, str(save), None, range(0, 1), False, save_optim)
+    assert all(rank["proven"] == save_optim for rank in ranks)
+    assert [*save.glob("iter_0000001/*")] == [save / "iter_0000001" / "optimus_cc"] * save_optim
 
 
 @pytest.mark.parametrize(

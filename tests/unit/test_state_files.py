@@ -31,7 +31,7 @@ from optimus_cc_ext.checkpoint.state_files import (
     write_rank_file,
 )
 from tests.forked_ranks import run_ranks
-from tests.system_calls import AVAILABLE, Watch, watched_by
+from tests.system_calls import AVAILABLE, Call, Watch, watched_by
 
 RANKS = 2
 
@@ -207,6 +207,33 @@ def test_on_a_mounted_store_of_objects_which_renames_no_folders_state_is_replace
     folder = tmp_path / "iter_0000004"
     assert load(folder, 0)["iteration"] == 4 and list(older.iterdir()) == []
     assert staged(tmp_path) == staged(folder) == []
+
+
+def save_once(address: str, folder: Path) -> None:
+    watched_by(address)
+    save(folder)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs x86-64 and a kernel that lets a held call go on (5.5)")
+@pytest.mark.parametrize("then_taken", [False, True])
+def test_what_another_run_puts_in_place_or_takes_between_two_calls_of_ours_is_replaced(
+    then_taken: bool, tmp_path: Path
+) -> None:
+    theirs, place = save(tmp_path, 2) / FOLDER, tmp_path / "iter_0000004" / FOLDER
+    ours: list[bool] = []
+
+    def other_run(call: Call) -> None:
+        if call.name == "rename" and call.path.startswith("iter_0000004/.optimus_cc_incomplete"):
+            ours.append(True)
+            if len(ours) < (2 if then_taken else 10):
+                shutil.copytree(theirs, place)
+        elif call.name == "rename" and call.path == "iter_0000004/optimus_cc" and then_taken:
+            shutil.rmtree(place)
+
+    with Watch(tmp_path, other_run) as watch:
+        run_ranks(1, save_once, watch.address, tmp_path)
+    assert len(ours) == (2 if then_taken else 10)
+    assert load(place.parent, 1)["iteration"] == 4 and [*place.parent.iterdir()] == [place]
 
 
 @pytest.mark.parametrize("fault", ["deleted", "below a file"])
