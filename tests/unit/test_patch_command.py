@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from optimus_cc_ext.tools.cli import main
 from optimus_cc_ext.tools.patch import block as blocks
 from optimus_cc_ext.tools.patch.block import BLOCK, find, insert, remove
+from optimus_cc_ext.tools.patch.command import _state
 
 SOURCE = b'"""Doc."""\nimport sys\n\n# What trains.\nfrom megatron.training import pretrain\n\nprint(sys.argv)\n'
 BLOCK_LINES = BLOCK.count("\n")
@@ -184,11 +185,26 @@ def test_a_block_that_was_moved_by_hand_stays_there(patch: Patch, script: Path) 
     assert patch() == (0, f"{script}: already patched at line 2\n", "") and script.read_bytes() == moved
 
 
-def test_the_block_of_another_release_is_renewed_where_it_stands(patch: Patch, script: Path) -> None:
+def with_block_of_release(number: int) -> bytes:
     body = ["if __name__ == '__main__':", "    pass"]
-    begin = f"# >>> optimus-cc block 0, sha256 {blocks._sha256(body)}"
-    script.write_bytes(SOURCE.replace(b"# What", "\n".join([begin, *body, "# <<< optimus-cc", "# What"]).encode()))
+    begin = f"# >>> optimus-cc block {number}, sha256 {blocks._sha256(body)}"
+    return SOURCE.replace(b"# What", "\n".join([begin, *body, "# <<< optimus-cc", "# What"]).encode())
+
+
+def test_the_block_of_an_older_release_is_renewed_where_it_stands(patch: Patch, script: Path) -> None:
+    script.write_bytes(with_block_of_release(0))
     assert patch()[1].endswith(": patched at line 4\n") and script.read_bytes() == insert(SOURCE, 4)
+
+
+def test_the_block_of_a_newer_release_is_left_unless_forced(patch: Patch, script: Path) -> None:
+    newer = with_block_of_release(12)
+    script.write_bytes(newer)
+    error = refused(patch, script)
+    assert "a newer release of Optimus-CC inserted the block at line 4" in error and "--force" in error
+    assert next(_state(script)) == f"{script}: patched at line 4 by a newer release"
+    assert patch("--undo")[0] == 0 and script.read_bytes() == SOURCE
+    script.write_bytes(newer)
+    assert patch("--force")[0] == 0 and script.read_bytes() == insert(SOURCE, 4)
 
 
 def test_the_block_without_markers_is_known_by_its_text(patch: Patch, script: Path) -> None:

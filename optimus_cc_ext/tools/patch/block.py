@@ -11,6 +11,7 @@ from optimus_cc_ext.errors import OptimusError
 __all__ = ["BLOCK", "Block", "find", "insert", "remove"]
 
 _BEGIN, _END = "# >>> optimus-cc", "# <<< optimus-cc"
+_VERSION = 1
 
 _BODY = """\
 # Optimus-CC prepares this process before anything of Megatron is imported. Taken out by: optimus-cc patch FILE --undo
@@ -49,7 +50,7 @@ def _sha256(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("latin-1")).hexdigest()
 
 
-BLOCK = "\n".join([f"{_BEGIN} block 1, sha256 {_sha256(_BODY)}", *_BODY, _END, ""])
+BLOCK = "\n".join([f"{_BEGIN} block {_VERSION}, sha256 {_sha256(_BODY)}", *_BODY, _END, ""])
 """Text of the block. It is ASCII, so that it has the same bytes in every encoding that Python's sources may have."""
 
 
@@ -61,11 +62,13 @@ class Block:
         first: number of its first line, from 1.
         last: number of its last line.
         edited: the difference to our text, if its lines are no longer those that its marker was written for.
+        newer: True if a later release than this one inserted it.
     """
 
     first: int
     last: int
     edited: str = ""
+    newer: bool = False
 
 
 def find(source: bytes) -> Block | None:
@@ -89,7 +92,8 @@ def find(source: bytes) -> Block | None:
     [first], [last] = begins, ends
     body = lines[first : last - 1]
     if _sha256(body) in lines[first - 1]:
-        return Block(first, last)
+        version = re.search(r"block (\d+)", lines[first - 1])
+        return Block(first, last, newer=version is not None and int(version[1]) > _VERSION)
     difference = difflib.unified_diff(_BODY, body, "as inserted", "as found", lineterm="", n=1)
     return Block(first, last, "\n".join(difference) or "(only the marker line differs)")
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only print the state and the Megatron found; status 1: refused in training",
     )
     action.add_argument("--undo", action="store_true", help="take the block out; every other byte stays")
-    parser.add_argument("--force", action="store_true", help="replace, or take out, a block whose lines were edited")
+    parser.add_argument("--force", action="store_true", help="replace, or take out, an edited block, or a newer one")
 
 
 def run(options: argparse.Namespace, megatron: Callable[[], tuple[Iterable[str], bool]]) -> int:
@@ -66,6 +66,11 @@ def _change(script: Path, undo: bool, force: bool) -> tuple[bytes | None, str]:
         raise OptimusError(
             f"{script}: the lines of the block, {block.first} to {block.last}, were edited, and are left as they are. "
             f"--force overrides this:\n{block.edited}"
+        )
+    if block is not None and block.newer and not undo and not force:
+        raise OptimusError(
+            f"{script}: a newer release of Optimus-CC inserted the block at line {block.first}, which is left as it "
+            "is. Install that release, or take the block out (--undo), or replace it by this release's (--force)"
         )
     bare = remove(source, block) if block is not None else source
     if undo:
@@ -121,7 +126,8 @@ def _state(script: Path) -> Iterator[str]:
         yield f"{script}: not patched; the block would stand at line {line} {where}"
     else:
         _verify(source, remove(source, block), script)
-        yield f"{script}: patched at line {block.first}" + (f", and edited:\n{block.edited}" if block.edited else "")
+        state = " by a newer release" * block.newer + f", and edited:\n{block.edited}" * bool(block.edited)
+        yield f"{script}: patched at line {block.first}{state}"
         imports.first(parse(source, script), script)
     yield from [*imports.unread, *imports.late.values()]
     ahead, behind = imports.at_block
