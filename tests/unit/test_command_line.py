@@ -25,7 +25,7 @@ FLAGS = "--num-layers 4 --optimus-cc"
          128, False),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1 python3 -m torch.distributed.run --nproc-per-node 2 -m optimus_cc_ext", None,
          2, True),
-        ("srun -N 4 --ntasks-per-node=1 torchrun --nproc-per-node 8 -m optimus_cc_ext", None, 32, True),
+        ("srun -N 1 --ntasks-per-node=1 torchrun --nproc-per-node 8 -m optimus_cc_ext", None, 8, True),
         ("srun -N4 torchrun --nnodes 4 --nproc-per-node 8 -m optimus_cc_ext", None, 32, True),
         ("srun --nodes=4 --ntasks-per-node=8 python -m optimus_cc_ext pretrain_gpt.py", "pretrain_gpt.py", 32, True),
         ("srun -n 16 python pretrain_gpt.py", "pretrain_gpt.py", 16, False),
@@ -71,8 +71,8 @@ def test_processes_are_counted_by_the_options_of_their_launcher_alone(
 
 
 def test_a_line_within_quotes_is_opened() -> None:
-    line = read_command_line(["srun", "-N", "2", "bash", "-c", f"torchrun --nproc-per-node 4 pretrain_gpt.py {FLAGS}"])
-    assert (line.script, line.world_size, line.flags) == ("pretrain_gpt.py", 8, tuple(FLAGS.split()))
+    line = read_command_line(["srun", "-N", "2", "bash", "-c", f"torchrun --nnodes 2 --nproc-per-node 4 x.py {FLAGS}"])
+    assert (line.script, line.world_size, line.flags) == ("x.py", 8, tuple(FLAGS.split()))
 
 
 LAUNCH = "torchrun --nnodes 4 --nproc-per-node 8 -m optimus_cc_ext pretrain_gpt.py"
@@ -134,6 +134,9 @@ def test_operators_that_a_user_quoted_end_the_line_and_values_like_operators_sta
         ("jsrun -n 4 -a 8 -g 8 python pretrain_gpt.py", "jsrun: doctor does not know how many"),
         ("ray job submit -- python pretrain_gpt.py", "ray: doctor does not know how many"),
         ("mylauncher -j 4 pretrain_gpt.py", "mylauncher: doctor does not know how many"),
+        ("srun -N 4 torchrun --nproc-per-node 8 pretrain_gpt.py", "torchrun: without --nnodes, each of 4 trains alone"),
+        ("srun -n 4 torchrun --standalone pretrain_gpt.py", "torchrun: without --nnodes, each of 4 trains alone"),
+        ("mpirun -np 4 -N 1 torchrun pretrain_gpt.py", "torchrun: without --nnodes, each of 4 trains alone"),
     ],
 )
 def test_a_number_of_processes_that_cannot_be_read_says_why_and_the_flags_are_read(launch: str, says: str) -> None:

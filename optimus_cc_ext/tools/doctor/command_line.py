@@ -217,11 +217,12 @@ def _processes(before: Sequence[str], torchrun: Sequence[str] | None = None) -> 
         scheduled = _scheduled(before)
         if torchrun is None:
             return {"world_size": _tasks(scheduled), "ranks_per_node": _tasks_per_node(scheduled)}
-        counts = _counts(torchrun, _TORCHRUN_COUNTS)
-        nodes = counts.get("nodes") or scheduled.get("nodes", 1)
-        # torchrun and torch.distributed.launch start one process per node by default.
-        per_node = counts.get("per node", 1)
-        return {"world_size": nodes * per_node, "ranks_per_node": per_node}
+        # torchrun and torch.distributed.launch start one process on one node by default.
+        counts = {"nodes": 1, "per node": 1} | (given := _counts(torchrun, _TORCHRUN_COUNTS))
+        if "nodes" not in given and (alone := _tasks(scheduled) or 1) > 1:
+            reason = f"without --nnodes, each of {alone} trains alone, into the same checkpoints"
+            raise FlagError("torchrun", reason, f"Give torchrun --nnodes {alone}, or doctor --world-size N")
+        return {"world_size": counts["nodes"] * counts["per node"], "ranks_per_node": counts["per node"]}
     except FlagError as error:
         return {"uncounted": error}
 
