@@ -125,14 +125,14 @@ def megatron_version() -> str:
     checkout that is the other project's commit, so the part after a "+" says nothing about Megatron.
 
     Raises:
-        UnsupportedMegatron: there is no megatron-core.
+        UnsupportedMegatron: there is no megatron-core, or one without a version.
     """
     try:
         return str(importlib.import_module("megatron.core.package_info").__version__).split("+")[0]
     except ImportError as error:
-        raise UnsupportedMegatron(
-            f"megatron-core is not installed ({error}). Install megatron-core=={SUPPORTED_MEGATRON[-1]}"
-        ) from error
+        core = getattr(sys.modules.get("megatron.core"), "__file__", None)
+        found = f"{core} is of another project, or of an older Megatron" if core else "megatron-core is not installed"
+        raise UnsupportedMegatron(f"{found} ({error}). {cure()}") from error
 
 
 def check_one_megatron() -> None:

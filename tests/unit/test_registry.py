@@ -151,8 +151,12 @@ def test_a_version_is_the_same_whatever_commit_is_appended(megatron: types.Modul
     assert megatron_version() == version.partition("+")[0]
 
 
-def test_an_absent_megatron_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_an_absent_megatron_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
+    theirs = types.ModuleType("megatron.core")  # such as that of Megatron-DeepSpeed
+    theirs.__file__ = "/theirs/megatron/core/__init__.py"
+    monkeypatch.setitem(sys.modules, "megatron.core", theirs if there else None)  # type: ignore[arg-type]
     said = refused(megatron_version)
-    assert "megatron-core is not installed" in said
-    assert INSTALL in said
+    assert ("is of another project" if there else "megatron-core is not installed") in said
+    assert (str(theirs.__file__) in said) == there and INSTALL in said
