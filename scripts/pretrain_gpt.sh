@@ -324,6 +324,16 @@ if [[ "$CHECKPOINT_DIR" != none ]]; then
   default --load "$CHECKPOINT_DIR"
   default --save-interval "$SAVE_INTERVAL"
 fi
+folder="$(value_of --save)"
+if ! $dry_run && [[ "$folder" != 1 ]]; then
+  above="$folder"
+  until [[ -d "$above" ]]; do above="$(dirname -- "$above")"; done
+  # Not `-w`: a file system that is full or read-only lets root ask.
+  probe="$(mktemp -d "$above/.optimus-cc-XXXXXX" 2>/dev/null)" ||
+    refuse CHECKPOINT_DIR "'$folder' cannot be made or written: $above takes no new folder" \
+      "Give a folder where you may write, or 'none' to save nothing"
+  rmdir "$probe"
+fi
 
 # Each rank is bound to the processors and memory next to its GPU, if that works here; training needs no binding.
 binding=()

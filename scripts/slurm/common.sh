@@ -145,12 +145,29 @@ mounts() { # [twice]: prints the folders; twice: also the folder inside the imag
   done | paste -sd,
 }
 
+number_of() { # GPUS: prints 8 for h100:8 and for gpu:8,nvme:1; nothing without a number
+  [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
+}
+
+# On a whole node the batch script sees all GPUs, and the step those that were asked for.
+processes_of_a_node() { # sets `processes`
+  processes="${PROCESSES_PER_NODE:-$(number_of "${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}")}"
+  [[ -n "${PROCESSES_PER_NODE:-}${SLURM_GPUS_PER_NODE:-}" || -z "${SLURM_GPUS:-}" ]] ||
+    refuse --gpus "nodes may get unequal numbers of them" "Give --gpus-per-node"
+  [[ -n "$processes" || -z "${SUBMITTING:-}" ]] ||
+    refuse PROCESSES_PER_NODE "neither it nor --gpus-per-node is given" "Give one, the former for nodes without GPUs"
+}
+
 # A rank that dies must not fill the working folder with its memory.
 ulimit -c 0
 
 # --- resources: the step gets all of the job's. Since Slurm 22.05 srun asks for one CPU a task by default.
 own_resources() {
-  export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-$(least_cpus)}}"
+  # Variables of an allocation in which this job was submitted come along; srun would take its step's shape from them.
+  local name
+  for name in "${!SRUN_@}"; do unset "$name"; done
+  export SRUN_CPUS_PER_TASK
+  SRUN_CPUS_PER_TASK="$(least_cpus)"
   [[ -n "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ]] || step+=(--mem=0)
 }
 

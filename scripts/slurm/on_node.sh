@@ -5,12 +5,11 @@
 # Exit status: COMMAND's.
 #
 # Slurm sends SIGTERM on preemption, requeueing and cancelling, SIGUSR1 some minutes ahead of the time limit. With
-# proctrack/cgroup only this script receives it, with other plugins every process of the step. Three things follow:
+# proctrack/cgroup only this script receives it, with other plugins every process of the step. Two things follow:
 # - Only the ranks may act on it. torchrun would hand SIGTERM on and kill the ranks 30 seconds later, a checkpoint
 #   half written; so it and everything else is started with both signals ignored, and Megatron's own handler
 #   (--exit-signal-handler) makes the exception in the ranks and their data loaders.
-# - The ranks have to be sent SIGTERM from here. Twice does no harm: the handler only sets a flag.
-# - Before that handler is in place the signal is lost, which does no harm: no iteration was trained yet.
+# - The ranks have to be sent SIGTERM from here. Those that have it from Slurm, too, only set a flag twice.
 set -euo pipefail
 mark="$1"
 shift
@@ -33,31 +32,38 @@ export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" TORCHINDUCTOR_CACHE
 # A rank that dies must not fill the working folder with its memory.
 ulimit -c 0
 
-signalled=""
-# shellcheck disable=SC2329  # by the trap
-save_and_end() {
-  signalled=yes
-  [[ "$NODE_RANK" != 0 ]] || touch "$mark"
-  local environment
+told=" "
+stop_ranks() { # sends SIGTERM once to each rank that has its handler
+  local environment process caught
   while IFS= read -r environment; do
-    # torchrun gives LOCAL_RANK to the ranks, and has none itself.
-    if grep -qzsx 'LOCAL_RANK=[0-9]*' "$environment"; then
-      environment="${environment%/environ}"
-      kill -TERM "${environment#/proc/}" 2>/dev/null || true
+    process="${environment%/environ}"
+    caught="$(sed -n 's/^SigCgt:[[:space:]]*//p' "$process/status" 2>/dev/null)" || true
+    # torchrun gives LOCAL_RANK to the ranks, and has none itself. Bit 14 is SIGTERM: without a handler the signal would be
+    # lost, or end what a rank has spawned, such as the server of a save; at the end of Python it would end the rank.
+    if [[ "$told" != *" $process "* ]] && ((0x${caught:-0} & 1 << 14)) && grep -qzsx 'LOCAL_RANK=[0-9]*' "$environment"; then
+      told+="$process "
+      kill -TERM "${process#/proc/}" 2>/dev/null || true
     fi
   done < <(grep -lzsx "OPTIMUS_CC_STEP=$OPTIMUS_CC_STEP" /proc/[0-9]*/environ)
 }
 
 # Processes started from here inherit ignored signals; the trap set afterwards is this shell's alone.
+signalled=""
 trap '' TERM USR1
 "$@" &
 command_pid=$!
-trap save_and_end TERM USR1
+trap 'signalled=yes; [[ "$NODE_RANK" != 0 ]] || touch "$mark"' TERM USR1
 
-# A signal ends `wait` before the command has ended, so the loop waits again.
-while
-  signalled="" status=0
+# A signal ends `wait` before the command has ended. It may come before the ranks have their handlers, as with a time
+# limit of two minutes; so they are looked at every few seconds.
+status=0 second=0
+wait "$command_pid" || status=$?
+while [[ -n "$signalled" && -n "$(jobs -pr)" ]]; do
+  ((second++ % ${REPEAT_SECONDS:-5} != 0)) || stop_ranks
+  sleep 1 || true
+done
+if [[ -n "$signalled" ]]; then
+  status=0
   wait "$command_pid" || status=$?
-  [[ -n "$signalled" ]]
-do :; done
+fi
 exit "$status"

@@ -34,12 +34,18 @@ case "$job" in
     exit 0
     ;;
 esac
+# Inside an allocation Slurm's variables describe that allocation; sbatch would pass them on, and srun obey them.
+for name in "${!SLURM_@}" "${!SRUN_@}"; do
+  [[ "$name" == SLURM_CONF || "$name" == SLURM_CLUSTERS ]] || unset "$name"
+done
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 
 options=() nodes="" dry_run=""
 gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
 all_gpus="${SBATCH_GPUS:-}"                      # number for all nodes together
+unset SBATCH_GPUS                                # it goes on as a number for each node
+limit="${SBATCH_TIMELIMIT:-}" partition="${SBATCH_PARTITION:-}" own_signal="${SBATCH_SIGNAL:-}"
 # The experiment's name stands right behind the job's; it is the first of the batch script's own words.
 experiment=() one_node=""
 if [[ "$job" == paper && "${1:-}" == */* && "$1" != *=* ]]; then
@@ -48,16 +54,18 @@ if [[ "$job" == paper && "${1:-}" == */* && "$1" != *=* ]]; then
   ! grep -qs '^model 335m' "$root/scripts/paper/$1.sh" || one_node=yes
   shift
 fi
-understand() { # OPTION VALUE: reads the options of sbatch on which the layout depends
+understand() { # OPTION VALUE: reads the options of sbatch on which layout and time depend
   case "$1" in
     -N | --nodes) nodes="$2" ;;
     -G | --gpus) all_gpus="$2" ;;
+    -t | --time) limit="$2" ;;
+    -p | --partition) partition="$2" ;;
+    --signal) own_signal="$2" ;;
     *) gpus="$2" ;;
   esac
+  [[ "$1" == -G || "$1" == --gpus ]] || options+=("${@:3}")
 }
-number_of() { # GPUS: prints 8 for h100:8 and for gpu:8,nvme:1; nothing without a number
-  [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
-}
+trains() { [[ "$job" == pretrain || "$job" == paper ]]; }
 while (($# > 0)); do
   case "$1" in
     --)
@@ -77,14 +85,26 @@ while (($# > 0)); do
       export "${1?}"
       ;;
     --dry-run) dry_run=yes ;;
-    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=*)
-      options+=("$1")
-      understand "${1%%=*}" "${1#*=}"
+    -[NGtpna]?*) # short options with their values, such as -N16
+      set -- "${1:0:2}" "${1:2}" "${@:2}"
+      continue
       ;;
-    -N | --nodes | --gpus-per-node | --gres | -G | --gpus)
-      options+=("$1" "${2:-}")
-      understand "$1" "${2:-}"
+    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=* | --time=* | --partition=* | --signal=*)
+      understand "${1%%=*}" "${1#*=}" "$1"
+      ;;
+    -N | --nodes | --gpus-per-node | --gres | -G | --gpus | -t | --time | -p | --partition | --signal)
+      understand "$1" "${2:-}" "$1" "${2:-}"
       shift
+      ;;
+    -n | --ntasks* | --gpus-per-task* | --gpus-per-socket*)
+      { trains || [[ "$job" == preflight ]]; } && fail "$1" "the layout is --nodes and --gpus-per-node" "Give these instead"
+      options+=("$1")
+      ;;
+    -a | --array*)
+      trains && [[ "${CHECKPOINT_DIR:-}" != none ]] &&
+        fail "$1" "all tasks would train in one folder of checkpoints" \
+          "Submit one job, which requeues itself at its time limit, or CHECKPOINT_DIR=none"
+      options+=("$1")
       ;;
     *) options+=("$1") ;;
   esac
@@ -109,6 +129,45 @@ if [[ -z "$gpus" && -n "$all_gpus" ]]; then
   ((all_gpus % nodes == 0)) ||
     fail --gpus "$all_gpus GPUs are not the same number on each of $nodes nodes" "Give a multiple, or --gpus-per-node"
   gpus=$((all_gpus / nodes))
+  options+=("--gpus-per-node=$gpus")
+fi
+# The number that is checked here is the one that the batch script, its step and preflight use.
+if [[ -n "$gpus" ]] && { trains || [[ "$job" == preflight ]]; }; then
+  export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-$gpus}"
+fi
+[[ -w . ]] || fail "$PWD" "it is not yours to write to, and the job's log goes there" "Call submit.sh in another folder"
+
+seconds_of() { # TIME: prints the seconds of a time in Slurm's form, nothing for no limit; fails if it is none
+  local d=0 h=0 m=0 s=0
+  case "${1,,}" in unlimited | infinite) return 0 ;; esac
+  if [[ "$1" =~ ^([0-9]+)-([0-9]+)(:([0-9]+))?(:([0-9]+))?$ ]]; then
+    d="${BASH_REMATCH[1]}" h="${BASH_REMATCH[2]}" m="${BASH_REMATCH[4]:-0}" s="${BASH_REMATCH[6]:-0}"
+  elif [[ "$1" =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]]; then
+    h="${BASH_REMATCH[1]}" m="${BASH_REMATCH[2]}" s="${BASH_REMATCH[3]}"
+  elif [[ "$1" =~ ^([0-9]+)(:([0-9]+))?$ ]]; then
+    m="${BASH_REMATCH[1]}" s="${BASH_REMATCH[3]:-0}"
+  else
+    return 1
+  fi
+  echo $((((10#$d * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
+}
+if trains; then
+  limit="${limit:-$(sed -n 's/^#SBATCH --time=//p' "$file")}"
+  seconds="$(seconds_of "$limit")" ||
+    fail --time "'$limit' is no time of Slurm's" "Give minutes, or hours:minutes:seconds, or days-hours"
+  if command -v sinfo >/dev/null; then
+    most="$(sinfo -h ${partition:+-p "$partition"} -o '%P %l' 2>/dev/null | awk -v name="$partition" 'name != "" || $1 ~ /\*$/ { print $NF; exit }')" || most=""
+    most_seconds="$(seconds_of "$most")" || most_seconds=""
+    [[ -z "$most_seconds" ]] || { [[ -n "$seconds" ]] && ((seconds <= most_seconds)); } ||
+      fail --time "$limit is more than $most, the limit of ${partition:+partition $partition}${partition:-the default partition}" "Give --time=$most or less"
+  fi
+  if [[ -z "$own_signal" ]]; then
+    # Slurm's signal comes ahead of the limit: time to finish an iteration and to save.
+    lead=$((${seconds:-1800} / 3))
+    options=("--signal=USR1@$((lead < 600 ? lead : 600))" "${options[@]}")
+  fi
+  [[ -z "$seconds" ]] || ((seconds >= 900)) ||
+    echo "submit.sh: warning: --time: $limit is less than 15 minutes: a third of it is left for saving" >&2
 fi
 submit=(sbatch --export=ALL "${options[@]}" "$file" "${flags[@]}")
 if [[ -n "$dry_run" ]]; then

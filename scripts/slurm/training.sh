@@ -8,9 +8,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   launcher="$1"
   shift
   [[ -n "${SLURM_JOB_NUM_NODES:-}" ]] || refuse "$job.sbatch" "this is not a job of Slurm's" "Use scripts/slurm/submit.sh"
-  processes="${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
-  [[ -n "$processes" || -z "${SUBMITTING:-}" ]] ||
-    refuse PROCESSES_PER_NODE "neither it nor --gpus-per-node is given" "Give one, the former for nodes without GPUs"
+  processes_of_a_node
   [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || refuse RESTARTS "'$RESTARTS' is not a whole number" "Give one, such as 3"
   # NETWORK_INTERFACE names the network; without it NCCL and gloo choose for themselves.
   [[ -z "${NETWORK_INTERFACE:-}" ]] || export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"

@@ -81,3 +81,19 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason_and_the_cure(tmp_
     assert done.returncode == 2
     assert "on_node.sh: error: NODE_CACHE" in done.stderr and "No such file or directory" in done.stderr
     assert "Set NODE_CACHE to a folder" in done.stderr
+
+
+def test_a_stop_is_repeated_until_the_command_ends(tmp_path: Path) -> None:
+    """A signal ahead of the time limit may come before a rank has its handler, and is then lost."""
+    # It is deaf at first, as a rank that imports Megatron; SIGTERM is ignored where it starts.
+    rank = (
+        "import pathlib, signal, sys, time; pathlib.Path('ready').touch(); time.sleep(2)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); time.sleep(60)"
+    )
+    command = [ROOT / "scripts/slurm/on_node.sh", tmp_path / "mark", "env", "LOCAL_RANK=0", sys.executable, "-c", rank]
+    environment = {**os.environ, "NODE_CACHE": str(tmp_path), "REPEAT_SECONDS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 7 and (tmp_path / "mark").exists()

@@ -12,6 +12,7 @@ from tests.shell_scripts import ROOT, Ended, run_script
 
 PYXIS = 'test "$1" != --help || { echo "  --container-image=..."; exit; }; '
 PROGRAMS = {
+    "sinfo": 'case "$*" in *debug*) echo 2:00:00 ;; *) echo infinite ;; esac',
     "sbatch": 'printf "%s\\n" sbatch "$@"',
     "srun": PYXIS + 'printf "%s\\n" "cpus per task: $SRUN_CPUS_PER_TASK" srun "$@" "$OPTIMUS_CC_DEVICE"',
     "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
@@ -72,6 +73,14 @@ REFUSED = {
     "pretrain --gpus-per-node=8 DATA_PATH=/nowhere/x TOKENIZER_MODEL=.": "DATA_PATH: /nowhere/x.idx does not exist.",
     "pretrain --nodes=3 --gpus=16": "--gpus: 16 GPUs are not the same number on each of 3 nodes. Give a multiple",
     "pretrain TENSOR_PARALLEL=8 PROCESSES_PER_NODE=4 --nodes=4": "TENSOR_PARALLEL: groups of 8 ranks cross nodes of 4",
+    "pretrain -N3 -G24": "GLOBAL_BATCH_SIZE: 512 is not a multiple of 24 replicas",
+    "pretrain -N16 --gpus-per-task=1": "--gpus-per-task=1: the layout is --nodes and --gpus-per-node. Give these",
+    "pretrain -n8 --gpus-per-node=8": "-n: the layout is --nodes and --gpus-per-node. Give these",
+    "preflight --ntasks 8 --gpus-per-node=8": "--ntasks: the layout is --nodes and --gpus-per-node. Give these",
+    "preflight TENSOR_PARALLEL=8 PROCESSES_PER_NODE=4 --nodes=4": "TENSOR_PARALLEL: groups of 8 ranks cross nodes of 4",
+    "pretrain --gpus-per-node=8 --time=soon": "--time: 'soon' is no time of Slurm's. Give minutes, or hours:minutes:",
+    "pretrain --gpus-per-node=8 --time=3:00:00 -p debug": "3:00:00 is more than 2:00:00, the limit of partition debug",
+    "pretrain --gpus-per-node=8 CHECKPOINT_DIR=/proc/no/folder": "CHECKPOINT_DIR: '/proc/no/folder' cannot be made",
     "pretrain RESTARTS=often --gpus-per-node=8": "RESTARTS: 'often' is not a whole number.",
     "paper table2/7b --gpus-per-node=8": "table2/7b: it is no experiment of scripts/paper. Give one, such as table2/",
     "paper --gpus-per-node=8": "paper: it is no experiment of scripts/paper.",
@@ -105,11 +114,11 @@ def test_a_misspelt_variable_in_the_environment_is_refused_and_a_strange_one_is_
 
 
 def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: Run) -> None:
-    words = "pretrain MODEL=2.5b NCCL_DEBUG=INFO --nodes=16 --gpus-per-node=8 --time=1:00 -- --bf16 --lr 3e-4"
+    words = "pretrain MODEL=2.5b NCCL_DEBUG=INFO --nodes=16 --gpus-per-node=8 --time=1:00:00 -- --bf16 --lr 3e-4"
     ended = submit(run, *words.split(), SBATCH_ACCOUNT="chemistry", MICRO_BATCH_SIZE="2")
     assert ended.code == 0, ended.errors
     file = str(ROOT / "scripts/slurm/pretrain.sbatch")
-    options = ["--export=ALL", "--nodes=16", "--gpus-per-node=8", "--time=1:00"]
+    options = ["--export=ALL", "--signal=USR1@600", "--nodes=16", "--gpus-per-node=8", "--time=1:00:00"]
     assert ended.output.splitlines() == ["sbatch", *options, file, "--bf16", "--lr", "3e-4"]
     assert "account chemistry, partition (the default)" in ended.errors
 
@@ -192,8 +201,51 @@ def step(ended: Ended) -> dict[str, str]:
 def test_a_step_has_the_cpus_and_the_memory_of_its_job(run: Run) -> None:
     ended = step(run("pretrain.sbatch", **JOB))
     assert (ended["cpus"], ended["mem"], ended["nodes"]) == ("32", "0", "2")
-    chosen = step(run("pretrain.sbatch", **JOB, SLURM_CPUS_PER_TASK="16", SLURM_MEM_PER_CPU="2000"))
-    assert chosen["cpus"] == "16" and "mem" not in chosen
+    chosen = step(run("pretrain.sbatch", **JOB, SLURM_MEM_PER_CPU="2000"))
+    assert chosen["cpus"] == "32" and "mem" not in chosen
+
+
+def test_nothing_of_an_enclosing_allocation_reaches_the_job(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\nenv | grep -E '^S(LURM|RUN)_' | sort\n")
+    around = {"SLURM_CPUS_PER_TASK": "1", "SRUN_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "big"}
+    ended = submit(run, "pretrain", "--gpus-per-node=8", **around, **kept)
+    assert ended.code == 0, ended.errors
+    assert ended.output.splitlines() == ["SLURM_CLUSTERS=big", "SLURM_CONF=/etc/slurm.conf"]
+    # Plain sbatch passes them on, and Slurm sets the number of CPUs of the job's nodes.
+    assert step(run("pretrain.sbatch", **JOB, SLURM_CPUS_PER_TASK="1", SRUN_CPUS_PER_TASK="1"))["cpus"] == "32"
+
+
+def test_the_number_of_gpus_that_was_checked_is_the_number_that_is_used(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bin/sbatch").write_text('#!/bin/sh\necho "$PROCESSES_PER_NODE" "$@"\n')
+    ended = submit(run, "pretrain", "--nodes=2", "--gpus=8", "GLOBAL_BATCH_SIZE=64")
+    assert ended.output.startswith("4 ") and "--gpus-per-node=4 " in ended.output and "--gpus=8" not in ended.output
+    assert submit(run, "preflight", "--gpus-per-node=2").output.startswith("2 ")
+    # A whole node of 4 gives the batch script all of its GPUs, and the step those that were asked for.
+    job = {name: value for name, value in JOB.items() if name != "PROCESSES_PER_NODE"}
+    asked = {"SLURM_GPUS_PER_NODE": "h100:2", "SLURM_GPUS_ON_NODE": "4", "OPTIMUS_CC_DEVICE": "cpu"}
+    ended = run("preflight.sbatch", **job, **asked)
+    words = ended.output.splitlines()
+    assert words[words.index("--nproc-per-node") + 1] == "2", ended.errors
+    refused = run("pretrain.sbatch", **job, SLURM_GPUS="4", SLURM_GPUS_ON_NODE="3")
+    assert refused.code == 2 and "--gpus: nodes may get unequal numbers of them. Give --gpus-per-node" in refused.errors
+
+
+@pytest.mark.parametrize(
+    "given, lead, warned",
+    [
+        ("", 600, False), ("--time=12", 240, True), ("--time=2", 40, True), ("--time=20:00", 400, False),
+        ("--time=1-0", 600, False), ("-t 0-0:14:30", 290, True), ("--time=UNLIMITED", 600, False),
+    ],
+)  # fmt: skip
+def test_the_signal_leads_the_limit_by_a_third_of_it_at_most_ten_minutes(
+    given: str, lead: int, warned: bool, run: Run
+) -> None:
+    ended = submit(run, "pretrain", "--gpus-per-node=8", *given.split())
+    assert f"--signal=USR1@{lead}" in ended.output.splitlines(), ended.errors
+    assert ("less than 15 minutes" in ended.errors) == warned
+    own = submit(run, "pretrain", "--gpus-per-node=8", *given.split(), "--signal=USR1@90")
+    assert [word for word in own.output.splitlines() if "--signal" in word] == ["--signal=USR1@90"]
 
 
 @pytest.mark.parametrize("gpus, asked, device", [("8", "", "cuda"), ("8", "cpu", "cpu"), ("", "", "")])
