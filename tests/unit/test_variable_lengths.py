@@ -26,7 +26,7 @@ def blocks(**how: Any) -> BlockMessages:
 def low_rank() -> LowRankMessages:
     plan = LinkPlan(OptimusConfig(compressed_backprop=True, compressed_backprop_rank=2), 1, 0)
     return LowRankMessages(
-        plan, FastLowRank(), None, states=FactorStates(2, made_on_demand=True), scratch=Scratch(), gauge=Gauge(),
+        plan, FastLowRank(), states=FactorStates(2, made_on_demand=True), scratch=Scratch(), gauge=Gauge(),
         statistics=ErrorStatistics(),
     )  # fmt: skip
 
