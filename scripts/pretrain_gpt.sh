@@ -24,7 +24,7 @@
 #   VOCAB_FILE  MERGE_FILE                             of GPT-2's tokenizer
 # checkpoints
 #   CHECKPOINT_DIR      saved to, and resumed from if it holds a checkpoint; "none" to save nothing
-#                       (checkpoints/gpt-MODEL, in the current folder)
+#                       (checkpoints/gpt-MODEL-PRESET, in the current folder; without ours, PRESET is vanilla)
 #   SAVE_INTERVAL       iterations between two checkpoints (1000)
 # layout; data parallelism uses the ranks that tensor and pipeline parallelism leave
 #   TENSOR_PARALLEL     (1)
@@ -105,6 +105,9 @@ given() { # FLAG...: succeeds if one of these is among the user's flags
   done
   return 1
 }
+
+# Beginnings of the flags that switch classes of traffic on.
+compressing='^--(compressed-backprop|dp-compression|fused-embedding|embedding-|param-gather-format|pipeline-forward-format|expert-)'
 
 arguments=()
 value_of() { # FLAG: its value on the command line; the last one counts
@@ -313,7 +316,24 @@ if [[ "$DATA_PATH" != mock ]] && ! given --tokenizer-type; then
   fi
 fi
 
-CHECKPOINT_DIR="${CHECKPOINT_DIR:-$PWD/checkpoints/gpt-$MODEL}"
+# Two runs to be compared have a folder each, and a run with another preset does not start anew in silence.
+preset=vanilla
+if given --optimus-cc; then
+  preset="$(value_of --optimus-cc)"
+  [[ "$preset" != -* && "$preset" != 1 ]] || preset=paper
+elif printf '%s\n' "${flags[@]}" | grep -qE -e "$compressing"; then
+  preset=compressed
+fi
+if [[ -z "${CHECKPOINT_DIR:-}" ]]; then
+  CHECKPOINT_DIR="$PWD/checkpoints/gpt-$MODEL-$preset"
+  if [[ ! -f "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]]; then
+    for other in "$PWD/checkpoints/gpt-$MODEL"{,-vanilla,-paper,-balanced,-compressed}; do
+      [[ ! -f "$other/latest_checkpointed_iteration.txt" ]] ||
+        refuse CHECKPOINT_DIR "it is not set, its default '$CHECKPOINT_DIR' holds no checkpoint, and '$other' does" \
+          "CHECKPOINT_DIR=$other goes on from it, CHECKPOINT_DIR=$CHECKPOINT_DIR starts anew"
+    done
+  fi
+fi
 if [[ "$CHECKPOINT_DIR" != none ]]; then
   SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"
   whole_number SAVE_INTERVAL 1

@@ -61,6 +61,7 @@ understand() { # OPTION VALUE: reads the options of sbatch on which layout and t
     -t | --time) limit="$2" ;;
     -p | --partition) partition="$2" ;;
     --signal) own_signal="$2" ;;
+    -d | --dependency) export DEPENDENCY="$2" ;;
     *) gpus="$2" ;;
   esac
   [[ "$1" == -G || "$1" == --gpus ]] || options+=("${@:3}")
@@ -85,14 +86,14 @@ while (($# > 0)); do
       export "${1?}"
       ;;
     --dry-run) dry_run=yes ;;
-    -[NGtpna]?*) # short options with their values, such as -N16
+    -[NGtpnad]?*) # short options with their values, such as -N16
       set -- "${1:0:2}" "${1:2}" "${@:2}"
       continue
       ;;
-    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=* | --time=* | --partition=* | --signal=*)
+    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=* | --time=* | --partition=* | --signal=* | --dependency=*)
       understand "${1%%=*}" "${1#*=}" "$1"
       ;;
-    -N | --nodes | --gpus-per-node | --gres | -G | --gpus | -t | --time | -p | --partition | --signal)
+    -N | --nodes | --gpus-per-node | --gres | -G | --gpus | -t | --time | -p | --partition | --signal | -d | --dependency)
       understand "$1" "${2:-}" "$1" "${2:-}"
       shift
       ;;
@@ -177,7 +178,7 @@ if [[ -n "$dry_run" ]]; then
   export DRY_RUN=yes SLURM_JOB_ID=0 SLURM_JOB_NODELIST=FIRST_NODE MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
 fi
 # These variables stand for those that Slurm sets in the job.
-SUBMITTING=yes SLURM_JOB_NUM_NODES="$nodes" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "${flags[@]}"
+SUBMITTING=yes SLURM_JOB_ID="${SLURM_JOB_ID:-0}" SLURM_JOB_NUM_NODES="$nodes" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "${flags[@]}"
 [[ -z "$dry_run" ]] || exit 0
 echo "submit.sh: $job as checked here, account ${SBATCH_ACCOUNT:-(your default)}, partition ${SBATCH_PARTITION:-(the default)}" >&2
 exec "${submit[@]}"

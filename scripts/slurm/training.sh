@@ -17,6 +17,9 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   export NODE_CACHE="${NODE_CACHE:-/tmp}"
   use_image "$@"
   _launch --check "$@"
+  # The flag --save wins over CHECKPOINT_DIR, and the launcher knows both.
+  folder="$(_launch --dry-run "$@" 2>/dev/null | xargs -n 1 2>/dev/null | sed -n '/^--save$/{n;p}; s/^--save=//p' | tail -n 1)"
+  [[ -z "$folder" ]] || _refuse_if_owned
   checked
 
   export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
@@ -34,6 +37,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   if [[ "$NODE_CACHE" == /tmp && "$(scontrol show config 2>/dev/null)" == *job_container/tmpfs* ]]; then
     echo "$job.sbatch: /tmp is this job's own here: kernels are compiled once for each job, unless NODE_CACHE names another folder"
   fi
+  [[ -z "$folder" ]] || _claim
   rm -f "$mark"
   started="$PWD/.started-$SLURM_JOB_ID"
   touch "$started"
@@ -49,7 +53,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   elif [[ "$status" != 0 ]]; then
     # The mark proves no stop here: if one node fails, srun ends the others with the same signal.
     rm -f "$mark"
-    _restart_after_failure "$@"
+    _restart_after_failure
   fi
   exit "$status"
 }
@@ -57,6 +61,34 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
 _launch() { # CHECK-OR-DRY-RUN FLAGS...: runs the launcher's check on this machine
   NODES="$SLURM_JOB_NUM_NODES" MASTER_ADDR="${MASTER_ADDR:-later}" PROCESSES_PER_NODE="$processes" \
     "$root/scripts/$launcher" "$@" --exit-signal-handler
+}
+
+# A folder of checkpoints belongs to one job at a time: two would go on from each other's weights.
+_refuse_if_owned() {
+  local other="" state
+  [[ ! -f "$folder/owner-job.txt" ]] || read -r other <"$folder/owner-job.txt" || true
+  [[ -n "$other" && "$other" != "$SLURM_JOB_ID" ]] || return 0
+  # A job that waits for the owner claims the folder when it starts.
+  [[ ! ",${DEPENDENCY:-}," =~ [:,](singleton|$other)[,:+?] ]] || return 0
+  state="$(squeue -h -j "$other" -o %T 2>/dev/null)" || state=""
+  [[ -z "$state" ]] ||
+    refuse CHECKPOINT_DIR "job $other, which is $state, trains in '$folder'" \
+      "Give another folder, or --dependency=afterany:$other to go on when it has ended"
+}
+
+_claim() {
+  local owner="$folder/owner-job.txt" other old
+  mkdir -p "$folder"
+  until (set -o noclobber && echo "$SLURM_JOB_ID" >"$owner") 2>/dev/null; do
+    read -r other <"$owner" || other=""
+    [[ "$other" != "$SLURM_JOB_ID" ]] || return 0
+    DEPENDENCY="" _refuse_if_owned
+    # Only one job can move the file away. If it has changed meanwhile, another job's claim is put back.
+    old="$owner.$SLURM_JOB_ID"
+    mv -T "$owner" "$old" 2>/dev/null || continue
+    [[ "$(<"$old")" == "$other" ]] || ln "$old" "$owner" 2>/dev/null || true
+    rm -f "$old"
+  done
 }
 
 _requeue() { # WHY
@@ -71,10 +103,8 @@ _requeue() { # WHY
 
 # A broken GPU or a lost link ends a rank, and with it the job. A checkpoint saved since the start is progress, so the
 # next start goes on from there; without a new checkpoint it would end the same way again.
-_restart_after_failure() { # FLAGS...
-  local folder failures count
-  # The flag --save wins over CHECKPOINT_DIR, and the launcher knows both.
-  folder="$(_launch --dry-run "$@" 2>/dev/null | xargs -n 1 2>/dev/null | sed -n '/^--save$/{n;p}; s/^--save=//p' | tail -n 1)"
+_restart_after_failure() {
+  local failures count
   if [[ -z "$folder" || ! "$folder/latest_checkpointed_iteration.txt" -nt "$started" ]]; then
     echo "$job.sbatch: a rank failed (exit status $status) before a checkpoint was saved in this start: not started again"
     return 0

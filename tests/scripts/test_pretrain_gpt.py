@@ -24,7 +24,7 @@ def test_without_any_variable_it_is_one_process_on_made_up_tokens() -> None:
         "12", "768", "12",
     ]  # fmt: skip
     assert "--mock-data" in launch.flags and "made-up tokens" in ended.errors
-    assert launch.value("--save") == launch.value("--load") == str(ROOT / "checkpoints/gpt-125m")
+    assert launch.value("--save") == launch.value("--load") == str(ROOT / "checkpoints/gpt-125m-vanilla")
 
 
 def test_variables_choose_the_model_the_layout_and_the_data() -> None:
@@ -289,3 +289,33 @@ def test_help_names_every_variable_and_a_script_in_the_place_of_a_flag_is_refuse
     assert shown.code == 0
     for variable in {pair.split("=")[0] for given in BAD for pair in given.split(";")} | {"VOCAB_FILE", "MERGE_FILE"}:
         assert variable in shown.output, variable
+
+
+@pytest.mark.parametrize(
+    "flags, preset",
+    [("", "vanilla"), ("--optimus-cc", "paper"), ("--optimus-cc balanced", "balanced"),
+     ("--optimus-cc --bf16", "paper"),
+     ("--dp-compression-format int4", "compressed")],
+)  # fmt: skip
+def test_each_preset_has_a_folder_of_checkpoints(flags: str, preset: str, tmp_path: Path) -> None:
+    launch = run_script("pretrain_gpt.sh", "--dry-run", *flags.split(), env={}, cwd=tmp_path).launch
+    assert launch.value("--save") == str(tmp_path / f"checkpoints/gpt-125m-{preset}")
+
+
+@pytest.mark.parametrize("other", ["gpt-125m", "gpt-125m-vanilla"])
+def test_switching_the_preset_does_not_start_anew_in_silence(other: str, tmp_path: Path) -> None:
+    held = tmp_path / "checkpoints" / other
+    held.mkdir(parents=True)
+    (held / "latest_checkpointed_iteration.txt").write_text("4")
+    mine = tmp_path / "checkpoints/gpt-125m-balanced"
+
+    def asked(**variables: str) -> Ended:
+        return run_script("pretrain_gpt.sh", "--check", "--optimus-cc", "balanced", env=variables, cwd=tmp_path)
+
+    refused = asked()
+    assert refused.code == 2 and f"'{mine}' holds no checkpoint, and '{held}' does" in refused.errors
+    assert f"CHECKPOINT_DIR={held} goes on from it, CHECKPOINT_DIR={mine} starts anew" in refused.errors
+    assert asked(CHECKPOINT_DIR=str(held)).code == asked(CHECKPOINT_DIR=str(mine)).code == 0
+    mine.mkdir()
+    (mine / "latest_checkpointed_iteration.txt").write_text("2")
+    assert asked().code == 0, "its own is there"

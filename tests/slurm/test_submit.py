@@ -12,6 +12,7 @@ from tests.shell_scripts import ROOT, Ended, run_script
 
 PYXIS = 'test "$1" != --help || { echo "  --container-image=..."; exit; }; '
 PROGRAMS = {
+    "squeue": 'case "$*" in *" 41 "*) echo RUNNING ;; *) exit 1 ;; esac',
     "sinfo": 'case "$*" in *debug*) echo 2:00:00 ;; *) echo infinite ;; esac',
     "sbatch": 'printf "%s\\n" sbatch "$@"',
     "srun": PYXIS + 'printf "%s\\n" "cpus per task: $SRUN_CPUS_PER_TASK" srun "$@" "$OPTIMUS_CC_DEVICE"',
@@ -411,3 +412,25 @@ def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif"}
     refused = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sif")
     assert refused.code == 2 and "'optimus-cc.sif' is not what Pyxis saves" in refused.errors
+
+
+def test_a_folder_of_checkpoints_belongs_to_one_job_that_is_queued_or_runs(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    words = ["pretrain", "--gpus-per-node=8", f"CHECKPOINT_DIR={folder}"]
+    owner = folder / "owner-job.txt"
+    owner.write_text("41\n")
+    refused = submit(run, *words)
+    assert refused.code == 2 and refused.output == ""
+    assert f"CHECKPOINT_DIR: job 41, which is RUNNING, trains in '{folder}'. Give another folder" in refused.errors
+    for waits in ("--dependency=afterany:41", "-d singleton"):
+        assert submit(run, *words, *waits.split()).code == 0
+    assert submit(run, *words, "--dependency=afterany:411").code == 2
+    # On the node the claim is made, whatever was seen before: here job 7 begins while 41 runs, and after it has ended.
+    started = run("pretrain.sbatch", **JOB, CHECKPOINT_DIR=str(folder))
+    assert started.code == 2 and "job 41, which is RUNNING" in started.errors and "srun" not in started.output
+    owner.write_text("40\n")
+    assert run("pretrain.sbatch", **JOB, CHECKPOINT_DIR=str(folder)).code == 0
+    assert owner.read_text() == "7\n" and sorted(path.name for path in folder.iterdir()) == ["owner-job.txt"]
+    assert run("pretrain.sbatch", **JOB, CHECKPOINT_DIR=str(folder)).code == 0, "its own requeue"
+    assert submit(run, *words, "--dry-run").code == 0 and owner.read_text() == "7\n"
