@@ -29,6 +29,14 @@ if [[ ! -d "$cache" || ! -O "$cache" ]]; then
   exit 2
 fi
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
+# What a killed rank leaves, such as the sockets of multiprocessing, is removed at the job's next start. A socket's path
+# has at most 107 characters.
+if [[ -n "${SLURM_JOB_ID:-}" ]] && ((${#cache} < 60)); then
+  export TMPDIR="$cache/tmp-$SLURM_JOB_ID"
+  rm -rf "$TMPDIR"
+  mkdir -m 700 "$TMPDIR"
+  trap 'rm -rf "$TMPDIR"' EXIT
+fi
 # A rank that dies must not fill the working folder with its memory.
 ulimit -c 0
 

@@ -41,7 +41,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   rm -f "$mark"
   started="$PWD/.started-$SLURM_JOB_ID"
   touch "$started"
-  trap 'rm -f "$started"' EXIT
+  trap 'rm -f "$started" "$mark"' EXIT
 
   echo "$job.sbatch: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, master $MASTER_ADDR:$MASTER_PORT"
   status=0

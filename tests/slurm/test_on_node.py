@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,23 @@ def test_a_stop_is_repeated_until_the_command_ends(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) == 7 and (tmp_path / "mark").exists()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_temporary_files_lie_in_a_folder_of_the_job_which_is_empty_at_its_start_and_gone_at_its_end(
+    short_path: Path,
+) -> None:
+    left = short_path / f"optimus-cc-{os.getuid()}/tmp-7/pymp-left"  # by a start that was killed
+    left.mkdir(parents=True, mode=0o700)
+    (short_path / f"optimus-cc-{os.getuid()}").chmod(0o700)
+    command = [ROOT / "scripts/slurm/on_node.sh", short_path / "mark", "sh", "-c", 'echo "$TMPDIR"; ls "$TMPDIR"']
+    environment = {**os.environ, "NODE_CACHE": str(short_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines() == [str(left.parent)] and done.returncode == 0, done.stderr
+    assert not left.parent.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import logging
 import os
 import time
 import types
@@ -387,3 +388,16 @@ def test_megatrons_wheel_which_has_no_makefile_is_not_asked_to_run_make_on_a_gpu
         use_compiled_helpers()
         datasets.compile_helpers()
     assert not hasattr(datasets.compile_helpers.__wrapped__, "__wrapped__")
+
+
+@in_a_rank
+def test_megatron_warns_once_of_draws_from_the_one_generator_of_a_cpu() -> None:
+    from megatron.core.tensor_parallel import random
+
+    said = []
+    logger = logging.getLogger(random.__name__)
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = said.append
+    for _ in range(3):
+        logger.warning("CPU RNG state changed within GPU RNG context")
+    assert len(said) == 1

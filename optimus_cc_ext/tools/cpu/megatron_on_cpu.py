@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -185,6 +186,16 @@ def install(patches: Patches) -> None:
             patches.wrap(owner, name, _gloo_only)
     for target, name, around in _AROUND:
         patches.wrap(resolve_name(target), name, around)
+    # Here the generator of the "GPU" is the CPU's, so Megatron warns of every draw.
+    logger, warned = logging.getLogger(RNG_MODULE), set[Any]()
+
+    def only_once(record: logging.LogRecord) -> bool:
+        known = record.msg in warned
+        warned.add(record.msg)
+        return not known
+
+    logger.addFilter(only_once)
+    patches.callback(logger.removeFilter, only_once)
     if find_spec("megatron.training") is not None:
         patches.wrap(resolve_name(PARSER), "add_megatron_arguments", _with_cpu_defaults)
     # --async-save writes from a second process, which starts without the CPU runtime.
