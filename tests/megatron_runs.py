@@ -166,7 +166,7 @@ def megatron_run(
         run.ended = ended.code or None  # an exit status of 0 means that --exit-interval ended the run
     except OptimusError as error:
         run.ended = str(error)
-    if built:
+    if built and torch.distributed.is_initialized():  # a rank that has left the others has no place any more
         model, optimizer, _ = built
         _record_end(run, model)
         run.probed = None if probe is None else probe(model, optimizer)

@@ -10,6 +10,7 @@ they found before any of them uses it.
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ _MARK = "optimus_cc_checkpoint"
 
 _LEVELS = "optimus_cc_levels"
 """Attribute of Megatron's arguments that holds the levels in which the saving run added gradients up."""
+
+_SAID = "optimus_cc/said by the first rank"
+"""Key in torch's store of the sentence with which the first rank ends in a save."""
 
 _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
@@ -111,6 +115,10 @@ class _Saving:
             self._before_tracker = Path(folder), publish
         try:
             result = original(*args, **kwargs)
+        except RuntimeError:  # a barrier that the first rank has left
+            with ends_the_run():
+                _raise_what_the_first_rank_said()
+            raise
         finally:
             self._before_tracker = None
         if save and in_background:  # our writer thread starts after Megatron's fork
@@ -134,10 +142,11 @@ class _Saving:
     def before_tracker(self, original: Callable[..., Any], checkpoints_path: Any) -> Any:
         # The first rank asks for the tracker file's name when every rank's part of the checkpoint has been written.
         if self._before_tracker is not None and Path(checkpoints_path) == self._before_tracker[0]:
-            with ends_the_run():  # the other ranks are in Megatron's barrier, and the launcher ends them
+            with ends_the_run():  # the other ranks are in Megatron's barrier
                 try:
                     self._before_tracker[1]()
                 except OSError as error:
+                    _store().set(_SAID, f"rank 0: {error}")
                     raise OptimusError(f"rank 0: {error}") from error
             self._before_tracker = None
         return original(checkpoints_path)
@@ -231,3 +240,17 @@ def _save_folder(args: Any, non_persistent: bool) -> str:
     if not non_persistent:
         return str(args.save)
     return str(args.non_persistent_global_ckpt_dir or Path(args.save) / checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _raise_what_the_first_rank_said() -> None:
+    """Raise OptimusError if the first rank has ended because it could not put a state into its checkpoint."""
+    said = ""
+    with suppress(RuntimeError):  # the store may have ended with the first rank
+        if _store().check([_SAID]):
+            said = _store().get(_SAID).decode()
+    if said:
+        raise OptimusError(said)

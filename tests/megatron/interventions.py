@@ -78,6 +78,21 @@ def impatient() -> None:
     errors.time = SimpleNamespace(sleep=lambda seconds: sys.exit(2))  # type: ignore[attr-defined]
 
 
+def hang_up() -> None:
+    """Let a rank that ends with an error close its connections, as the end of a process does: this one stays."""
+    from optimus_cc_ext import errors
+
+    exit_with = errors.exit_with
+
+    def exit_and_hang_up(reason: Exception | str) -> None:
+        try:
+            exit_with(reason)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    errors.exit_with = exit_and_hang_up  # type: ignore[assignment]
+
+
 def full_disk_on_rank_1() -> None:
     """Let the first large file that rank 1 writes, its share of the state, meet a full disk."""
     if os.environ["RANK"] == "1":

@@ -249,6 +249,10 @@ CLEANED = replace(
     table.SAVED_IN_BACKGROUND, name="async, cleaned from outside", ends=True,
     before=(interventions.clean_up_before_publishing, interventions.impatient),
 )  # fmt: skip
+CLEANED_AT_ONCE = replace(
+    table.saving("sync, cleaned from outside", "--ckpt-format torch", table.CB4, layout=table.PP2), ends=True,
+    before=(*CLEANED.before, interventions.hang_up),
+)  # fmt: skip
 
 
 @uses(full(ON_LOCAL_DISKS, FROM_LOCAL_DISKS))
@@ -275,7 +279,7 @@ def test_a_checkpoint_that_is_a_link_to_another_file_system_is_saved_again(runs)
     shutil.rmtree(link.resolve().parent)
 
 
-@uses(full(CLEANED))
+@uses(full(CLEANED), full(CLEANED_AT_ONCE))
 def test_staged_files_that_another_program_deletes_end_all_ranks_with_a_sentence_and_no_checkpoint_counts(runs):
     assert {rank.ended for rank in runs.ranks} == {2}
     line = the_error(runs)

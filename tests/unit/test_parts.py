@@ -30,7 +30,8 @@ def reads_nothing() -> None:
 
 
 OTHERS = (
-    torch, torch.Tensor, torch.nn, torch.nn.Module, torch.distributed, torch.distributed.ProcessGroup, torch.cuda,
+    torch, torch.Tensor, torch.nn, torch.nn.Module, torch.distributed, torch.distributed.distributed_c10d,
+    torch.distributed.ProcessGroup, torch.distributed.Store, torch.cuda,
     torch._C, torch.optim, torch.optim.Optimizer, str, dict, list, argparse, argparse.ArgumentParser("x"),
     argparse.HelpFormatter("x"), functools, importlib, inspect, inspect.Signature, inspect.BoundArguments,
     inspect.Parameter, logging, os, os.path, sys, Path, Exception, SystemExit(1), reads_nothing, types,
