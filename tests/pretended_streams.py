@@ -265,8 +265,8 @@ def pretend(bytes_per_us: float = 1.0) -> None:
     """Pretend streams from now on, in this process, over a network of this rate."""
     from megatron.training import training
 
+    from optimus_cc_ext.collectives.reducers import SideStream
     from optimus_cc_ext.compressors.scratch import Scratch
-    from optimus_cc_ext.techniques.reducers import SideStream
 
     GPU.bytes_per_us = bytes_per_us
     GPU.begin()

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, sharded_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.formats import BLOCK
@@ -15,13 +18,10 @@ from optimus_cc_ext.forecast.probe import Collective, probe_collective, probe_li
 from optimus_cc_ext.forecast.timeline import FREE, ClassCost, Link, RankCost, Rate, Sent, When, reduction
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, sharded_bytes
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.exchange import BlockCodecs
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes
 from optimus_cc_ext.techniques.messages import BlockMessages, message_bytes
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL
 from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.session import Session
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
+from optimus_cc_ext.collectives.nodes import ranks_per_node
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.presets import Layout, cost_of_shards
@@ -24,7 +25,6 @@ from optimus_cc_ext.hooks.param_and_grad_buffer import attach
 from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.nodes import ranks_per_node
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = [

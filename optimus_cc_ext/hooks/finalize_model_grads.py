@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.facts import tied_embedding
@@ -14,7 +15,6 @@ from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.steps import check_messages
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["all_reduce_word_embedding", "wraps"]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optimus_cc_ext.checkpoint.resuming import settings_of
+from optimus_cc_ext.collectives.calls import all_reduce_sum
 from optimus_cc_ext.errors import OptimusError, UnfitState
 from optimus_cc_ext.hooks import (
     distrib_optimizer,
@@ -27,7 +28,6 @@ from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of
 from optimus_cc_ext.hooks.steps import Step
 from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
-from optimus_cc_ext.techniques.collective import all_reduce_sum
 from optimus_cc_ext.techniques.session import Session
 
 __all__ = ["Handle", "Off", "close_unless_used", "shared_sessions", "shared_wraps"]

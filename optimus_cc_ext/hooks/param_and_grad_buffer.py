@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.nodes import Levels
+from optimus_cc_ext.collectives.reducers import Reduction
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
-from optimus_cc_ext.techniques.nodes import Levels
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
-from optimus_cc_ext.techniques.reducers import Reduction
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
 from optimus_cc_ext.techniques.session import Session
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.compressors import fast
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
@@ -18,7 +19,6 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import names_of
-from optimus_cc_ext.techniques.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.techniques.state import state_dtype
 
 __all__ = ["Machine", "agree"]

@@ -16,7 +16,10 @@ from functools import cached_property
 
 import torch
 
-from optimus_cc_ext.metrics.traffic import (
+from optimus_cc_ext.collectives.exchange import ExchangePlan, sent_alone
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.reducers import DensePlan
+from optimus_cc_ext.collectives.traffic import (
     all_reduce_bytes,
     leaving_exchange,
     leaving_instances,
@@ -24,11 +27,8 @@ from optimus_cc_ext.metrics.traffic import (
     reduce_scatter_bytes,
     sharded_bytes,
 )
-from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, replaced_group
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.reducers import DensePlan
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan, sent_alone
+from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord, replaced_group
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 
 __all__ = [
     "BucketPlan",
@@ -40,7 +40,7 @@ __all__ = [
     "replaced_group",
 ]
 
-ReductionPlan = DensePlan | ExchangePlan | TwoLevelPlan | LowRankPlan
+ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
 """The plan of one reduction of a bucket: dense, in blocks of few bits in one level or in two, or as P and Q."""
 
 NOT_BLOCKS = ("dense", "low-rank")
@@ -204,7 +204,7 @@ class GroupPlan:
     def inside_bytes(self) -> int:
         """Bytes that one rank sends dense inside its node if gradients are compressed in two levels."""
         plans = (bucket.compressed for bucket in self.buckets)
-        return sum(plan.inside_bytes for plan in plans if isinstance(plan, TwoLevelPlan))
+        return sum(plan.inside_bytes for plan in plans if isinstance(plan, ExchangePlan))
 
     @property
     def in_one_level(self) -> "GroupPlan":
@@ -337,10 +337,10 @@ def _reduction(
             numel=record.numel, low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
             rank=rules.rank, sharded=rules.sharded,
         )  # fmt: skip
-    return block_plan(
-        record.numel, [parameter.range for parameter in coded], dense, record.dtype, rules.ranks,
-        sharded=rules.sharded, formats=Formats(format if coded else rules.sums, rules.sums), levels=rules.levels,
-        place=rules.place, in_fp32=rules.in_fp32,
+    return ExchangePlan(
+        numel=record.numel, coded=[parameter.range for parameter in coded], dense=dense, dtype=record.dtype,
+        ranks=rules.ranks, sharded=rules.sharded, formats=Formats(format if coded else rules.sums, rules.sums),
+        levels=rules.levels, place=rules.place, in_fp32=rules.in_fp32,
     )  # fmt: skip
 
 

@@ -1,18 +1,20 @@
 """Records of Megatron's buckets, and the rules by which a group of replicas reduces and gathers its buckets."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
-from optimus_cc_ext.techniques.exchange import ParameterRecord
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
-__all__ = ["BucketRecord", "BucketRules", "replaced_group"]
+__all__ = ["BucketRecord", "BucketRules", "ParameterRecord", "replaced_group"]
 
 
 def replaced_group(sharded: bool) -> str:
@@ -24,6 +26,47 @@ def replaced_group(sharded: bool) -> str:
         sharded: True if the distributed optimizer is used.
     """
     return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRecord:
+    """Facts about a parameter on which plans depend."""
+
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its gradient in the flat bucket."""
+
+    tied: bool = False
+    """True for a word embedding that another stage holds, too."""
+
+    expert: bool = False
+
+    router: bool = False
+    """True for the weight of a router, which is small and decides which experts see a token."""
+
+    embedding: bool = False
+    """True for a word embedding or an output layer, whose gradient has one row per word, and a high rank."""
+
+    norm_group: str = MAIN_NORM_GROUP
+
+    @property
+    def range(self) -> Range:
+        """Range of its gradient in the flat bucket."""
+        return self.start, math.prod(self.shape)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """True if the parameter's values can be encoded in blocks: a matrix, but not a router's."""
+        return len(self.shape) >= 2 and not self.router
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter as a matrix; all dimensions but the first are columns."""
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
+from optimus_cc_ext.collectives.nodes import Levels, levels_of
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
@@ -23,7 +24,6 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
-from optimus_cc_ext.techniques.nodes import Levels, levels_of
 
 __all__ = [
     "adds_up_in_two_levels",

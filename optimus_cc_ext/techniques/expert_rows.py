@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.calls import start_all_to_all
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.techniques.collective import start_all_to_all
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule

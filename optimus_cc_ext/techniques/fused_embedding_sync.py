@@ -8,7 +8,7 @@ With the distributed optimizer each replica reads only its shard of the reduced 
 reduce-scatter as usual, and the pair of stages sums that shard only: V (D - 1) / D + V / D instead of V (D - 1) / D +
 V.
 
-In a block format, a `BlockReducer` reduces over the union, or with the distributed optimizer over the replicas of each
+In a block format, an `Exchange` reduces over the union, or with the distributed optimizer over the replicas of each
 stage. Then the pair of stages exchange their shards (`GatheredSum`), and each adds up both messages, so that both have
 the same bits.
 """
@@ -19,28 +19,21 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.calls import all_reduce_sum, connect
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan, GatheredSum, sent_alone
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, MessagePool, Tools, message_bytes
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, sharded_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, sharded_bytes
-from optimus_cc_ext.techniques.collective import all_reduce_sum, connect
 from optimus_cc_ext.techniques.crossing import classes_inside
-from optimus_cc_ext.techniques.exchange import (
-    BlockCodecs,
-    Formats,
-    GatheredSum,
-    Groups,
-    MessagePool,
-    message_bytes,
-)
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.techniques.reducers import BlockReducer, Reducer
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer, block_plan, block_reducer, sent_alone
 
 __all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
 
@@ -106,7 +99,7 @@ class FusedEmbeddingSync(Technique):
         self._connected = False
         """True once the union has made its first sum, if it sums dense gradients."""
 
-        self._sums: dict[tuple[int, torch.dtype, torch.device], BlockReducer | TwoLevelReducer | GatheredSum] = {}
+        self._sums: dict[tuple[int, torch.dtype, torch.device], Exchange | GatheredSum] = {}
         """Sums in blocks, by length, dtype and device of the gradient: over the union, or over the pair, of a shard or
         of the whole embedding if Megatron needs that.
         """
@@ -170,7 +163,7 @@ class FusedEmbeddingSync(Technique):
             return self.pair_leaving_bytes(shard)
         beside = self._joined.beside
         for union in self._sums.values():
-            if isinstance(union, Reducer):
+            if isinstance(union, Exchange):
                 return float(union.plan.leaving_bytes(beside))
         return leaving_ring(all_reduce_bytes(nbytes, 2 * replicas), 2 * replicas, beside)
 
@@ -188,26 +181,24 @@ class FusedEmbeddingSync(Technique):
         sum it, once.
         """
         groups, codecs, key = self._joined, self.codecs, (numel, dtype, device)
+        tools = Tools(device=device, codecs=codecs, gauge=self.gauge, pool=self._pool)
         if codecs is None:
             if not self.sharded and not self._connected:
                 connect(groups.whole, device, pairs=False)
                 self._connected = True
         elif key not in self._sums and self.sharded:
-            self._sums[key] = GatheredSum(
-                numel, dtype, device, groups, codecs.gradients, gauge=self.gauge, pool=self._pool, purpose=_PURPOSE
-            )
+            self._sums[key] = GatheredSum(numel, dtype, groups, tools, _PURPOSE)
         elif key not in self._sums:
-            plan = block_plan(
-                numel, [(0, numel)], (), dtype, groups.whole.size(), sharded=False,
+            plan = ExchangePlan(
+                numel=numel, coded=[(0, numel)], dtype=dtype, ranks=groups.whole.size(), sharded=False,
                 formats=codecs.formats, levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            connect(groups.rail or groups.whole, device, pairs=True)
-            if isinstance(plan, TwoLevelPlan):
-                assert groups.node is not None, "groups of two levels have one of the node"
+            connect(groups.across, device, pairs=True)
+            if groups.node is not None:
                 connect(groups.node, device, pairs=False)
-                if plan.remainders:
-                    connect(groups.whole, device, pairs=False)
-            self._sums[key] = block_reducer(plan, device, groups, codecs, pool=self._pool, gauge=self.gauge)
+            if plan.remainders:
+                connect(groups.whole, device, pairs=False)
+            self._sums[key] = plan.bind(groups, tools)
 
     @property
     def _joined(self) -> Groups:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.placement import Placement, placement_line
-from optimus_cc_ext.techniques.nodes import Node
 
 __all__ = ["Grid", "RankPlace"]
 

@@ -1,89 +1,17 @@
 """Process groups of this package: made by their members alone, with the options of the group that they replace."""
 
-import copy
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import COMMUNICATORS
-from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.patching import Patches
+from optimus_cc_ext.collectives.groups import Groups, names_of, nccl_options, new_group
 from optimus_cc_ext.techniques.crossing import levels_of_group
-from optimus_cc_ext.techniques.exchange import Groups
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
 __all__ = ["NewGroups", "close_abandoned", "communicator_bytes", "communicator_line", "names_of", "new_group"]
-
-
-def new_group(
-    ranks: Sequence[int],
-    *,
-    name: str,
-    like: dist.ProcessGroup | None,
-    description: str,
-    timeout: timedelta | None = None,
-) -> dist.ProcessGroup:
-    """Make a process group of which only the members, this rank among them, take part in making it.
-
-    Args:
-        ranks: the members' ranks, in any order; torch sorts them.
-        name: the name by which members find each other, the same on all of them and never used before.
-        like: the group that the new group replaces. If NCCL runs that group, the new group gets a copy of its options:
-            the limits of `--nccl-communicator-config-path`, the priority of its streams, its time limit. gloo has no
-            such options. None: torch's defaults.
-        description: the name in NCCL's logs and in torch's flight recorder.
-        timeout: the limit on every wait if NCCL does not run `like`; None: torch's default.
-    """
-    options, default = None if like is None else _nccl_options(like), dist.distributed_c10d._get_default_group()
-    # torch would make the group by splitting a default group that is bound to a device, and every rank has to take part
-    # in a split.
-    bound, default.bound_device_id = default.bound_device_id, None
-    with Patches() as patches:
-        patches.callback(setattr, default, "bound_device_id", bound)
-        # torch would name a group by its ranks and by the number of groups of this process. Members with unequal
-        # numbers would wait for each other for ever, and the name of a destroyed group would be used again.
-        patches.replace(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name)
-        try:
-            return dist.new_group(
-                list(ranks), timeout=timeout if options is None else options._timeout, pg_options=options,
-                use_local_synchronization=True, group_desc=description,
-            )  # fmt: skip
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            torchcomms = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
-            cure = f". Unset {torchcomms}" if torchcomms in os.environ else ""
-            raise OptimusError(
-                f"the process group {description} of ranks {ranks} cannot be made: {error}{cure}"
-            ) from error
-
-
-def _nccl_options(group: dist.ProcessGroup) -> Any:
-    """Return a copy of a group's NCCL options; None if another backend runs the group.
-
-    It is a copy because torch writes the ranks and the name of the new group into the options. The copy of a group that
-    was split off another one does not name that other one, in which all ranks would have to take part again.
-    """
-    if not dist.is_nccl_available():
-        return None
-    for device in group._device_types:
-        backend: Any = group._get_backend(device)
-        options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        if isinstance(options, dist.ProcessGroupNCCL.Options):
-            copied, fresh = copy.deepcopy(options), dist.ProcessGroupNCCL.Options()
-            copied.split_from, copied.split_color = fresh.split_from, fresh.split_color
-            return copied
-    return None
-
-
-def names_of(rank: int, *, more: int = 0) -> int:
-    """Return how many names of process groups `rank` has used up, after adding `more`.
-
-    The default group's store counts them, so that counting starts anew with that group.
-    """
-    return int(dist.distributed_c10d._get_default_store().add(f"optimus_cc/names/{rank}", more))
 
 
 class NewGroups:
@@ -174,7 +102,7 @@ class NewGroups:
     @property
     def line(self) -> str | None:
         """The line of `communicator_line` for these groups; None if NCCL does not run them."""
-        if all(_nccl_options(group) is None for group in self.made.values()):
+        if all(nccl_options(group) is None for group in self.made.values()):
             return None
         return communicator_line({name: group.size() for name, group in self.made.items()})
 

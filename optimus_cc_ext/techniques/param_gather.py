@@ -20,13 +20,15 @@ from contextlib import contextmanager
 
 import torch
 
+from optimus_cc_ext.collectives.calls import connect
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import AllGather, MessagePool
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
-from optimus_cc_ext.techniques.collective import connect
-from optimus_cc_ext.techniques.exchange import AllGather, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.state import FactorStates
@@ -63,7 +65,7 @@ class Shards:
         nbytes, _ = plan.message_bytes
         messages = pool.take(plan.ranks * nbytes, bucket.device).view(plan.ranks, nbytes)
         own = plan.layout_of(rank, rank * length)
-        self._gather = AllGather(own, groups, codec, messages, "compressed parameter gather")
+        self._gather = AllGather(own, groups.whole, codec, messages, "compressed parameter gather")
         self.sent_bytes = plan.gathered_bytes()
         self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False

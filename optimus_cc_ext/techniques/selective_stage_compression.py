@@ -1,7 +1,7 @@
 """Selective stage compression (paper section 7): data-parallel gradients are compressed on the first stages only.
 
 1F1B ends last on the first stages, so an iteration waits for their reduction. `bucket_plan` decides how a bucket is
-reduced; `low_rank_reducer` reduces it as P and Q, `reducers` in blocks of few bits or dense;
+reduced: as P and Q (`low_rank_gradients`), in blocks of few bits (`collectives/exchange.py`) or dense;
 docs/develop/how-it-works.md has the order of the phases.
 """
 
@@ -11,6 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.calls import connect
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
+from optimus_cc_ext.collectives.reducers import Reducer, Reduction, SideStream
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
@@ -19,17 +24,12 @@ from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
-from optimus_cc_ext.techniques.collective import connect
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, MessagePool
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
-from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer, Reduction, SideStream
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankReducer, LowRankTools
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_reducer
 
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
@@ -150,8 +150,7 @@ class BucketGroup:
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
                 pool = self._technique.pool.of_bucket(bucket.record)
-                device = of_megatron.device
-                self._made[plan] = self._technique.make_reducer(plan, device, self.groups, fused=fused, pool=pool)
+                self._made[plan] = self._technique.bind(plan, of_megatron.device, self.groups, fused, pool)
         return [self._made[plan] for plan in plans if plan is not None]
 
 
@@ -314,7 +313,7 @@ class SelectiveStageCompression(Technique):
         """Let the groups that reducers of this plan use make their first collective, each once."""
         used: dict[dist.ProcessGroup | None, bool] = {self.alone: False}
         if self._may_compress(plan) and self.codecs is not None:
-            used[groups.rail or groups.whole] = True
+            used[groups.across] = True
             if not groups.levels.instances:
                 used[groups.node] = plan.rules.in_fp32
         for group, pairs in used.items():
@@ -333,8 +332,7 @@ class SelectiveStageCompression(Technique):
         buckets = [bucket for group in self.buckets for bucket in group.plan.buckets]
         plans = {plan: bucket.record for bucket in buckets if (plan := bucket.compressed)}
         made = {reducer.plan for reducer in self.reducers}
-        exchanges = (plan.across if isinstance(plan, TwoLevelPlan) else plan for plan in plans)
-        tables = sum(plan.table_bytes for plan in exchanges if isinstance(plan, ExchangePlan))
+        tables = sum(plan.table_bytes for plan in plans if isinstance(plan, ExchangePlan))
         wires = sum(plan.wire_bytes for plan in plans.keys() - made)
         # The messages of the parameter gather are memory that gradients in blocks can use.
         there = sum(
@@ -344,14 +342,13 @@ class SelectiveStageCompression(Technique):
         )
         return self.state_bytes + wires - there + tables
 
-    def make_reducer(
+    def bind(
         self,
         plan: ReductionPlan,
         device: torch.device,
         groups: Groups,
-        *,
-        fused: FusedEmbeddingSync | None = None,
-        pool: MessagePool | None = None,
+        fused: FusedEmbeddingSync | None,
+        pool: MessagePool,
     ) -> Reducer:
         """Make the reducer of one more bucket.
 
@@ -360,24 +357,16 @@ class SelectiveStageCompression(Technique):
             fused: fused embedding synchronisation with its codecs and gauge, if the bucket is a tied embedding's own.
             pool: memory for its messages, if they are of blocks.
         """
-        reducer: Reducer
-        if isinstance(plan, DensePlan):
-            reducer = DenseReducer(plan, groups)
-        elif isinstance(plan, ExchangePlan | TwoLevelPlan):
-            codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
-            assert codecs is not None, "a plan in blocks of few bits needs codecs"
-            reducer = block_reducer(plan, device, groups, codecs, pool=pool or self.pool, gauge=gauge)
-        elif isinstance(plan, LowRankPlan):
-            number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
-            reducer = LowRankReducer(
-                plan, device, groups, shard=groups.own_range(plan.numel) if plan.sharded else None,
-                compressor=self.compressor, config=self._config, seed=self._seed,
-                salt=f"stage {self.stage} bucket {len(self.reducers)}", states=self.states, name=f"bucket {number}",
-                # All buckets share the scratch memory, and so one stream.
-                state_dtype=self.state_dtype, scratch=self._scratch, gauge=self.gauge,
-            )  # fmt: skip
-        self.reducers.append(reducer)
-        return reducer
+        codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
+        number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
+        tools = LowRankTools(
+            device=device, codecs=codecs, gauge=gauge, pool=pool, compressor=self.compressor, config=self._config,
+            states=self.states, name=f"bucket {number}", seed=self._seed,
+            salt=f"stage {self.stage} bucket {len(self.reducers)}", state_dtype=self.state_dtype,
+            scratch=self._scratch,  # all buckets share the scratch memory, and so one stream
+        )  # fmt: skip
+        self.reducers.append(plan.bind(groups, tools))
+        return self.reducers[-1]
 
     def side_stream(self, device: torch.device) -> SideStream:
         """Return the stream for reductions while the backward pass goes on; it is made once."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
@@ -33,7 +34,6 @@ from optimus_cc_ext.techniques.crossing import (
     leaving_roles,
     levels_of_sums,
 )
-from optimus_cc_ext.techniques.exchange import BlockCodecs, MessagePool
 from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid

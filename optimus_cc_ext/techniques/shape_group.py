@@ -12,16 +12,46 @@ from dataclasses import dataclass
 
 import torch
 
+from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques.low_rank_plan import EqualMatrices
-from optimus_cc_ext.techniques.ranges import Range
+from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.state import FactorState, FactorStates
 from optimus_cc_ext.techniques.strided import Progression, progressions
 
-__all__ = ["ShapeGroup", "copy_if_cast"]
+__all__ = ["EqualMatrices", "ShapeGroup", "copy_if_cast"]
+
+
+@dataclass(frozen=True)
+class EqualMatrices:
+    """Matrices of one shape and one gradient-norm group, because clipping scales the residuals of a group together."""
+
+    rows: int
+    columns: int
+    norm_group: str
+    starts: tuple[int, ...]
+    """Offsets of the matrices in the flat bucket, in the order of the bucket."""
+
+    r: int
+    """Number r of columns of the matrices' factors."""
+
+    @property
+    def name(self) -> str:
+        """Name of the matrices' state in checkpoints."""
+        apart = "" if self.norm_group == MAIN_NORM_GROUP else f" {self.norm_group}"
+        return f"{self.rows}x{self.columns}{apart}"
+
+    @property
+    def p_numel(self) -> int:
+        """Number of values of P, of all matrices."""
+        return len(self.starts) * self.rows * self.r
+
+    @property
+    def q_numel(self) -> int:
+        """Number of values of Q, of all matrices."""
+        return len(self.starts) * self.columns * self.r
 
 
 @dataclass(frozen=True, slots=True)

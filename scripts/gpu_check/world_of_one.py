@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.reducers import Reduction, SideStream
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.reducers import Reduction, SideStream
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer
 

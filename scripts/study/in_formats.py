@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
+from optimus_cc_ext.collectives.reducers import Reducer
 from optimus_cc_ext.compressors import formats
 from optimus_cc_ext.compressors.formats import Format
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques import bucket_plan
-from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, ParameterRecord
-from optimus_cc_ext.techniques.reducers import Reducer
-from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
-from optimus_cc_ext.techniques.two_levels import block_reducer
+from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.tools import pretrain_gpt
 
 ROWS = {
@@ -39,6 +39,19 @@ class PartsPlan:
     """Plan of a bucket's sum in parts, each with a block format of its own."""
 
     parts: Sequence[ExchangePlan]
+
+    def bind(self, groups: Groups, tools: Tools) -> "PartsReducer":
+        """Make the reducer that follows this plan."""
+        assert tools.codecs is not None, "--dp-compression-format names no block format"
+        sums = tools.codecs.sums
+        # The parts are under way at the same time, so each has memory and scratch tensors of its own.
+        return PartsReducer(self, [
+            part.bind(groups, dataclasses.replace(
+                tools, pool=MessagePool(),
+                codecs=BlockCodecs(type(sums)(part.formats.gradients, signs=sums._signs), sums),
+            ))
+            for part in self.parts
+        ])  # fmt: skip
 
     @property
     def matrices(self) -> int:
@@ -106,32 +119,7 @@ def use(matrices: str, vocabulary: str) -> None:
                 others = ()
         return PartsPlan(parts)
 
-    def made(
-        original: Callable[..., Reducer], technique: SelectiveStageCompression, plan: Any, device: Any, groups: Any,
-        **rest: Any,
-    ) -> Reducer:  # fmt: skip
-        if not isinstance(plan, PartsPlan):
-            return original(technique, plan, device, groups, **rest)
-        assert technique.codecs is not None, "--dp-compression-format names no block format"
-        sums = technique.codecs.sums
-        # The parts are under way at the same time, so each has memory and scratch tensors of its own.
-        reducer = PartsReducer(plan, [
-            block_reducer(
-                part, device, groups, BlockCodecs(type(sums)(_format_of(part), signs=sums._signs), sums),
-                pool=technique.pool, gauge=technique.gauge,
-            )
-            for part in plan.parts
-        ])  # fmt: skip
-        technique.reducers.append(reducer)
-        return reducer
-
     bucket_plan._reduction = around(planned)(bucket_plan._reduction)
-    SelectiveStageCompression.make_reducer = around(made)(SelectiveStageCompression.make_reducer)  # type: ignore[method-assign]
-
-
-def _format_of(plan: Any) -> str:
-    """Return the name of the format of a part's gradients."""
-    return str(plan.formats.gradients)
 
 
 if __name__ == "__main__":

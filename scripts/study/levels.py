@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
+from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.nodes import Node
-from optimus_cc_ext.techniques.two_levels import block_plan, block_reducer
 from optimus_cc_ext.tools.report.table import Cell, Table
 
 SHARES = (0.0, 0.1, 0.5)
@@ -95,11 +95,11 @@ def _reduce(rank: int, members: int, ranks: int, numel: int, folder: str) -> Non
         for levels, format in VARIANTS:
             flat, groups = gradients[rank].clone(), in_levels[levels]
             codecs = BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in (format, "int8")))
-            plan = block_plan(
-                numel, [(0, numel)], (), flat.dtype, ranks, sharded=True, formats=codecs.formats,
+            plan = ExchangePlan(
+                numel=numel, coded=[(0, numel)], dtype=flat.dtype, ranks=ranks, sharded=True, formats=codecs.formats,
                 levels=groups.levels, place=groups.place,
             )  # fmt: skip
-            block_reducer(plan, flat.device, groups, codecs, pool=MessagePool(), gauge=Gauge()).reduce(flat)
+            plan.bind(groups, Tools(device=flat.device, codecs=codecs)).reduce(flat)
             lost = (flat[own].double() - exact).square().sum()
             found[share, levels, format] = (float(lost), float(torch.as_tensor(exact).square().sum()))
     torch.save(found, Path(folder) / str(rank))

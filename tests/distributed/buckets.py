@@ -7,13 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
+from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups, ParameterRecord, Range
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
-from optimus_cc_ext.techniques.reducers import BlockReducer
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankReducer, LowRankTools
+from optimus_cc_ext.techniques.state import FactorStates
 
 __all__ = ["Bucket", "Shapes", "of_layers", "reduce"]
 
@@ -45,7 +48,7 @@ class Bucket:
     ) -> LowRankReducer:  # fmt: skip
         groups_of = dict(zip((matrix.storage_offset() for matrix in self.matrices), norm_groups or (), strict=False))
         plan = LowRankPlan(
-            numel=self.flat.numel(),
+            numel=self.flat.numel(), sharded=shard is not None,
             low_rank=[
                 ParameterRecord(
                     shape=tuple(matrix.shape), start=start, norm_group=groups_of.get(start, MAIN_NORM_GROUP)
@@ -55,16 +58,12 @@ class Bucket:
             ],
             dense=self.ranges[1], dtype=self.flat.dtype, ranks=dist.get_world_size(), rank=compression_rank,
         )  # fmt: skip
-        return LowRankReducer(
-            plan,
-            self.flat.device,
-            Groups(dist.group.WORLD),
-            shard=None if shard is None else (int(shard.storage_offset()), shard.numel()),
-            compressor=compressor,
+        tools = LowRankTools(
+            device=self.flat.device, compressor=compressor, states=FactorStates(compression_rank), name="bucket 0",
             config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
-            seed=1,
-            salt="test",
-        )
+            seed=1, salt="test",
+        )  # fmt: skip
+        return plan.bind(Groups(dist.group.WORLD), tools)
 
     @property
     def ranges(self) -> tuple[list[Range], list[Range]]:
@@ -83,10 +82,10 @@ class Bucket:
             formats=codecs.formats,
         )  # fmt: skip
 
-    def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> BlockReducer:
+    def block_reducer(self, codecs: BlockCodecs, sharded: bool, **how: Any) -> Exchange:
         """Return the reducer of this bucket in blocks of few bits, over all ranks; `exchange` is its plan."""
-        plan = self.exchange(codecs, dist.get_world_size(), sharded)
-        return BlockReducer(plan, self.flat.device, Groups(dist.group.WORLD), codecs, **how)
+        plan, tools = self.exchange(codecs, dist.get_world_size(), sharded), {"device": self.flat.device, **how}
+        return plan.bind(Groups(dist.group.WORLD), Tools(codecs=codecs, **tools))
 
 
 def reduce(reducer: LowRankReducer, bucket: Bucket, **how: bool) -> None:

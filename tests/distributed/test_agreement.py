@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.nodes import VARIABLE
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.nodes import VARIABLE
 from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 

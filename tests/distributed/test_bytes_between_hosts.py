@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
+from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.nodes import Node
-from optimus_cc_ext.techniques.two_levels import block_plan, block_reducer
 from tests.distributed.hosts import enter, namespaces, needs_root, sent_bytes
 from tests.forked_ranks import run_ranks
 
@@ -56,11 +56,11 @@ def _measure(hosts: list[str], members: int) -> dict[str, int]:
 
     def blocks(format: str, groups: Groups) -> Callable[[torch.Tensor], None]:
         codecs = BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in (format, "int8")))
-        plan = block_plan(
-            NUMEL, [(0, NUMEL)], (), torch.float32, ranks, sharded=True, formats=codecs.formats, levels=groups.levels,
-            place=groups.place,
+        plan = ExchangePlan(
+            numel=NUMEL, coded=[(0, NUMEL)], dtype=torch.float32, ranks=ranks, sharded=True, formats=codecs.formats,
+            levels=groups.levels, place=groups.place,
         )  # fmt: skip
-        return block_reducer(plan, torch.device("cpu"), groups, codecs, pool=MessagePool(), gauge=Gauge()).reduce
+        return plan.bind(groups, Tools(device=torch.device("cpu"), codecs=codecs)).reduce
 
     ways: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], None]]] = {
         "ring, fp32": (torch.float32, _ring),

@@ -6,17 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives import calls
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reduction
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
-from optimus_cc_ext.techniques import collective
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Groups
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes
-from optimus_cc_ext.techniques.reducers import BlockReducer, DensePlan, DenseReducer, Reduction
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
 from tests.forked_ranks import run_ranks
@@ -45,8 +47,8 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Bucke
     return bucket
 
 
-def reducer_of(bucket: Bucket, used: BlockCodecs, sharded: bool, gauge: Gauge | None = None) -> BlockReducer:
-    return bucket.block_reducer(used, sharded, gauge=gauge)
+def reducer_of(bucket: Bucket, used: BlockCodecs, sharded: bool, gauge: Gauge | None = None) -> Exchange:
+    return bucket.block_reducer(used, sharded, gauge=gauge or Gauge())
 
 
 def plan_of(bucket: Bucket, used: BlockCodecs, ranks: int, sharded: bool) -> ExchangePlan:
@@ -193,7 +195,7 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
             sent[0] += tensor.nbytes * (ranks - 1) // part
             return original(out, tensor, *parts, **how)
 
-        setattr(collective.dist, name, collective_)
+        setattr(calls.dist, name, collective_)
 
     counting("all_to_all_single", ranks)
     counting("all_gather_into_tensor", 1)
@@ -304,7 +306,7 @@ def _in_line(factors: bool, sharded: bool = False) -> tuple[list[str], list[torc
     """Do three overlapping reductions, then one by one: return the order of starts and waits, and both sums."""
     dist.init_process_group("gloo")
     log: list[str] = []
-    start, wait = collective.PendingCollective.__init__, collective.PendingCollective.wait
+    start, wait = calls.PendingCollective.__init__, calls.PendingCollective.wait
 
     def starting(self: Any, begin: Any, group: Any, purpose: str) -> None:
         log.append(f"start {purpose.split('(')[1]}")
@@ -314,7 +316,7 @@ def _in_line(factors: bool, sharded: bool = False) -> tuple[list[str], list[torc
         log.append(f"wait {self._purpose.split('(')[1]}")
         wait(self)
 
-    collective.PendingCollective.__init__, collective.PendingCollective.wait = starting, waiting  # type: ignore[method-assign]
+    calls.PendingCollective.__init__, calls.PendingCollective.wait = starting, waiting  # type: ignore[method-assign]
     found = []
     for in_line in (True, False):
         buckets = [gradients(dist.get_rank(), step) for step in range(3)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.compressors.low_rank import FastLowRank
-from optimus_cc_ext.techniques import low_rank_plan, reducers
+from optimus_cc_ext.techniques import low_rank_gradients
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, of_layers, reduce
 from tests.forked_ranks import run_ranks
@@ -62,17 +62,17 @@ def _in_packs() -> list[Any]:
             log.append("back-project")
             return super().back_project(*args, **kwargs)
 
-    begin = reducers.start_sum
+    begin = low_rank_gradients.start_sum
 
     def recorded_sum(tensor: torch.Tensor, group: Any, purpose: str) -> Any:
         log.append(purpose.removeprefix("compressed gradient reduction "))
         return begin(tensor, group, purpose)
 
-    reducers.start_sum = recorded_sum
+    low_rank_gradients.start_sum = recorded_sum
     results = []
     logs = []
-    for least in (low_rank_plan.PACK_AT_LEAST_BYTES, 1):
-        low_rank_plan.PACK_AT_LEAST_BYTES = least
+    for least in (low_rank_gradients.PACK_AT_LEAST_BYTES, 1):
+        low_rank_gradients.PACK_AT_LEAST_BYTES = least
         bucket = Bucket(of_layers(3), parts=2)
         reducer = bucket.reducer(Recorded(), RANK)
         for step in range(3):
@@ -90,6 +90,6 @@ def test_while_one_pack_is_summed_the_next_is_computed_and_the_results_are_the_s
         assert equal, "bit for bit"
         phases = [what for what, _ in itertools.groupby(at_once)]
         assert phases == ["project", "(P)", "back-project", "(Q)"], "a small model needs no packs"
-        assert 2 <= in_packs.count("(P)") == in_packs.count("(Q)") <= low_rank_plan.MOST_PACKS
+        assert 2 <= in_packs.count("(P)") == in_packs.count("(Q)") <= low_rank_gradients.MOST_PACKS
         assert in_packs.index("(P)") < max(i for i, what in enumerate(in_packs) if what == "project")
         assert in_packs.index("(Q)") < max(i for i, what in enumerate(in_packs) if what == "back-project")

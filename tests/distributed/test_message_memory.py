@@ -7,12 +7,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
-from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, MessagePool, ParameterRecord
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from tests.forked_ranks import run_ranks

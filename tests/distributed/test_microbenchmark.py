@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, MessagePool
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -23,8 +26,8 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.exchange import BlockCodecs, ExchangePlan, Formats, Groups, MessagePool, ParameterRecord
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.messages import BlockMessages, LinkPlan
 from optimus_cc_ext.techniques.param_gather import Shards

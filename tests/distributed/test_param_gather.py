@@ -4,15 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import MessagePool
+from optimus_cc_ext.collectives.ranges import Range
+from optimus_cc_ext.collectives.traffic import reduce_scatter_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import reduce_scatter_bytes
 from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Groups, MessagePool, ParameterRecord, Range
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.hooks import token_dispatcher
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.nodes import Node
 from optimus_cc_ext.techniques.session import Session
 from tests.forked_ranks import run_ranks
 

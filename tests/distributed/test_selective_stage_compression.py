@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_module
 
+from optimus_cc_ext.collectives import calls
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.reducers import SideStream
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.techniques import collective
 from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
-from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups, ParameterRecord
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
-from optimus_cc_ext.techniques.reducers import SideStream
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankReducer
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes, of_layers, reduce
@@ -205,7 +207,7 @@ def counted_bytes() -> list[float]:
             sent[0] += [tensor for tensor in tensors if tensor is not None][-1].nbytes * share
             return original(*tensors, **how)
 
-        setattr(collective.dist, name, call)
+        setattr(calls.dist, name, call)
 
     counting("all_reduce", 2 * (ranks - 1) / ranks)
     counting("all_to_all_single", (ranks - 1) / ranks)

@@ -7,15 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives import calls
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
+from optimus_cc_ext.collectives.nodes import Levels, Node
+from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reducer
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes
 from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes
-from optimus_cc_ext.techniques import collective
-from optimus_cc_ext.techniques.exchange import BlockCodecs, Groups
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.nodes import Levels, Node
-from optimus_cc_ext.techniques.reducers import DensePlan, DenseReducer, Reducer
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, TwoLevelReducer
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, Shapes
 from tests.forked_ranks import run_ranks
@@ -53,17 +54,17 @@ def two_levels(members: int) -> Groups:
     return NewGroups(places, dist.group.WORLD, None).in_levels(dist.group.WORLD, two=True)
 
 
-def plan_of(bucket: Bucket, used: BlockCodecs, levels: Levels, place: int, sharded: bool) -> TwoLevelPlan:
+def plan_of(bucket: Bucket, used: BlockCodecs, levels: Levels, place: int, sharded: bool) -> ExchangePlan:
     coded, dense = bucket.ranges
-    return TwoLevelPlan(
+    return ExchangePlan(
         numel=bucket.flat.numel(), coded=coded, dense=dense, dtype=bucket.flat.dtype, levels=levels, place=place,
-        sharded=sharded, formats=used.formats,
+        ranks=levels.nodes * levels.members, sharded=sharded, formats=used.formats,
     )  # fmt: skip
 
 
-def reducer_of(bucket: Bucket, used: BlockCodecs, groups: Groups, sharded: bool) -> TwoLevelReducer:
+def reducer_of(bucket: Bucket, used: BlockCodecs, groups: Groups, sharded: bool) -> Exchange:
     plan = plan_of(bucket, used, groups.levels, groups.place, sharded)
-    return TwoLevelReducer(plan, bucket.flat.device, groups, used)
+    return plan.bind(groups, Tools(device=bucket.flat.device, codecs=used))
 
 
 def _reduce(members: int, format: str, sharded: bool, whole: bool, dtype: torch.dtype, shapes: Shapes) -> torch.Tensor:
@@ -128,7 +129,7 @@ def by_hand(nodes: int, members: int, used: BlockCodecs) -> torch.Tensor:
     ]
     result = torch.zeros_like(sums[0])
     for place in range(members):
-        layout = plan_of(gradients(0, ranks), used, Levels(nodes=nodes, members=members), place, True).across.layout
+        layout = plan_of(gradients(0, ranks), used, Levels(nodes=nodes, members=members), place, True).layout
         messages = []
         for flat in sums:
             messages.append(torch.zeros(nodes, used.gradients.message_bytes(layout, flat.dtype), dtype=torch.uint8))
@@ -159,7 +160,7 @@ def _left_out() -> tuple[torch.Tensor, float]:
     plan = plan_of(bucket, used, groups.levels, groups.place, False)
     plan = replace(plan, coded=[plan.coded[0], plan.coded[2]])
     before = bucket.views[1].clone()
-    TwoLevelReducer(plan, bucket.flat.device, groups, used).reduce(bucket.flat)
+    plan.bind(groups, Tools(device=bucket.flat.device, codecs=used)).reduce(bucket.flat)
     assert torch.equal(bucket.views[1], before)
     return bucket.views[0].clone(), float(bucket.views[2].sum())
 
@@ -181,7 +182,7 @@ def _bytes_and_memory(members: int, sharded: bool, whole: bool) -> tuple[int, in
             sent[0] += nbytes(out, *rest, group.size())
             return original(out, *rest, group=group, **how)
 
-        setattr(collective.dist, name, counted)
+        setattr(calls.dist, name, counted)
 
     counting("all_reduce", lambda tensor, ranks: all_reduce_bytes(tensor.nbytes, ranks))
     counting("reduce_scatter_tensor", lambda part, _, ranks: part.nbytes * (ranks - 1))
@@ -210,7 +211,11 @@ def _in_fp32() -> float:
     value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
     bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("exact")
     plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
-    reducer = TwoLevelReducer(plan, bucket.flat.device, groups, used)
+    pool = MessagePool().of_bucket(plan)
+    reducer = plan.bind(groups, Tools(device=bucket.flat.device, codecs=used, pool=pool))
+    received, total = reducer._received, reducer._total
+    assert total.data_ptr() + total.nbytes <= received.data_ptr(), "a GPU would write the sum over what it still reads"
+    assert received.data_ptr() + received.nbytes <= total.data_ptr() + pool.nbytes
     for _ in range(2):
         bucket.flat.fill_(value)
         reducer.reduce(bucket.flat)

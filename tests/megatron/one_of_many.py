@@ -104,10 +104,10 @@ def use_fake_groups() -> None:
 
 def answer_for_all(ranks: int, tensor: int, stages: int, *, odd_one: bool) -> None:
     """Let `Grid.gather` return an answer for each rank, with as many bytes as the real answers."""
+    from optimus_cc_ext.collectives.nodes import Node
     from optimus_cc_ext.config import OptimusConfig
     from optimus_cc_ext.forecast.measure import Measured
     from optimus_cc_ext.techniques.grid import Grid, RankPlace
-    from optimus_cc_ext.techniques.nodes import Node
 
     replicas = ranks // tensor // stages
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.collectives.exchange import Exchange
 from optimus_cc_ext.hooks import handle
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankReducer
 from optimus_cc_ext.techniques.messages import BlockMessages, LowRankMessages
 from optimus_cc_ext.techniques.param_gather import Shards
-from optimus_cc_ext.techniques.reducers import BlockReducer
 from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.transfer import Transfer
@@ -177,7 +177,7 @@ HOT_PATH = {
     PipelineLink: ("send", "receive"),
     LowRankReducer: ("start", "second_phase", "finish"),
     BlockMessages: ("send", "receive"),
-    BlockReducer: ("start", "second_phase", "finish"),
+    Exchange: ("start", "second_phase", "finish"),
     FactorStates: ("commit", "rescale_residuals"),
     FusedEmbeddingSync: ("reduce",),
     Shards: ("keep", "encode", "start", "finish"),

@@ -50,7 +50,7 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay
     for rank in whole.ranks:
         assert rank.buckets >= 3 or rank.stage > 0
         messages = {"BlockMessages.send", "BlockMessages.send.park", "BlockMessages.receive.after_wait"}
-        assert messages | {"BlockReducer.start", "BlockReducer.finish"} <= rank.asked.keys()
+        assert messages | {"Exchange.start", "Exchange.finish"} <= rank.asked.keys()
         assert not [what for calls in rank.asked.values() for what in calls], "allocated or asked of the host"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.techniques.exchange import MessagePool
+from optimus_cc_ext.collectives.messages import MessagePool
 from tests.forked_ranks import run_ranks
 from tests.megatron import interventions
 from tests.megatron import runs as table
@@ -64,13 +64,13 @@ def test_gathers_that_begin_in_the_optimizers_step_change_no_bit(runs):
 
 
 def without_join() -> None:
-    from optimus_cc_ext.techniques.reducers import SideStream
+    from optimus_cc_ext.collectives.reducers import SideStream
 
     SideStream.join = lambda self: None  # type: ignore[method-assign]
 
 
 def without_a_beginning() -> None:
-    from optimus_cc_ext.techniques.reducers import SideStream
+    from optimus_cc_ext.collectives.reducers import SideStream
 
     @contextmanager
     def work(self: SideStream) -> Iterator[None]:
@@ -146,9 +146,9 @@ def gathers_decoded_early() -> None:
 
 def sums_added_up_early() -> None:
     """Add up a shard on the side stream when the next reduction begins."""
-    from optimus_cc_ext.techniques.reducers import BlockReducer
+    from optimus_cc_ext.collectives.exchange import Exchange
 
-    BlockReducer.sends_later = property(lambda self: True)  # type: ignore[method-assign]
+    Exchange.sends_later = property(lambda self: True)  # type: ignore[method-assign]
 
 
 def modelled(name: str, ours: str | None, *before: Callable[[], None]) -> RunSpec:

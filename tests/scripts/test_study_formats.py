@@ -11,7 +11,6 @@ from optimus_cc_ext.compressors import formats
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.techniques import bucket_plan
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
-from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from scripts.experiments.models import MODELS, Training
 from scripts.experiments.texts import text_of
 from scripts.hosts.launch import run
@@ -24,7 +23,7 @@ from tests.formats import SIGNS
 def own_formats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what `use` replaces in this process."""
     for owner, name in (
-        (formats, "FORMATS"), (bucket_plan, "_reduction"), (SelectiveStageCompression, "make_reducer"),
+        (formats, "FORMATS"), (bucket_plan, "_reduction"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))
     yield

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.reducers import DensePlan
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan, replaced_group
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.techniques.reducers import DensePlan
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 
 RANKS = 4
 LAYER: Sequence[dict[str, Any]] = ({"shape": (256, 128)}, {"shape": (256,)}, {"shape": (128, 256)}, {"shape": (128,)})

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from optimus_cc_ext.techniques.exchange import Formats
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.techniques.reducers import DensePlan
-from optimus_cc_ext.techniques.two_levels import block_plan
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.reducers import DensePlan
 
 MEMBERS = pytest.mark.parametrize("members", [1, 2, 4, 8])
 NODES = pytest.mark.parametrize("nodes", [2, 4, 16])
@@ -41,9 +41,9 @@ def test_one_level_sends_what_each_replica_of_a_node_has_and_two_levels_their_su
     of_a_node = {}
     for levels in (ONE_LEVEL, Levels(nodes=nodes, members=members)):
         of_a_node[levels.two] = sum(
-            block_plan(
-                values, [(0, values)], (), torch.float32, ranks, sharded=True, formats=Formats(format, "int8"),
-                levels=levels, place=place,
+            ExchangePlan(
+                numel=values, coded=[(0, values)], dtype=torch.float32, ranks=ranks, sharded=True,
+                formats=Formats(format, "int8"), levels=levels, place=place,
             ).leaving_bytes(members)
             for place in range(members)
         )  # fmt: skip
@@ -56,9 +56,9 @@ def test_one_level_sends_what_each_replica_of_a_node_has_and_two_levels_their_su
 @pytest.mark.parametrize("nodes, members, bf16, fp32", [(2, 2, 0.34, 0.17), (2, 4, 0.29, 0.145)])
 def test_int8_in_two_levels_sends_these_shares_of_a_ring(nodes: int, members: int, bf16: float, fp32: float) -> None:
     ranks, values = nodes * members, numel(nodes, members)
-    plan = block_plan(
-        values, [(0, values)], (), torch.float32, ranks, sharded=True, formats=Formats("int8", "int8"),
-        levels=Levels(nodes=nodes, members=members),
+    plan = ExchangePlan(
+        numel=values, coded=[(0, values)], dtype=torch.float32, ranks=ranks, sharded=True,
+        formats=Formats("int8", "int8"), levels=Levels(nodes=nodes, members=members),
     )  # fmt: skip
     for dtype, share in ((torch.bfloat16, bf16), (torch.float32, fp32)):
         ring = DensePlan(numel=values, dense=[(0, values)], dtype=dtype, ranks=ranks, sharded=True)
@@ -71,8 +71,14 @@ def test_instances_send_dense_what_an_instance_sends_between_nodes_and_sums_in_f
 ) -> None:
     # 4 instances of 2 ranks each, on nodes that hold `beside` of the 8 ranks.
     levels, values = Levels(nodes=4, members=2, instances=True), numel(4, 8)
-    plan = block_plan(
-        values, [(0, values)], (), torch.float32, 8, sharded=True, formats=Formats("int8", "int8"), levels=levels
+    plan = ExchangePlan(
+        numel=values,
+        coded=[(0, values)],
+        dtype=torch.float32,
+        ranks=8,
+        sharded=True,
+        formats=Formats("int8", "int8"),
+        levels=levels,
     )
     # Each of 4 ranks holds the same half of the values, and sends a quarter of that half to each of the three others,
     # of which those on other nodes count. The sums come back in a ring, which leaves a node once for all of its ranks.
@@ -87,7 +93,13 @@ def test_instances_send_dense_what_an_instance_sends_between_nodes_and_sums_in_f
 def test_nothing_leaves_a_node_that_holds_the_whole_group() -> None:
     plan = DensePlan(numel=1024, dense=[(0, 1024)], dtype=torch.float32, ranks=4, sharded=False)
     assert plan.leaving_bytes(4) == 0
-    coded = block_plan(
-        1024, [(0, 1024)], (), torch.float32, 4, sharded=False, formats=Formats("int8", "int8"), levels=ONE_LEVEL
+    coded = ExchangePlan(
+        numel=1024,
+        coded=[(0, 1024)],
+        dtype=torch.float32,
+        ranks=4,
+        sharded=False,
+        formats=Formats("int8", "int8"),
+        levels=ONE_LEVEL,
     )
     assert coded.leaving_bytes(4) == 0 < coded.leaving_bytes(2)

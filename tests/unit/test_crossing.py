@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.crossing import classes_inside, crossing_lines, hop_stays_inside, levels_of_group
 from optimus_cc_ext.techniques.grid import RankPlace
-from optimus_cc_ext.techniques.nodes import Levels, Node
 
 EVERYTHING = {each.name for each in CLASSES}
 PIPELINES = {"pipeline_forward", "compressed_backprop"}

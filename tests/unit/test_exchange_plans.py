@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.formats import BLOCK
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, Range
 
 # -- layouts against a literal reference ------------------------------------------------------------------------------
 

@@ -146,4 +146,4 @@ def test_no_other_place_makes_groups():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("new_group", "split_group", "new_subgroups")
     }
-    assert makers == {"techniques/groups.py"}
+    assert makers == {"collectives/groups.py"}

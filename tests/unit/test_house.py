@@ -122,6 +122,19 @@ def test_compressors_know_tensors_and_nothing_else() -> None:
         assert is_of(item.module, "optimus_cc_ext.compressors") or not is_of(item.module, "optimus_cc_ext"), where
 
 
+def test_collectives_know_tensors_and_groups_and_neither_config_nor_session_nor_megatron() -> None:
+    """A training loop of any kind can call them, so no file that they import knows more, directly or not."""
+    below: dict[str, set[str]] = {name: set() for name in SOURCES}
+    for arrow in arrows():
+        below[arrow.importer].add(arrow.imported)
+    room_itself = {name for name in SOURCES if name.startswith("collectives/")}
+    reached = set().union(*(_reachable(name, below) for name in room_itself)) - room_itself
+    assert len(room_itself) > 5 and {room(name) for name in reached} == {
+        "compressors", "errors.py", "metrics", "patching.py"
+    }  # fmt: skip
+    assert {name for name in reached if name.startswith("metrics/")} == {"metrics/gauge.py", "metrics/stopwatch.py"}
+
+
 def test_techniques_know_neither_the_hooks_nor_the_session_that_loops_over_them() -> None:
     for where, item in in_folder("techniques/"):
         assert not is_of(item.module, "optimus_cc_ext.hooks"), where

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from optimus_cc_ext.techniques.nodes import Levels, Node, levels_of, nodes_line, ranks_per_node, this_node
+from optimus_cc_ext.collectives.nodes import Levels, Node, levels_of, nodes_line, ranks_per_node, this_node
 
 
 def test_a_node_is_a_host_since_its_last_boot_or_what_nccl_takes_for_one_or_what_the_user_says() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.hooks import token_dispatcher
@@ -15,7 +16,6 @@ from optimus_cc_ext.hooks.steps import _without_messages
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques import expert_rows
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
-from optimus_cc_ext.techniques.nodes import Node
 from optimus_cc_ext.techniques.session import Session
 
 LAYOUT = Layout(stages=1, data_parallel=4, tied_embeddings=False, expert_parallel=4, row_width=256)

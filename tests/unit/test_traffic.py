@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes
 from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, PIPELINE_FORWARD
-from optimus_cc_ext.metrics.traffic import Traffic, all_reduce_bytes
+from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.messages import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message

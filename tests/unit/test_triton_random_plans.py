@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, blocks_in
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank
@@ -14,9 +17,6 @@ from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats
-from optimus_cc_ext.techniques.nodes import Levels
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan
 from tests.formats import EVERY, SIGNS
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
@@ -49,7 +49,9 @@ def _plan(random: Random) -> ExchangePlan:
     instances = random.random() < 0.3
     levels = Levels(nodes=nodes, members=members, instances=instances)
     place = random.randrange(members)
-    return TwoLevelPlan(**flat, levels=levels, place=place, sharded=sharded or instances, formats=formats).across
+    return ExchangePlan(
+        **flat, ranks=nodes * members, levels=levels, place=place, sharded=sharded or instances, formats=formats
+    )
 
 
 def _exact(random: Random, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """The trial at a run's start compiles all kernels that its steps launch; interpreted, as in test_triton_kernels.py."""
 
+import dataclasses
 import inspect
 import re
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -14,11 +16,11 @@ from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig, OptimusConfig
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
-from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankTools
 from optimus_cc_ext.techniques.schedule import NonInterleaved
+from optimus_cc_ext.techniques.state import FactorStates
 from scripts.bench.compressors.bucket import one_process
 from tests.interpreted import assert_holds_in_tritons_interpreter
 from tests.low_rank_steps import gaussian
@@ -99,6 +101,13 @@ def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: 
     receiving.after_wait()
 
 
+class _OfOneMatrix(Groups):
+    """Groups in which this rank's optimizer reads the first matrix alone."""
+
+    def own_range(self, numel: int) -> tuple[int, int]:
+        return 0, 64 * 128
+
+
 def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
     flat = gaussian(1, 1, 4 * 64 * 128).flatten().to(dtype)
     plan = LowRankPlan(
@@ -107,11 +116,12 @@ def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool)
         dense=(), dtype=dtype, ranks=1, rank=16,
     )  # fmt: skip
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_error_feedback=feedback)
-    for shard in (None, (0, 64 * 128)):
-        reducer = LowRankReducer(
-            plan, flat.device, Groups(group), shard=shard, compressor=TritonLowRank(), config=config, seed=18, salt="",
-            state_dtype=state_dtype,
+    for groups in (Groups(group), _OfOneMatrix(group)):
+        tools = LowRankTools(
+            device=flat.device, compressor=TritonLowRank(), config=config, states=FactorStates(16), name="", seed=18,
+            salt="", state_dtype=state_dtype,
         )  # fmt: skip
+        reducer = dataclasses.replace(plan, sharded=isinstance(groups, _OfOneMatrix)).bind(groups, tools)
         for whole in (False, True):
             reducer.reduce(flat, whole)
         reducer.states.commit({})

@@ -9,6 +9,10 @@ from itertools import accumulate, pairwise
 import torch
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
+from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.messages import Formats
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
@@ -24,20 +28,16 @@ from optimus_cc_ext.config.classes import (
     TrafficClass,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.placement import Placement
-from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
 from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
-from optimus_cc_ext.techniques.exchange import ExchangePlan, Formats, ParameterRecord
 from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
-from optimus_cc_ext.techniques.nodes import ONE_LEVEL, Levels, Node
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.state import state_dtype
-from optimus_cc_ext.techniques.two_levels import TwoLevelPlan, block_plan
 from optimus_cc_ext.tools.doctor.shapes import NotBuilt, Parameter, stages_of
 from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 
@@ -258,11 +258,13 @@ def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -
     return _union(plan, layout, formats, on).leaving_bytes(on.beside_in_union)
 
 
-def _union(plan: GroupPlan, layout: Layout, formats: Formats, on: OnNodes) -> ExchangePlan | TwoLevelPlan:
+def _union(plan: GroupPlan, layout: Layout, formats: Formats, on: OnNodes) -> ExchangePlan:
     """Plan the sum of a tied embedding over the replicas of both stages."""
     dtype, ranks = plan.buckets[0].record.dtype, 2 * layout.data_parallel
     numel = plan.tied_bytes // dtype.itemsize
-    return block_plan(numel, [(0, numel)], (), dtype, ranks, sharded=False, formats=formats, levels=on.union)
+    return ExchangePlan(
+        numel=numel, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=False, formats=formats, levels=on.union
+    )
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -422,9 +424,8 @@ def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, 
     for bucket in plan.buckets:
         reduction, gather = bucket.compressed, bucket.gather
         gathered = 0 if gather is None else gather.ranks * gather.message_bytes[0]
-        exchange = reduction.across if isinstance(reduction, TwoLevelPlan) else reduction
         # Messages of gradients in blocks and of parameters use one memory.
-        shared = min(exchange.wire_bytes, gathered) if isinstance(exchange, ExchangePlan) else 0
+        shared = min(reduction.wire_bytes, gathered) if isinstance(reduction, ExchangePlan) else 0
         found += gathered - shared + (reduction.wire_bytes if reduction else 0)
         if gather is not None:
             found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize

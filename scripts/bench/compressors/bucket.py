@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 from optimus_cc_ext.config import DataParallelCompressionConfig
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
-from optimus_cc_ext.techniques.exchange import Groups, ParameterRecord
-from optimus_cc_ext.techniques.low_rank_plan import LowRankPlan
-from optimus_cc_ext.techniques.low_rank_reducer import LowRankReducer
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankReducer, LowRankTools
+from optimus_cc_ext.techniques.state import FactorStates
 from scripts.bench.compressors.timing import Work
 
 __all__ = ["Bucket", "hook", "one_process", "reducer", "step"]
@@ -94,9 +95,10 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
     plan = GroupPlan.of([record], rules).buckets[0].compressed
     assert isinstance(plan, LowRankPlan)
     config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
-    return LowRankReducer(
-        plan, bucket.flat.device, Groups(group), compressor=compressor, config=config, seed=1, salt="bench"
-    )  # fmt: skip
+    return plan.bind(Groups(group), LowRankTools(
+        device=bucket.flat.device, compressor=compressor, config=config, states=FactorStates(compression_rank),
+        name="bucket 0", seed=1, salt="bench",
+    ))  # fmt: skip
 
 
 def step(reducer: LowRankReducer, bucket: Bucket) -> None:

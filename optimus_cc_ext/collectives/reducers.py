@@ -1,16 +1,6 @@
-"""Reducers of gradient buckets: their interface with three phases, the dense reducer, and the reducer of blocks.
+"""Reducers of flat tensors: their interface with three phases, the dense reducer, and the order of several reductions.
 
-`BlockReducer` replaces a bucket by its sum over the replicas in blocks of few bits; each replica adds up one shard:
-
-    1. encode a message for each shard, matrices in few bits and vectors dense;
-       message d goes to replica d                                              start: all-to-all
-    2. own shard += sum of the messages that arrived from others, in fp32, in the order of the replicas
-    3. encode that sum, matrices in 8 bits, and send it to all                  second_phase: all-gather
-    4. decode all messages into their shards, the own one too                   finish
-
-With the distributed optimizer step 2 is the last one, because its shards are the parts that are added up; unless whole
-gradients are needed. No value is requantised to fewer than 8 bits, and none is requantised per hop: in step 2 the
-errors of N replicas average out.
+`exchange.Exchange` reduces in blocks of few bits.
 """
 
 from abc import ABC, abstractmethod
@@ -22,21 +12,14 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.collectives.calls import PendingCollective, start_reduce_scatter, start_sum
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import Tools
+from optimus_cc_ext.collectives.ranges import Range, views
+from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
 from optimus_cc_ext.compressors.blocks import joined
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.metrics.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
-from optimus_cc_ext.techniques.collective import PendingCollective, start_reduce_scatter, start_sum
-from optimus_cc_ext.techniques.exchange import (
-    AllGather,
-    BlockCodecs,
-    ExchangePlan,
-    Groups,
-    MessagePool,
-    Range,
-    ReduceScatter,
-)
 
-__all__ = ["BlockReducer", "DensePlan", "DenseReducer", "Reducer", "Reduction", "SideStream"]
+__all__ = ["DensePlan", "DenseReducer", "Reducer", "Reduction", "SideStream"]
 
 
 class Reducer(ABC):
@@ -111,6 +94,10 @@ class DensePlan:
     matrices = 0
     wire_bytes = 0
 
+    def bind(self, groups: Groups, tools: Tools) -> "DenseReducer":
+        """Make the reducer that follows this plan."""
+        return DenseReducer(self, groups)
+
     @cached_property
     def runs(self) -> list[Range]:
         """Ranges that are reduced by one collective each; adjacent ranges are joined."""
@@ -132,14 +119,12 @@ class DensePlan:
 
 
 class DenseReducer(Reducer):
-    """Reducer that sums gradients uncompressed, in place.
+    """Reducer that sums gradients uncompressed, in place."""
 
-    Args:
-        purpose: name of the collective in errors.
-    """
+    _purpose = "dense gradient reduction"
 
-    def __init__(self, plan: DensePlan, groups: Groups, purpose: str = "dense gradient reduction") -> None:
-        self.plan, self._groups, self._purpose = plan, groups, purpose
+    def __init__(self, plan: DensePlan, groups: Groups) -> None:
+        self.plan, self._groups = plan, groups
         self._sums: list[PendingCollective] = []
 
     @torch.no_grad()
@@ -153,7 +138,7 @@ class DenseReducer(Reducer):
                 self.finish()
                 self._sums = [start_sum(shard, groups.rail, self._purpose)]
         else:
-            runs = (flat[start : start + length] for start, length in self.plan.runs)
+            runs = views(flat, self.plan.runs)
             self._sums = [start_sum(run, self._groups.whole, self._purpose) for run in runs]
 
     @property
@@ -167,73 +152,6 @@ class DenseReducer(Reducer):
         for pending in self._sums:
             pending.wait()
         self._sums = []
-
-
-class BlockReducer(Reducer):
-    """Reducer that sums matrices in blocks of few bits, and vectors dense, in fp32.
-
-    Args:
-        device: the device of the bucket, which is in fp32 or bf16.
-        codecs: codecs of the plan's formats.
-        gauge: measures the compression error of gradients, and the seconds of encoding and decoding.
-    """
-
-    def __init__(
-        self,
-        plan: ExchangePlan,
-        device: torch.device,
-        groups: Groups,
-        codecs: BlockCodecs,
-        *,
-        pool: MessagePool | None = None,
-        gauge: Gauge | None = None,
-    ) -> None:
-        self.plan, self._gauge, self._sums_codec = plan, gauge or Gauge(), codecs.sums
-        wire = (pool or MessagePool()).take(plan.wire_bytes, device)
-        ranks, (gradients, sums) = plan.ranks, plan.message_bytes
-        self._exchange = ReduceScatter(
-            plan, groups, codecs.gradients, wire[: 2 * ranks * gradients].view(2, ranks, gradients), self._gauge,
-            "compressed gradient reduction (exchange)",
-        )  # fmt: skip
-        # The gather uses the memory of the exchange, which has ended when the gather begins.
-        self._gather = AllGather(
-            plan.layout_of(groups.whole.rank()), groups, codecs.sums, wire[: ranks * sums].view(ranks, sums),
-            "compressed gradient reduction (sums)",
-        )  # fmt: skip
-        self._flat: torch.Tensor | None = None
-        self._whole = False
-
-    @torch.no_grad()
-    def start(self, flat: torch.Tensor, whole: bool = False) -> None:
-        """Encode and start the exchange."""
-        self._flat, self._whole = flat, whole or not self.plan.sharded
-        self.encoded += self.plan.matrices
-        self._exchange.start(flat)
-
-    @property
-    def sends_later(self) -> bool:
-        return self._whole
-
-    @torch.no_grad()
-    def second_phase(self) -> None:
-        """Wait for the exchange, add up the own shard, and start the gather of sums if it is needed."""
-        if self._flat is None or not self._exchange.wait():
-            return
-        with self._gauge.timed(self._flat.device):
-            self._exchange.add_up(self._flat)
-            if self._whole:
-                self._gather.encode(self._flat)
-        if self._whole:
-            self._gather.start()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the gather, and decode all sums."""
-        self.second_phase()
-        if self._flat is not None and self._gather.wait():
-            with self._gauge.timed(self._flat.device):
-                self._sums_codec.decode(self._gather.messages, self.plan.layout, self._flat)
-        self._flat = None
 
 
 class SideStream:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-__all__ = ["Range", "cut", "dealt"]
+import torch
+
+__all__ = ["Range", "cut", "dealt", "views", "within"]
 
 Range = tuple[int, int]
 """Range of a flat tensor, as (start, length) in elements."""
@@ -37,3 +39,18 @@ def dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
             done += taken
             units += -(-taken // unit)
     return taken_by
+
+
+def within(ranges: Sequence[Range], parts: Sequence[Range]) -> list[Range]:
+    """Return the parts of `ranges` that lie in `parts`; both lists are short, and in any order."""
+    cuts = (
+        (max(start, first), min(start + length, first + size))
+        for start, length in ranges
+        for first, size in parts
+    )  # fmt: skip
+    return [(start, end - start) for start, end in cuts if start < end]
+
+
+def views(flat: torch.Tensor, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    """Return the ranges of a flat tensor as views."""
+    return [flat[start : start + length] for start, length in ranges]
