@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from optimus_cc_ext import api, bridge, errors
+from optimus_cc_ext import api, bridge, collectives, errors
 from optimus_cc_ext.hooks.handle import Handle
 from optimus_cc_ext.hooks.steps import Step
 
@@ -30,7 +30,7 @@ def entry(name: str, thing: Any, level: int) -> str:
 def sections() -> Iterator[str]:
     """Yield the sections of all public functions and classes, with the public methods of classes."""
     listed: list[tuple[str, Any]] = []
-    for module in (api, bridge, errors):
+    for module in (api, bridge, collectives, errors):
         assert isinstance(module, ModuleType)
         listed += [(f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__]
     listed += [(f"{each.__module__}.{each.__name__}", each) for each in (Handle, Step)]
